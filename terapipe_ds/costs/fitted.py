@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,21 +142,25 @@ class CostModel:
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
         self._check_samples()
-        tokens = np.array([s.tokens for s in self.samples], float)
-        prefix = np.array([s.prefix for s in self.samples], float)
-        forward, backward = (np.array([getattr(s, n) for s in self.samples]) for n in ("forward_s", "backward_s"))
+        tokens, prefix, forward, backward, weight = (
+            np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
+            for name in ("tokens", "prefix", "forward_s", "backward_s", "weight_s")
+        )
         self.forward_curve = Curve.fit(tokens, prefix, forward)
         self.backward_curve = Curve.fit(tokens, prefix, backward)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         self.forward_errors = FitErrors.of(tokens, prefix, forward)
         self.backward_errors = FitErrors.of(tokens, prefix, backward)
-        weight = [s.weight_s for s in self.samples if s.weight_s is not None]
-        if len(weight) == len(self.samples):
-            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, np.array(weight)))
-        ordered = sorted(links, key=lambda link: link.tokens)
-        if ordered:
-            self.send_s = functools.partial(self._interpolate_link, *_link_points(ordered))
+        if not np.isnan(weight).any():
+            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight))
+        points = sorted((link.tokens, link.send_s) for link in links)
+        if points:
+            sizes, seconds = zip(*points, strict=True)
+            if len(set(sizes)) < len(sizes):
+                raise CostModelError(f"links: tokens {list(sizes)} has one size twice; give the samples of one link")
+            curve = Curve(np.array(sizes, float), np.array(seconds), None)
+            self.send_s = functools.partial(self._evaluate, curve, prefix=0, what="messages")
         if step_s is not None:
             self.step_s = functools.partial(float, step_s)
 
@@ -185,24 +189,18 @@ class CostModel:
         """Return the seconds of the backward; as `forward_s`."""
         return self._evaluate(self.backward_curve, tokens, prefix)
 
-    def _interpolate_link(self, measured: Array, seconds: Array, tokens: Any) -> Any:
-        wanted = np.asarray(tokens, float)
-        self._refuse((wanted < 1) | np.isnan(wanted), wanted, "tokens", "give at least 1 token")
-        if not self.allow_extrapolation:
-            self._refuse(wanted > measured[-1], wanted, "tokens", f"links: 1 to {measured[-1]:.0f} tokens; {_CONTINUE}")
-        return _like(tokens, None, _interpolate(wanted, measured, seconds))
-
-    def _evaluate(self, curve: Curve, tokens: Any, prefix: Any) -> Any:
+    def _evaluate(self, curve: Curve, tokens: Any, prefix: Any, what: str = "slices without prefix") -> Any:
         i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
         self._refuse(~(i >= 1), i, "tokens", "give at least 1 token")
         self._refuse(~(j >= 0), j, "prefix", "give 0 or more tokens")
         if not self.allow_extrapolation:
-            measured = f"slices up to {self.max_tokens} tokens without prefix were measured"
-            self._refuse(i > self.max_tokens, i, "tokens", f"{measured}; {_CONTINUE}")
+            most = curve.base_tokens[-1]
+            self._refuse(i > most, i, "tokens", f"{what} up to {most:.0f} tokens were measured; {_CONTINUE}")
             reach = self.max_sequence_length
             measured = f"with a prefix up to {reach} tokens together" if reach else "no slice with a prefix"
             self._refuse((j > 0) & (i + j > reach), i + j, "tokens + prefix", f"{measured} was measured; {_CONTINUE}")
-        return _like(tokens, prefix, curve(i, j))
+        seconds = curve(i, j)
+        return float(seconds) if seconds.ndim == 0 else seconds
 
     def _refuse(self, wrong: Any, values: Array, name: str, why: str) -> None:
         if wrong.any():
@@ -211,19 +209,17 @@ class CostModel:
     def _check_samples(self) -> None:
         pairs = [(s.tokens, s.prefix) for s in self.samples]
         longest = max((tokens for tokens, prefix in pairs if prefix == 0), default=None)
-        problem = ""
         if longest is None:
             problem = f"none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
-        for tokens, prefix in pairs:
-            place = f"the sample (tokens, prefix) = {(tokens, prefix)}"
-            if pairs.count((tokens, prefix)) > 1:
-                problem = problem or f"{place} occurs twice; give each pair once"
-            elif longest is not None and tokens > longest:
-                problem = (
-                    f"{place} is longer than the longest without a prefix, {longest} tokens; measure ({tokens}, 0)"
-                )
-        if problem:
-            raise CostModelError(f"part {self.part_id}: {problem}")
+        elif len(set(pairs)) < len(pairs):
+            twice = next(pair for pair in pairs if pairs.count(pair) > 1)
+            problem = f"the sample (tokens, prefix) = {twice} occurs twice; give each pair once"
+        elif (most := max(pairs))[0] > longest:
+            problem = f"the sample (tokens, prefix) = {most} is longer than the longest without a prefix, "
+            problem += f"{longest} tokens; measure ({most[0]}, 0) too"
+        else:
+            return
+        raise CostModelError(f"part {self.part_id}: {problem}")
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
@@ -250,15 +246,3 @@ def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
     last = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(at) > 1 else values[-1] / at[-1]
     beyond = np.maximum(wanted - at[-1], 0.0) * max(last, 0.0)
     return np.asarray(np.interp(wanted, at, values) + beyond)
-
-
-def _link_points(links: Sequence[LinkSample]) -> tuple[Array, Array]:
-    tokens = [link.tokens for link in links]
-    if len(set(tokens)) < len(tokens):
-        raise CostModelError(f"links: tokens {tokens} has one size twice; give the samples of one link")
-    return np.array(tokens, float), np.array([link.send_s for link in links])
-
-
-def _like(tokens: Any, prefix: Any, seconds: Array) -> Any:
-    """Return a float where all arguments were plain numbers, else the array."""
-    return float(seconds) if np.ndim(tokens) == 0 and np.ndim(prefix) == 0 else seconds

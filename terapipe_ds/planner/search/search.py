@@ -11,9 +11,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import split_evenly
@@ -122,13 +121,12 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A plan, and what is proven: no plan takes less than the bound; none takes less than this one if `optimal`."""
+class _Answer(NamedTuple):
+    """A plan, and what is proven."""
 
     lengths: Lengths
-    lower_bound_s: float
-    optimal: bool
+    lower_bound_s: float  # no plan takes less
+    optimal: bool  # no plan takes less than this one
 
 
 class Problem:

@@ -100,14 +100,12 @@ def read_cards(text: str | bytes) -> dict[str, DeviceCard]:
     """Read the cards from the text of a file such as `data/devices.json`, by name, or raise DeviceError."""
     try:
         document = parse_json(text)
+        if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
+            what = f'an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
+            raise DeviceError(f"device cards: give {what}")
+        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
     except JsonError as error:
         raise DeviceError(f"device cards: no JSON ({error}); give a file such as {FILE.name}") from None
-    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
-        raise DeviceError(
-            f'device cards: give an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
-        )
-    try:
-        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
     except ValidationError as error:
         raise DeviceError(f"device cards: {describe_error(error, 'devices')}; give what {FILE.name} has") from None
     names = Counter(name.lower() for card in cards for name in (card.name, *card.aliases))

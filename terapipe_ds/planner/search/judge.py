@@ -53,6 +53,9 @@ class Judge:
         one_by_one = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
         self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
         self.budget, self.spent, self._progress = budget, 0, progress
+        # computations of a slice of one micro-batch: F and B, or F, B and W, of every part
+        self._per_slice = (3 if self.splits_backward else 2) * len(pipeline.parts)
+        self._build = _BUILD_LISTED.get(schedule, _BUILD)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
@@ -76,12 +79,6 @@ class Judge:
     def seconds(self, lengths: Lengths) -> float:
         """Return the predicted seconds of a batch, every micro-batch replayed."""
         return self._of(self.pipeline.num_micro_batches, lengths)
-
-    def is_exact(self, lengths: Lengths) -> bool:
-        """Return whether `estimate` counts every micro-batch."""
-        # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
-        most = 2 * _FEW if self.has_chunks else _FEW
-        return self.is_flow_shop or self.computations(lengths) <= most
 
     def has_score(self, lengths: Lengths) -> bool:
         """Return whether the plan was replayed, whole or in part."""
@@ -113,8 +110,10 @@ class Judge:
     def estimate(self, lengths: Lengths) -> float:
         """Return `seconds` at a bounded cost: on a line through those of few micro-batches and of half as many."""
         most = self.pipeline.num_micro_batches
-        few = most if self.is_exact(lengths) else max(4, _FEW // self.computations(lengths, 1))
-        if few >= most:
+        # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
+        is_small = self._computations(lengths, most) <= (2 * _FEW if self.has_chunks else _FEW)
+        few = max(4, _FEW // self._computations(lengths, 1))
+        if self.is_flow_shop or is_small or few >= most:
             return self.seconds(lengths)
         whole, half = self._of(few, lengths), self._of(few // 2, lengths)
         return whole + (most - few) * (whole - half) / (few - few // 2)
@@ -124,9 +123,9 @@ class Judge:
         if self.is_flow_shop:
             return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
         per_slice = self._per_slice * self.pipeline.num_micro_batches
-        walk = _WALK if self.pipeline.memory_limit_bytes is not None else 0
+        replay = 1 if self.pipeline.memory_limit_bytes is None else 1 + _WALK
         return sum(
-            per_slice * slices * (self._build + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
+            per_slice * slices * (self._build + plans * replay) + _CALL * plans for slices, plans in counts.items()
         )
 
     def fastest(
@@ -159,20 +158,17 @@ class Judge:
             else:
                 few = self._micro_batches_of_peak(len(lengths))
                 replay = self._replay(few, len(lengths))
-                self.spent += _WALK * self.computations(lengths, few)
+                self.spent += _WALK * self._computations(lengths, few)
                 self._peaks[lengths] = replay.peak_bytes(plan, memory)
         return self._peaks[lengths]
 
     def fits(self, lengths: Lengths) -> bool:
         """Return whether every stage stays within the limit; True without one."""
         limit = self.pipeline.memory_limit_bytes
-        peaks = None if limit is None else self.peak_bytes(lengths)
-        return limit is None or peaks is None or max(peaks) <= limit
+        return limit is None or max(self.peak_bytes(lengths) or (0,)) <= limit
 
-    def computations(self, lengths: Lengths, num_micro_batches: int | None = None) -> int:
-        """Return how many computations a batch (or so many of its micro-batches) has."""
-        count = self.pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
-        return self._per_slice * count * len(lengths)
+    def _computations(self, lengths: Lengths, num_micro_batches: int) -> int:
+        return self._per_slice * num_micro_batches * len(lengths)
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
         """Return how many micro-batches have the peak of all, for then every one is like the one before.
@@ -183,19 +179,9 @@ class Judge:
         stages, micro_batches = self.pipeline.num_stages, self.pipeline.num_micro_batches
         if self.has_chunks:
             return micro_batches
-        by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
-        live = -(-stages // num_slices) + 2 if by_slices else stages
-        live = 2 * stages - 1 if self.schedule == "dapple" else live
+        by_slices = -(-stages // num_slices) + 2
+        live = {"seq1f1b": by_slices, "seq1f1b-zb": by_slices, "dapple": 2 * stages - 1}.get(self.schedule, stages)
         return min(micro_batches, live + 1 + self.splits_backward)
-
-    @property
-    def _per_slice(self) -> int:
-        """Computations of a slice of one micro-batch: F and B, or F, B and W, of every part."""
-        return (3 if self.splits_backward else 2) * len(self.pipeline.parts)
-
-    @property
-    def _build(self) -> int:
-        return _BUILD_LISTED.get(self.schedule, _BUILD)
 
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
@@ -208,7 +194,7 @@ class Judge:
                 self._seconds[key] = fill_drain_s(*self.pipeline.times(lengths), num_micro_batches)
             else:
                 replay = self._replay(num_micro_batches, len(lengths))
-                self.spent += _CALL + self.computations(lengths, num_micro_batches)
+                self.spent += _CALL + self._computations(lengths, num_micro_batches)
                 self._seconds[key] = replay.makespan(self.pipeline.plan(lengths), list(self.pipeline.parts))
         return self._seconds[key]
 
@@ -225,13 +211,11 @@ class Judge:
 def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
     """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds."""
     seconds = list(work_s)
-    least_s = sum(seconds) / num_stages
-    if len(placement) == len(seconds):
-        of_stage = [0.0] * num_stages
+    of_stage = [0.0] * num_stages
+    if len(placement) == len(seconds):  # each part has one place
         for (stage_id, _), part_id in placement.items():
             of_stage[stage_id] += seconds[part_id]
-        least_s = max(least_s, *of_stage)
-    return float(least_s)
+    return float(max(sum(seconds) / num_stages, *of_stage))
 
 
 def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitError:

@@ -23,18 +23,16 @@ MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs se
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTable:
-    """Seconds of every slice of one part: row j = granules before the slice, column k = slices of k + 1 granules.
+    """Seconds of every slice of one part, [n, n]: row j = granules before the slice, column k = its granules less one.
 
-    `forward_s` and `backward_s` [n, n] are inf where a slice would pass the end of the sequence; `send_s` [n, n] is
-    None without links. The last granule may be partial, so a slice that ends with the sequence has
-    `sequence_length - j * granularity_tokens` tokens.
+    They are inf where a slice would pass the end of the sequence. The last granule may be partial.
     """
 
     sequence_length: int
     granularity_tokens: int
     forward_s: Floats
     backward_s: Floats
-    send_s: Floats | None = None
+    send_s: Floats | None = None  # None without links
     sends: dict[int, float] = dataclasses.field(default_factory=dict)  # tokens -> seconds of a transfer
 
     @property
@@ -59,8 +57,8 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     Python ints are passed, unless `costs.vectorized` is true: then one call gets int64 arrays of all pairs.
 
     Raises:
-        PlannerError: the granularity is larger than the sequence or not a whole number of at least 1, `costs` lacks a
-            method, or a time is NaN, negative, infinite or no number; the message names the pair and the value.
+        PlannerError: an impossible granularity, `costs` that lack a method, or a time that is NaN, negative, infinite
+            or no number; the message names the pair and the value.
     """
     granules = count_granules(sequence_length, granularity_tokens, PlannerError)
     if granules > MAX_GRANULES:
@@ -127,17 +125,15 @@ def check_methods(costs: Any) -> None:
 
 def check_seconds(name: str, tokens: int, prefix: int | None, seconds: float) -> float:
     """Return `seconds`, unless it is NaN, negative or infinite. `prefix` is None for a transfer."""
-    if 0.0 <= seconds < np.inf:
-        return seconds
-    pair = f"tokens={tokens}" if prefix is None else f"tokens={tokens}, prefix={prefix}"
-    raise PlannerError(
-        f"{name}({pair}) = {float(seconds)}: times are finite seconds >= 0; measure this slice again, or mend the cost "
-        f"model there"
-    )
+    if not 0.0 <= seconds < np.inf:
+        pair = f"tokens={tokens}" if prefix is None else f"tokens={tokens}, prefix={prefix}"
+        remedy = "times are finite seconds >= 0; measure this slice again, or mend the cost model there"
+        raise PlannerError(f"{name}({pair}) = {float(seconds)}: {remedy}")
+    return seconds
 
 
 def _check_all(name: str, tokens: Any, prefixes: Any, seconds: Floats) -> None:
-    """Raise PlannerError with the first pair whose time is NaN, negative or infinite."""
+    """Call `check_seconds` for the first pair whose time is NaN, negative or infinite."""
     if not (seconds.min() >= 0.0 and seconds.max() < np.inf):  # NaN fails both
         i = int(np.flatnonzero(~((seconds >= 0.0) & (seconds < np.inf)))[0])
         check_seconds(name, int(tokens[i]), int(prefixes[i]), seconds[i])

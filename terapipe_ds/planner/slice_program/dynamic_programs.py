@@ -25,14 +25,10 @@ BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache betwe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The slices that may be used: row = granules before the slice, column c = slices of `shortest + c` granules.
+    """The slices that may be used, [n, w]: row = granules before it, column c = slices of `shortest + c` granules."""
 
-    `total` is what a slice adds to the sum; `forward` and `backward` are what the limits are on. All [n, w], in
-    seconds; `total` is inf where a slice would pass the end of the sequence or is ruled out.
-    """
-
-    total: Floats
-    forward: Floats
+    total: Floats  # seconds that a slice adds to the sum; inf where it would pass the end or is ruled out
+    forward: Floats  # what the limits are on
     backward: Floats
     shortest: int = 1
 

@@ -124,7 +124,7 @@ class AnalyticCosts:
             seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
         return seconds
 
-    # -- groups of operations on one rank ----------------------------------------------------------------------------
+    # -- groups of operations on one rank
 
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
         """Time the matrix products of one layer, or their weight gradients, which are read and written."""
@@ -140,10 +140,9 @@ class AnalyticCosts:
         size, heads = self.model, self.model.num_heads / self.tensor_parallel
         flops = 4 * self.micro_batch * heads * size.head_dim * attention_pairs(i, j)
         numbers = 2 * heads * i + 2 * self._kv_heads() * (i + j)
-        moved, efficiency = self._item * self.micro_batch * size.head_dim * numbers, self.device.attention_efficiency
-        if backward:
-            return self._roofline_s(ATTENTION_BACKWARD * flops, 3 * moved, 4, efficiency)
-        return self._roofline_s(flops, moved, 2, efficiency)
+        moved = self._item * self.micro_batch * size.head_dim * numbers
+        work = (ATTENTION_BACKWARD * flops, 3 * moved, 4) if backward else (flops, moved, 2)
+        return self._roofline_s(*work, self.device.attention_efficiency)
 
     def _elementwise_s(self, i: Array) -> Array:
         """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""

@@ -121,9 +121,6 @@ class CostModel:
 
     `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
     `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
-
-    Raises:
-        CostModelError: samples that nothing can be fitted to.
     """
 
     vectorized = True
@@ -223,10 +220,7 @@ class CostModel:
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
-    """Fit a0 to a3 by least squares of relative errors.
-
-    Terms that the points cannot tell apart from earlier ones in `_TERM_ORDER` are left out (zero).
-    """
+    """Fit a0 to a3 by least squares of relative errors; terms that the points cannot tell from earlier ones are 0."""
     columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
     scale = np.linalg.norm(columns, axis=0)
     columns = columns / scale

@@ -170,8 +170,12 @@ class Profile:
                 continue
             if field.name == "model_fingerprint":
                 measured, wanted = (f"{key.model} ({key.model_fingerprint})" for key in (self.key, expected))
+            if field.name == "versions":
+                measured, wanted = (
+                    ", ".join(map(" ".join, key.versions.items())) or "none" for key in (self.key, expected)
+                )
             lines.append(
-                f"\n  {field.name}: the profile has {_plain(measured)}, this run {_plain(wanted)}; measure on this "
+                f"\n  {field.name}: the profile has {measured}, this run {wanted}; measure on this "
                 "run, or give its own profile"
             )
         if lines:
@@ -193,8 +197,8 @@ class Profile:
             raise ProfileError(f'{source} is not a profile (no "format": "{FORMAT}"): give the file that was measured')
         version = document.pop("version", None)
         if type(version) is not int or version != VERSION:
-            newer = type(version) is int and version > VERSION
-            remedy = "update terapipe_ds, or measure again" if newer else MEASURE_AGAIN
+            is_newer = type(version) is int and version > VERSION
+            remedy = "update terapipe_ds, or measure again" if is_newer else MEASURE_AGAIN
             raise ProfileError(f"{source} has version {show_value(version)}, this package reads {VERSION}: {remedy}")
         try:
             return _PROFILE.validate_json(json.dumps(document))
@@ -225,9 +229,3 @@ def _refuse_twice(items: Sequence[Any], what: str) -> None:
     for item in items:
         if items.count(item) > 1:
             raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
-    return str(value)

@@ -39,8 +39,7 @@ def ranked_schedules(
 def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: Any) -> int:
     """Return how many parts `costs` must have: those of the schedule, or for "auto" those of a list.
 
-    Raises:
-        PlannerError: no schedule, or not this one, takes so many chunks per stage.
+    Raises PlannerError where no schedule, or not this one, takes so many chunks per stage.
     """
     chunks = check_count("chunks_per_stage", chunks_per_stage)
     if schedule != "auto":

@@ -52,10 +52,7 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].gradient_bytes)
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
-        """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`.
-
-        Plain attention has no gradients that wait, but holds on to the fused product that rotary positions turn.
-        """
+        """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`."""
         rate = self.parts[part_id].whole_bytes_per_token
         if rate is None:
             return self.store_bytes(part_id, sequence_length) + self.store_grad_bytes(part_id, sequence_length)

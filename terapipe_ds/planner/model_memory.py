@@ -170,11 +170,9 @@ class Setup:
     def _static_bytes(self, parameters: int) -> int:
         """Return bytes of parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
 
-        fp32, fp64: parameter, gradient and the optimizer's states in the dtype; ZeRO-1 adds an fp32 master copy and
-        divides it and the states by the data-parallel ranks. fp16: parameter and gradient 2 + 2, master copy and states
-        in fp32. bf16: the same and a buffer that accumulates the gradients (`data_types.grad_accum_dtype`); its
-        optimizer (bf16_optimizer.py) divides master copy and states by the data-parallel ranks with and without ZeRO-1.
-        What lives in the optimizer step alone is not counted: no slice is live then.
+        fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
+        has a buffer that accumulates the gradients as well (`data_types.grad_accum_dtype`), and its optimizer
+        (bf16_optimizer.py) always divides. What lives in the optimizer step alone is not counted: no slice is live.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
@@ -198,8 +196,8 @@ class Setup:
         layer = self._layer_working if layers else 0
         layer += self._layer_saved if self.activation_checkpointing and layers else 0
         working = max(layer - self._head_saved, self._head_working) if is_last else layer
-        # a received activation becomes the slice's input
-        inwards = 2 if is_last else 1 + RECEIVE_AHEAD  # where the last part has most, one of the next two is a B
+        # A received activation becomes the slice's input. Where the last part has most, one of the next two is a B.
+        inwards = 2 if is_last else 1 + RECEIVE_AHEAD
         links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
         return working + links * self._residual * self._item
 

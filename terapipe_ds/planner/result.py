@@ -57,11 +57,7 @@ class PlanResult:
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:
-    """Return the result with the least time; within 0.1 % of it the one with the least memory, then the preferred one.
-
-    Raises:
-        PlannerError: there are no results.
-    """
+    """Return the result with the least time; within 0.1 % of it that with the least memory, then the preferred one."""
     results = list(results)
     if not results:
         raise PlannerError("no results to choose from: give at least one")

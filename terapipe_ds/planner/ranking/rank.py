@@ -69,8 +69,8 @@ def rank_schedules(
 
     def rank_layout(layout: _Layout) -> Ranking:
         parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
-        shape = num_micro_batches, num_stages, layout.chunks_per_stage
-        pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, layout.memory, memory_limit_bytes)
+        shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, layout.chunks_per_stage
+        pipeline = Pipeline(parts, *shape, layout.memory, memory_limit_bytes)
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
@@ -221,11 +221,10 @@ def _over_layouts(
     refused: list[Refusal] = []
     for layout in layouts:
         ranking = rank_layout(layout)
-        best = ranking.results
-        if best and layout.num_parts < layout.chunks_per_stage * num_stages:
+        extra_s: float | None = 0.0
+        if ranking.results and layout.num_parts < layout.chunks_per_stage * num_stages:
             extra_s = None if both_ways_s_of is None else both_ways_s_of(layout.num_parts)
-            best = tuple(dataclasses.replace(result, extra_s=extra_s) for result in best)
-        results += best
+        results += [dataclasses.replace(result, extra_s=extra_s) for result in ranking.results]
         refused += ranking.refused
     return Ranking.of(results, refused)
 

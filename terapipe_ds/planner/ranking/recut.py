@@ -103,8 +103,7 @@ class MeasuredParts:
         return None if cut is None else recut_memory(memory, *cut)
 
     def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
-        """What a bidirectional pipeline of these parts takes besides its makespan (`bidirectional_cost`); None where it
-        is not known how large parts are, or how fast links."""
+        """What a bidirectional pipeline of these parts takes besides its makespan; None where that is not known."""
         bounds = self.bounds(num_parts) if bounds is None else bounds
         costs = None if bounds is None else self.cut(num_parts, bounds)
         if self.shares is None or bounds is None or costs is None or self.link_bytes_per_s is None:
@@ -148,9 +147,7 @@ def recut_costs(parts: Sequence[Any], shares: PartShares, bounds: Sequence[int])
 
 
 def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int]) -> MemoryModel:
-    """The memory of the parts between `bounds`: parameters, states and gradients go with the layers' parameters, what
-    slices keep with their share of the forward, and what a computation needs for itself is the most of any part.
-    """
+    """The memory of the parts between `bounds`: what slices keep goes with the layers' share of the forward."""
     recut = []
     for common, is_measured in _pieces(shares, bounds):
         own = memory.parts[common[-1][0]]
@@ -159,9 +156,9 @@ def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int])
 
 
 def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
-    """The contiguous cut whose heaviest part is lightest, of parts with a layer each; None for fewer layers than parts.
+    """The contiguous cut whose heaviest part is lightest, as DeepSpeed's partition method "parameters" aims at.
 
-    What DeepSpeed's partition method "parameters" aims at, where `weights` are numbers of parameters.
+    None for fewer layers than parts.
     """
     if len(weights) < num_parts:
         return None
@@ -185,8 +182,7 @@ def _bounds_of(shares: PartShares) -> list[int]:
     return list(itertools.accumulate(map(len, shares), initial=0))
 
 
-_Common = list[tuple[int, Sequence[LayerShare]]]
-"""The measured parts that have layers in common with another part, and these layers."""
+_Common = list[tuple[int, Sequence[LayerShare]]]  # measured parts that have layers in common with another, and these
 
 
 def _pieces(shares: PartShares, bounds: Sequence[int]) -> Iterator[tuple[_Common, bool]]:

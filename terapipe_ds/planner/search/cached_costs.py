@@ -85,11 +85,9 @@ class CachedCosts:
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
-    """Return one object per part; parts that share an object share its answers. Where the tables of all would be too
-    large, only the part that takes longest for a whole sequence has one.
+    """Return one object per part; parts that share an object share its answers.
 
-    Raises:
-        PlannerError: a list of another length.
+    Where the tables of all would be too large, only the part that takes longest for a whole sequence has one.
     """
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:

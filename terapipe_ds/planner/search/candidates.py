@@ -1,4 +1,4 @@
-"""Plans worth trying: as tuples of slice lengths in granules, the last granule of a sequence possibly partial."""
+"""Plans worth trying, as tuples of slice lengths in granules."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from terapipe_ds.simulator import Replay
 Progress = Callable[[str, int, int], None]
 """Called now and then with (schedule, work done, of how much), for a progress line."""
 
-FILL_DRAIN = ("terapipe", "gpipe")
-"""All forwards before all backwards, by any order of micro-batches."""
+FILL_DRAIN = ("terapipe", "gpipe")  # all forwards before all backwards
 
 # Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
@@ -50,8 +49,8 @@ class Judge:
         self.placement = placement_for(schedule, pipeline.num_stages, pipeline.chunks_per_stage)
         self.has_chunks = schedule in CHUNKED_SCHEDULES
         self.splits_backward = schedule in SPLIT_SCHEDULES
-        one_by_one = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
-        self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
+        is_single = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
+        self.is_flow_shop = schedule in FILL_DRAIN or is_single
         self.budget, self.spent, self._progress = budget, 0, progress
         # computations of a slice of one micro-batch: F and B, or F, B and W, of every part
         self._per_slice = (3 if self.splits_backward else 2) * len(pipeline.parts)
@@ -202,9 +201,8 @@ class Judge:
         key = num_micro_batches, num_slices
         if key not in self._replays:
             self.spent += self._build * self._per_slice * num_micro_batches * num_slices
-            shape = self.pipeline.num_stages, num_micro_batches, num_slices
-            chunks, options = self.pipeline.chunks_per_stage, dict[str, Any](self.schedule_options)
-            self._replays[key] = Replay(build(self.schedule, *shape, chunks_per_stage=chunks, **options))
+            options: dict[str, Any] = {"chunks_per_stage": self.pipeline.chunks_per_stage, **self.schedule_options}
+            self._replays[key] = Replay(build(self.schedule, self.pipeline.num_stages, *key, **options))
         return self._replays[key]
 
 

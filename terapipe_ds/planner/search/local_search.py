@@ -28,8 +28,7 @@ def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Len
     if not tops:
         raise memory_limit_error(judge, starts)
     while len(tops) < _CLIMBS:
-        left = [start for start in starts if start not in tops]
-        another = judge.fastest(left, judge.estimate, within_budget=True)
+        another = judge.fastest((start for start in starts if start not in tops), judge.estimate, within_budget=True)
         if another is None:
             break
         tops.append(another)

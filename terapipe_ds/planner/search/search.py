@@ -32,13 +32,12 @@ from terapipe_ds.planner.slice_program.solve import equal_time
 from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
 from terapipe_ds.schedule.generate import check_options
 
+# What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
-"""What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`."""
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
-_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
-"""On top, where costs say what W takes."""
+_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs say what W takes
+# Instead, where stages hold several chunks: those of them that have so many chunks and parts.
 _AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
-"""Instead, where stages hold several chunks: those of them that have so many chunks and parts."""
 
 BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
@@ -72,8 +71,7 @@ def plan_slices(
             `send_s(tokens)`; one object for all parts or a list with one per part. Each pair is asked at most once.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
         memory: a `MemoryModel`, or what has its methods; both are asked by part.
-        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many chunks, and as many
-            parts as costs are given (see `ranked_schedules`).
+        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many, see `ranked_schedules`.
         schedule_options: what `schedule.build` takes besides counts, for one schedule by its name.
         placement: where the parts are already: "auto" tries the schedules that run on it.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
@@ -88,18 +86,16 @@ def plan_slices(
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
     if options and schedule == "auto":
-        raise PlannerError(
-            f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
-            "leave them out"
-        )
+        given = show_value(dict(options))
+        raise PlannerError(f"schedule_options = {given}: they go with one schedule, not with 'auto'; leave them out")
     try:
         check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
     num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
     parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
-    shape = num_micro_batches, num_stages, chunks_per_stage
-    pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, memory_limit_bytes)
+    shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
+    pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
     if schedule == "auto":
         return problem.best_of_each(budget).best
@@ -230,10 +226,7 @@ class Problem:
     # --- what the schedules share
 
     def sure_starts(self) -> Iterator[Lengths]:
-        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them.
-
-        They are equal slices and the best plans of other schedules, or, without any, `fill_drain_plan`.
-        """
+        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them."""
         yield from self._equal_plans({len(lengths) for lengths in self.chosen} if self.has_starts else None)
         if not self.has_starts:
             yield self.fill_drain_plan
@@ -274,9 +267,12 @@ class Problem:
         """A good plan for all forwards before all backwards, as if each part had a stage and memory were endless."""
         if self._has_equal_stages:
             return self.program.best.lengths
-        pipeline = dataclasses.replace(
-            self.pipeline, num_stages=len(self.pipeline.parts), chunks_per_stage=1, memory_limit_bytes=None
-        )
+        plain: dict[str, Any] = {
+            "num_stages": len(self.pipeline.parts),
+            "chunks_per_stage": 1,
+            "memory_limit_bytes": None,
+        }
+        pipeline = dataclasses.replace(self.pipeline, **plain)
         starts = [search.best.lengths for search in (self.program, *self.searched[0])]
         return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
 

@@ -2,10 +2,7 @@
 
 The time of a plan under fill-drain is `m * sum(f + b) + bubble * (F + B)`; F = max f' and B = max b' may be of
 different slices. A box holds all plans with F in [f_low, f_high] and B in [b_low, b_high]. One program under the upper
-limits gives the least sum S of the box, so that every plan in it takes at least
-
-    m * S + bubble * (f_low + b_low)
-
+limits gives the least sum S of the box, so that every plan in it takes at least m * S + bubble * (f_low + b_low),
 and the plan behind S, whose maxima are F* and B*, beats every plan of the box with F >= F* and B >= B*. What is left
 are the two boxes F < F*, and F >= F* with B < B*; the larger side of each is halved. Boxes that cannot beat the best
 plan known are dropped; the lowest bounds go first, several in one batch of programs.
@@ -235,12 +232,8 @@ class Search:
     def _pop(self) -> list[Box]:
         """Take the boxes with the lowest bounds, as many as one batch takes."""
         size = BATCH_SIZE if self.num_slices is None else 1 + BATCH_SIZE // self.num_slices
-        boxes: list[Box] = []
-        while self.heap and len(boxes) < size:
-            box = heapq.heappop(self.heap)[2]
-            if self._tighten(box):
-                boxes.append(box)
-        return boxes
+        popped = (heapq.heappop(self.heap)[2] for _ in range(len(self.heap)))
+        return list(itertools.islice(filter(self._tighten, popped), size))
 
     def _evaluate(self, boxes: Sequence[Box]) -> Iterable[Box]:
         """Run one program for each box, and yield what remains of the box around the plan of that program."""

@@ -55,31 +55,21 @@ def solve(
         PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, or a time
             is NaN, negative or infinite.
     """
-    objective = Objective(
-        check_count("num_micro_batches", num_micro_batches), check_count("num_stages", num_stages) - 1
+    micro_batches, bubble = (
+        check_count("num_micro_batches", num_micro_batches),
+        check_count("num_stages", num_stages) - 1,
     )
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
-    table = tabulate(costs, sequence_length, granularity_tokens)
-    search = search_plans(table.band, objective, max_slices, max_work)
+    band = tabulate(costs, sequence_length, granularity_tokens).band
+    search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)
     best = search.best
-    return SliceSolution(
-        plan=SlicePlan.of_granules(best.lengths, sequence_length, granularity_tokens),
-        predicted_s=search.best_s,
-        optimal=search.optimal,
-        lower_bound_s=search.lower_bound_s,
-        sum_s=best.sum_s,
-        max_forward_s=best.max_forward_s,
-        max_backward_s=best.max_backward_s,
-        num_programs=search.num_programs,
-    )
+    plan = SlicePlan.of_granules(best.lengths, sequence_length, granularity_tokens)
+    parts = best.sum_s, best.max_forward_s, best.max_backward_s
+    return SliceSolution(plan, search.best_s, search.optimal, search.lower_bound_s, *parts, search.num_programs)
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
-    """Return slice lengths in granules whose largest f + b is least, then the sum.
-
-    Raises:
-        PlannerError: there are fewer granules than slices.
-    """
+    """Return slice lengths in granules whose largest f + b is least, then the sum. PlannerError for too many slices."""
     num_slices = check_count("num_slices", num_slices)
     if num_slices > table.num_granules:
         raise PlannerError(

@@ -27,9 +27,8 @@ def test_a_table_by_hand() -> None:
     assert table.forward_s.tolist() == [[40.0, 80.0, 100.0], [40.004, 60.004, inf], [20.008, inf, inf]]
     assert table.backward_s.tolist() == [[80.0, 160.0, 200.0], [80.004, 120.004, inf], [40.008, inf, inf]]
     assert table.send_s is not None and table.send_s.tolist() == [[0.4, 0.8, 1.0], [0.4, 0.6, inf], [0.2, inf, inf]]
-    assert table.forward_hop_s[1, 1] == 60.004 + 0.6
-    assert table.backward_hop_s[0, 0] == 80.0 + 0.4
-    assert table.total_s[2, 0] == 20.008 + 40.008
+    band = table.band
+    assert (band.forward[1, 1], band.backward[0, 0], band.total[2, 0]) == (60.004 + 0.6, 80.4, 20.008 + 40.008)
 
 
 @pytest.mark.parametrize(("length", "granularity"), [(64, 8), (61, 8), (7, 7), (9, 7), (5, 1)])

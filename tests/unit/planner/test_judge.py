@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_cases import every_plan, split_parts
-from test_chunked_schedules import SHAPES
+from planner_cases import CHUNKED, every_plan, split_parts
 from test_search import SCHEDULES, SPLIT
 
 from terapipe_ds.planner import MemoryModel, PartMemory
@@ -44,7 +43,7 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     assert plan.lengths == tuple(lengths)
 
 
-@pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), SHAPES)
+@pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), CHUNKED)
 def test_bounds_of_chunked_schedules(schedule: str, num_stages: int, chunks: int, num_parts: int) -> None:
     parts = cache_parts(split_parts(3, num_parts), num_parts, 6, 1)
     for m in (1, 3):
@@ -70,12 +69,3 @@ def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches:
     plan = judge.pipeline.plan(tuple(lengths))
     peaks = Replay(build(schedule, stages, micro_batches, len(lengths))).peak_bytes(plan, memory)
     assert judge.peak_bytes(tuple(lengths)) == peaks
-
-
-def test_fastest_breaks_ties_by_fewer_slices_and_skips_what_does_not_fit() -> None:
-    memory = MemoryModel.measured([PartMemory(0, 0, working_bytes_per_token=1)])
-    judge = judge_of("seq1f1b", 0, 1, 1, 6, memory=memory, memory_limit_bytes=3)
-    scores = {(6,): 1.0, (3, 3): 2.0, (3, 2, 1): 2.0, (1, 5): 1.5}
-    judge.bound_s = lambda lengths: 0.0  # type: ignore[method-assign]
-    assert judge.fastest(scores, scores.__getitem__) == (3, 3)
-    assert judge.fastest([(6,), (1, 5)], scores.__getitem__) is None

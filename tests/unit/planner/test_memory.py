@@ -215,9 +215,9 @@ def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
         ({"optimizer": "adamm"}, "optimizer = 'adamm'"),
         ({"zero_stage": 2}, "zero_stage = 2: give one of 0, 1"),
         ({"micro_batch": 0}, "micro_batch = 0: give an integer >= 1"),
-        ({"num_stages": 9}, "num_stages = 9 for the 8 layers of mini"),
-        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide num_heads = 8"),
-        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 numbers that add up to the 8 layers"),
+        ({"num_stages": 9}, "num_stages = 9: mini has 8 layers"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3: num_heads = 8 of mini does not divide"),
+        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 integers that add up to the 8 layers"),
     ],
 )
 def test_impossible_setups(changes: dict[str, Any], message: str) -> None:

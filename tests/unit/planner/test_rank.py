@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planner_cases import every_plan, split_parts
-from test_chunked_schedules import best_by_hand
+from planner_cases import Costs, brute_force_s, every_plan, split_parts
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
@@ -30,7 +29,7 @@ PARTS = {
 """(chunks per stage, parts) on two stages; dapple is 1f1b."""
 
 
-def cut_in(num_parts: int) -> list[object]:
+def cut_in(num_parts: int) -> list[Costs]:
     """Costs per part that depend on how many there are."""
     return list(split_parts(3, num_parts))
 
@@ -41,7 +40,7 @@ def test_each_schedule_has_its_best_plan(m: int) -> None:
     found = {result.schedule: result for result in ranking.results}
     assert found.keys() == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
     for name, (chunks, num_parts) in PARTS.items():
-        best_s = best_by_hand(name, 2, chunks, m, cut_in(num_parts))
+        best_s = brute_force_s(cut_in(num_parts), name, 2, 7, m, chunks)
         assert found[name].predicted_s == pytest.approx(best_s, rel=1e-9), name
         assert found[name].chunks_per_stage == chunks
     seconds = [result.predicted_s for result in ranking.results]

@@ -14,21 +14,6 @@ from terapipe_ds.simulator import Replay
 ON_A_LINE = tuple(name for name in SPLIT_SCHEDULES if name not in CHUNKED_SCHEDULES)
 
 
-def test_each_pair_is_asked_once() -> None:
-    parts = split_parts(3, 3)
-    plan_slices(parts, 8, 3, 3, 1, "auto")
-    assert {count for part in parts for count in part.asked.values()} == {1}
-
-
-def test_auto_takes_a_split_schedule_where_it_is_faster() -> None:
-    parts = split_parts(3, 4)
-    best = plan_slices(parts, 8, 4, 6, 1, "auto")
-    each = {name: plan_slices(parts, 8, 4, 6, 1, name).predicted_s for name in ("seq1f1b", "1f1b", *ON_A_LINE)}
-    assert best.schedule in ON_A_LINE
-    assert best.predicted_s <= 1.001 * min(each.values())
-    assert best_schedule(parts, best.plan, 4, 6).schedule in ON_A_LINE
-
-
 def test_without_the_time_of_w_there_is_no_split_schedule() -> None:
     parts = parts_of(3, 4)
     with pytest.raises(PlannerError, match=r"'zb-h1' splits backwards, but the costs have no weight_s"):

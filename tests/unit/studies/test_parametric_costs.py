@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from studies.parametric_costs import ParametricCostError, ParametricCosts, StepTotal
@@ -27,27 +26,6 @@ def figure_6b() -> tuple[list[StepTotal], float]:
     return points, best
 
 
-def cut_under(table: np.ndarray, threshold: float, granularity: int) -> SlicePlan | None:
-    """The least sum among plans whose slices all take at most ``threshold``: the plain O(n^2) program of the paper.
-    ``table[n, p]``: seconds of n + 1 granules after p."""
-    count = len(table)
-    least, last = np.full(count + 1, np.inf), np.zeros(count + 1, int)
-    least[0] = 0.0
-    for stop in range(1, count + 1):
-        lengths = np.arange(1, stop + 1)
-        seconds = table[lengths - 1, stop - lengths]
-        sums = np.where(seconds <= threshold, least[stop - lengths] + seconds, np.inf)
-        last[stop] = lengths[sums.argmin()]
-        least[stop] = sums.min()
-    if not np.isfinite(least[-1]):
-        return None
-    cut, stop = [], count
-    while stop:
-        cut.append(int(last[stop]) * granularity)
-        stop -= int(last[stop])
-    return SlicePlan(cut[::-1])
-
-
 def test_figure_6b_from_its_uniform_points_alone() -> None:
     points, published_s = figure_6b()
     assert [t.plan.num_slices for t in points] == [1, 4, 8, 16, 32, 64, 128]
@@ -57,14 +35,6 @@ def test_figure_6b_from_its_uniform_points_alone() -> None:
     assert published_s == 1.481
     assert predicted_s == pytest.approx(published_s, rel=0.04)
     assert costs.per_pair_s == PAIR_S
-
-    granules = np.arange(1, LENGTH // 8 + 1) * 8
-    table = costs.both_s(granules[:, None], granules[None, :] - 8)
-    thresholds = np.linspace(costs.floor_s, 0.02, 60)
-    plans = [plan for t in thresholds if (plan := cut_under(table, float(t), 8)) is not None]
-    ours_s = min(costs.total_s(plan, STAGES, MICRO_BATCHES) for plan in plans)
-    assert ours_s <= predicted_s
-    assert ours_s < min(costs.total_s(t.plan, STAGES, MICRO_BATCHES) for t in points)
 
 
 @pytest.mark.parametrize("left_out", range(7))

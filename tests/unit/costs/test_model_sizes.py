@@ -33,15 +33,6 @@ def test_gpt3_table(name: str) -> None:
     assert size.num_parameters() / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", GPT3)
-def test_gpt3_closed_form(name: str) -> None:
-    """12 l h^2 (1 + 13/(12 h)) + (V + s) h of Narayanan et al. (2104.04473), plus the final norm."""
-    size = model_size(name)
-    hidden = size.hidden_size
-    layers = size.num_layers * (12 * hidden**2 + 13 * hidden)
-    assert size.num_parameters() == layers + (50257 + 2048) * hidden + 2 * hidden
-
-
 def matrix_shapes(size: ModelSize) -> list[tuple[int, ...]]:
     """Every parameter's shape, listed as a checkpoint would list them."""
     hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim

@@ -14,8 +14,10 @@ from terapipe_ds.planner import (
     PartMemory,
     PlannerError,
     Ranking,
+    best_schedule,
     describe,
     describe_ranking,
+    plan_slices,
     rank_given,
     rank_schedules,
 )
@@ -170,3 +172,16 @@ def test_in_words() -> None:
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
     assert describe(two)[0] == "schedule  zbv, 2 parts per stage"
+
+
+def test_a_plan_in_words() -> None:
+    memory = MemoryModel.measured([PartMemory(10**6, 1000.0)] * 4)
+    planned = plan_slices(UnitCosts(64), 64, 4, 1, 8, "seq1f1b", memory=memory, memory_limit_bytes=10**9)
+    text = "\n".join(describe(planned))
+    assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text
+    assert f"({planned.unsliced_s / planned.predicted_s:.3f}x)" in text
+    assert f"bubble    {planned.bubble_fraction:.1%}" in text
+    assert "1.1 MB on stage 0" in text and "the limit is 1.00 GB" in text and "proof" in text
+    lines = describe(best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
+    assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
+    assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
 from terapipe_ds.planner.ranking.recut import MeasuredParts, balanced_bounds, recut_costs, recut_memory
@@ -66,38 +64,6 @@ def test_any_cut_is_the_sum_of_its_layers(seed: int, measured: list[int], wanted
             for name in ("forward_s", "backward_s", "weight_s"):
                 assert getattr(costs, name)(*span) == pytest.approx(getattr(alone, name)(*span), rel=1e-9)
         assert costs.send_s(8) == 4.0
-
-
-def analytic(num_layers: int, first: bool = False, last: bool = False) -> AnalyticCosts:
-    whole = analytic_costs("gpt3-1b", "v100", num_stages=2)
-    return dataclasses.replace(whole[0], num_layers=num_layers, has_embedding=first, has_head=last)
-
-
-def test_decoder_layers_of_counted_costs() -> None:
-    """Between embedding and head every layer is like the others: two parts of six are three of four, arrays too."""
-    parts = [analytic(6), analytic(6)]
-    shares = [[LayerShare(1 / 6, 1 / 6, 7)] * 6] * 2
-    tokens, prefix = np.array([i for i, _ in SLICES]), np.array([j for _, j in SLICES])
-    for costs in recut_costs(parts, shares, [0, 4, 8, 12]):
-        assert costs.vectorized
-        for name in ("forward_s", "backward_s", "weight_s"):
-            np.testing.assert_allclose(getattr(costs, name)(tokens, prefix), getattr(analytic(4), name)(tokens, prefix))
-        assert costs.send_s(64) == parts[0].send_s(64)
-        assert costs.step_s() == pytest.approx(analytic(4).step_s())
-
-
-def test_a_part_with_a_head_is_near() -> None:
-    """Shares of one slice for all slices: the head has none of attention's growth with the prefix."""
-    part, layer, head = analytic(11, last=True), analytic(1), analytic(0, last=True)
-    at = 1024, 0
-    shares = [LayerShare(layer.forward_s(*at) / part.forward_s(*at), layer.backward_s(*at) / part.backward_s(*at), 1)]
-    rest = 1 - 11 * shares[0].forward, 1 - 11 * shares[0].backward
-    every = [*shares * 11, LayerShare(*rest, 1)]
-    low, high = recut_costs([part], [every], [0, 6, 12])
-    for span in ((1024, 0), (256, 0), (256, 768), (512, 1536)):
-        assert low.forward_s(*span) == pytest.approx(analytic(6).forward_s(*span), rel=0.05)
-        assert high.backward_s(*span) == pytest.approx(analytic(5, last=True).backward_s(*span), rel=0.05)
-    assert head.forward_s(*at) == pytest.approx(rest[0] * part.forward_s(*at), rel=1e-9)
 
 
 def test_what_was_measured_stays_the_same_object() -> None:

@@ -52,15 +52,6 @@ def test_bounds_of_chunked_schedules(schedule: str, num_stages: int, chunks: int
             assert 0 < judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "1f1b"])
-def test_a_bound_is_met_where_one_stage_does_all_the_work(schedule: str) -> None:
-    """Without a bubble to estimate, the bound is the time: it counts the work, and every way to and from the stage."""
-    judge = judge_of(schedule, 3, 1, 3, 12)
-    assert judge.bound_s((5, 4, 3)) == pytest.approx(judge.seconds((5, 4, 3)), rel=1e-12)
-    one = judge_of(schedule, 2, 4, 1, 12)  # a single micro-batch is a flow shop forth and one back
-    assert one.bound_s((12,)) == pytest.approx(one.seconds((12,)), rel=1e-12)
-
-
 @given(NAMES, st.integers(1, 6), st.integers(1, 20), LENGTHS)
 def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches: int, lengths: list[int]) -> None:
     part = PartMemory(1000, 11, 3, 7, 5, 2, 1, weight_bytes_per_token=8)

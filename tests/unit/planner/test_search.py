@@ -130,21 +130,6 @@ def test_many_computations_are_estimated_and_then_replayed(monkeypatch: pytest.M
     assert estimated.lower_bound_s <= exact.predicted_s
 
 
-def test_the_slice_program_answers_for_terapipe_on_equal_stages() -> None:
-    costs = Costs(3)
-    result = plan_slices(costs, 96, 8, 2, 2)
-    solution = solve(costs, 96, 8, 2, 2)
-    assert (result.schedule, result.plan, result.optimal) == ("terapipe", solution.plan, True)
-    times = [
-        (costs.forward_s(i, j), costs.backward_s(i, j))
-        for i, j in zip(result.plan.lengths, result.plan.starts, strict=True)
-    ]
-    forward, backward = zip(*times, strict=True)
-    formula_s = 2 * sum(forward + backward) + 7 * (max(forward) + max(backward))
-    assert result.predicted_s == pytest.approx(formula_s, rel=1e-12)
-    assert result.gap == pytest.approx(0.0, abs=1e-9)
-
-
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) -> None:
     answers = []

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from studies.predict import Case, Row, cases, print_table, uneven
+from studies.predict import PlannedCase, StepTimes, cases, print_table, uneven
 
 
 @pytest.mark.parametrize(("length", "granularity", "num_slices", "shrink"), [(2048, 64, 8, 0.9), (1000, 8, 5, 0.7)])
@@ -31,8 +31,8 @@ def test_every_schedule_and_accumulation_has_every_plan() -> None:
 
 
 def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixture[str]) -> None:
-    unsliced = Row(Case("1 equal", "seq1f1b", 1, (1024,)), 1.8, [2.0, 2.1, 1.9], [0.1, 0.1, 0.2])
-    auto = Row(Case("auto", "seq1f1b", 1, (600, 424)), 1.14, [1.2, 1.2, 1.25], [0.1, 0.1, 0.1])
+    unsliced = StepTimes(PlannedCase("1 equal", "seq1f1b", 1, (1024,)), 1.8, [2.0, 2.1, 1.9], [0.1, 0.1, 0.2])
+    auto = StepTimes(PlannedCase("auto", "seq1f1b", 1, (600, 424)), 1.14, [1.2, 1.2, 1.25], [0.1, 0.1, 0.1])
     assert unsliced.predicted_s == pytest.approx(1.9) and unsliced.error == pytest.approx(-0.05)
     print_table([unsliced, auto], measuring_s=20.0)
     text = capsys.readouterr().out

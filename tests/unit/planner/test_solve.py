@@ -12,7 +12,6 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlannerError, solve
 from terapipe_ds.planner.slice_program import dynamic_programs
 from terapipe_ds.planner.slice_program.cost_table import tabulate
-from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_heads, least_tails
 from terapipe_ds.planner.slice_program.solve import equal_time
 
 
@@ -60,18 +59,6 @@ def test_equals_brute_force_with_eleven_granules(
     rng = np.random.default_rng(100 + KINDS.index(kind))
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 1)
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 2, most=4)
-
-
-def test_the_best_plan_with_each_slice() -> None:
-    """By heads and tails, which rule slices out, against all plans."""
-    row, column = np.indices((7, 7))
-    numbers = np.random.default_rng(0).random((3, 7, 7))
-    band = Band(np.where(row + column < 7, numbers[0], np.inf), numbers[1], numbers[2])
-    through = band.through(least_heads(band), least_tails(band)[0, 0])
-    every = [([(start, tokens - 1) for tokens, start in slices]) for slices in compositions(7, 1)]
-    for cell in zip(*np.nonzero(row + column < 7), strict=True):
-        sums = [sum(band.total[each] for each in plan) for plan in every if cell in plan]
-        assert through[cell] == pytest.approx(min(sums))
 
 
 @pytest.mark.parametrize("kind", KINDS)

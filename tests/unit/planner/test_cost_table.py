@@ -86,6 +86,11 @@ def test_bad_times_of_vectorized_costs_and_of_links() -> None:
     links.send = lambda tokens: -1.0  # type: ignore[attr-defined]
     with pytest.raises(PlannerError, match=r"send_s\(tokens=8\) = -1.0"):
         tabulate(links, 16, 8)
+    for wrong in (math.nan, -1e-9, math.inf):
+        scalars = coded()
+        scalars.forward = lambda tokens, prefix, wrong=wrong: wrong if prefix else 1.0  # type: ignore[misc]
+        with pytest.raises(PlannerError, match=rf"forward_s\(tokens=8, prefix=8\) = {wrong}"):
+            tabulate(scalars, 16, 8)
     scalars = coded()
     scalars.backward = lambda tokens, prefix: object()  # type: ignore[assignment,return-value]
     with pytest.raises(PlannerError, match=r"backward_s\(tokens, prefix=0\) gave no number of seconds"):

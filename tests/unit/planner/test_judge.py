@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_cases import CHUNKED, every_plan, split_parts
+from planner_cases import split_parts
 from test_search import SCHEDULES, SPLIT
 
 from terapipe_ds.planner import MemoryModel, PartMemory
@@ -41,15 +41,6 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     if schedule in SCHEDULES:  # that of all plans holds where backwards are whole
         assert searches(judge.pipeline.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
     assert plan.lengths == tuple(lengths)
-
-
-@pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), CHUNKED)
-def test_bounds_of_chunked_schedules(schedule: str, num_stages: int, chunks: int, num_parts: int) -> None:
-    parts = cache_parts(split_parts(3, num_parts), num_parts, 6, 1)
-    for m in (1, 3):
-        judge = Judge(Pipeline(parts, 6, 1, m, num_stages, chunks), schedule)
-        for plan in every_plan(6, 1):
-            assert 0 < judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
 
 
 @given(NAMES, st.integers(1, 6), st.integers(1, 20), LENGTHS)

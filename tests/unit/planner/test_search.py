@@ -54,18 +54,14 @@ def test_against_brute_force(
 ) -> None:
     """Judging all plans is exact, climbing from a few is within 1 % (2 % with W, 3 % with chunks), and no plan is below
     the bound."""
-
-    def planned() -> PlanResult:
-        parts = (parts_of if schedule in SCHEDULES else split_parts)(seed, num_parts)
-        return plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule, chunks_per_stage=chunks)
-
     parts = (parts_of if schedule in SCHEDULES else split_parts)(seed, num_parts)
+    question = parts, 8, num_stages, num_micro_batches, 1, schedule
     best_s = brute_force_s(parts, schedule, num_stages, 8, num_micro_batches, chunks)
-    exact = planned()
+    exact = plan_slices(*question, chunks_per_stage=chunks)
     assert exact.optimal and exact.num_stages == num_stages
     assert exact.predicted_s == pytest.approx(best_s, rel=1e-9)
     monkeypatch.setattr(search, "_ALL_PLANS", 0)
-    climbed = planned()
+    climbed = plan_slices(*question, chunks_per_stage=chunks)
     most = 1.03 if chunks > 1 else 1.02 if schedule in SPLIT else 1.01
     assert best_s * (1 - 1e-9) <= climbed.predicted_s <= most * best_s
     assert 0 < climbed.lower_bound_s <= best_s * (1 + 1e-9)
@@ -204,9 +200,8 @@ def test_auto_takes_the_schedule_that_fits() -> None:
         plan_slices(Costs(3), 12, 2, 8, 1, "terapipe", **options)
     result = plan_slices(Costs(3), 12, 2, 8, 1, "auto", **options)
     assert result.schedule in ("seq1f1b", "1f1b")
-    with pytest.raises(MemoryLimitError) as error:
+    with pytest.raises(MemoryLimitError, match="'seq1f1b'"):
         plan_slices(Costs(3), 12, 2, 8, 1, "auto", memory=memory, memory_limit_bytes=1)
-    assert "'seq1f1b'" in str(error.value)
 
 
 # --- auto
@@ -267,18 +262,6 @@ def test_refused(schedule: str, changes: dict[str, Any], message: str) -> None:
     arguments = {"costs": Costs(0), "sequence_length": 20, "num_stages": 2, "granularity_tokens": 2}
     with pytest.raises(ValueError, match=message):
         plan_slices(**{**arguments, "schedule": schedule, **changes})
-
-
-@pytest.mark.parametrize(("schedule", "method", "wrong"), [
-    ("seq1f1b", "forward_s", float("nan")), ("1f1b", "backward_s", -1.0), ("terapipe", "forward_s", -1e-9),
-    ("terapipe", "backward_s", float("inf")), ("gpipe", "forward_s", float("inf")),
-])  # fmt: skip
-def test_times_that_cannot_be(schedule: str, method: str, wrong: float) -> None:
-    costs = Costs(0)
-    honest = getattr(costs, method)
-    setattr(costs, method, lambda tokens, prefix: wrong if (tokens, prefix) == (4, 6) else honest(tokens, prefix))
-    with pytest.raises(PlannerError, match=rf"{method}\(tokens=4, prefix=6\) = {wrong}"):
-        plan_slices(costs, 20, 2, 1, 2, schedule)
 
 
 def test_costs_without_any_time() -> None:

@@ -77,16 +77,6 @@ def test_a_worked_example() -> None:
     assert solve(costs, 4, 5, 4, 1).predicted_s == 4 * 2 * 6 + 2 * 4 * 3
 
 
-def test_the_maxima_may_stand_on_different_slices() -> None:
-    """Largest f + b of the two slices: 5.5, on the second. The largest f is on the first, so that F + B is 8.5."""
-    forward = {(2, 0): 9.0, (1, 0): 4.0, (1, 1): 1.0}
-    backward = {(2, 0): 1.0, (1, 0): 1.0, (1, 1): 4.5}
-    costs = TableCosts(lambda t, p: forward[t, p], lambda t, p: backward[t, p])
-    solution = solve(costs, 2, 2, 1, 1)
-    assert (solution.plan.lengths, solution.predicted_s) == ((1, 1), 10.5 + 8.5)
-    assert (solution.max_forward_s, solution.max_backward_s) == (4.0, 4.5)
-
-
 @given(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([1, 2, 8]), st.none() | st.integers(1, 7))
 def test_the_fewest_slices_of_equally_good_plans(seed: int, n: int, num_stages: int, most: int | None) -> None:
     """Of all plans with the best time and maxima no larger, none has fewer slices (whole numbers: ties are exact)."""

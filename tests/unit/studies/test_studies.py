@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 import torch
 
 from studies import attention, planner
-from studies.predict import PlannedCase, StepTimes, cases, print_table, uneven
+from studies.predict import PlannedCase, StepTimes, print_table
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.planner import solve
@@ -55,27 +54,6 @@ def test_planner_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "numpy" in lines[0] and "optimal" in lines[1]
     assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "8", "48", "48", "96", "96")]
-
-
-@pytest.mark.parametrize(("length", "granularity", "num_slices", "shrink"), [(2048, 64, 8, 0.9), (1000, 8, 5, 0.7)])
-def test_uneven_plans_shrink_and_cover_the_sequence(
-    length: int, granularity: int, num_slices: int, shrink: float
-) -> None:
-    lengths = uneven(length, granularity, num_slices, shrink)
-    assert sum(lengths) == length and len(lengths) == num_slices
-    assert lengths[0] > lengths[-1] >= granularity
-    assert all(cut % granularity == 0 for cut in lengths[:-1])
-
-
-def test_every_schedule_and_accumulation_has_every_plan() -> None:
-    arguments = argparse.Namespace(
-        sequence_length=1024, granularity=64, slices=[1, 4], accumulation=[1, 4], schedules=["terapipe", "seq1f1b"]
-    )
-    auto = {(s, m): (512, 512) for s in arguments.schedules for m in arguments.accumulation}
-    found = cases(arguments, auto)
-    assert len(found) == 2 * 2 * 5 and len(set(found)) == len(found)
-    assert {case.name for case in found} == {"1 equal", "4 equal", "8 shrinking", "5 shrinking", "auto"}
-    assert all(sum(case.lengths) == 1024 for case in found)
 
 
 def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixture[str]) -> None:

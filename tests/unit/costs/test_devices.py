@@ -82,3 +82,10 @@ def test_bad_cards(field: str, value: Any, message: str) -> None:
 def test_a_card_of_ones_own_is_checked_as_well() -> None:
     with pytest.raises(ValueError, match="kernel_floor_s"):
         dataclasses.replace(device_card("h100"), kernel_floor_s=0.0)
+
+
+def test_a_name_of_two_cards() -> None:
+    document = json.loads(FILE.read_text())
+    document["devices"][1]["aliases"] = [document["devices"][0]["name"].upper()]
+    with pytest.raises(DeviceError, match="names two devices"):
+        read_cards(json.dumps(document))

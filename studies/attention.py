@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 import torch
 
+from studies.options import study_parser
 from terapipe_ds.attention import set_backend
 from terapipe_ds.bench.attention import CLOCKS, Shape, SlicingCost, dtype_of, measure, one_attention
 from terapipe_ds.runtime.profiling.key import device_name
@@ -43,7 +44,7 @@ def print_table(shape: Shape, rows: Sequence[SlicingCost], device: str, attentio
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m studies.attention", description=__doc__.split("\n")[0])
+    parser = study_parser("attention", __doc__)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of equal slices")
@@ -61,7 +62,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="cpu: the process's CPU time, for a machine that is busy",
     )
     parser.add_argument("--backend", default=None, help="force a backend (default: automatic)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_args(arguments)
 
 

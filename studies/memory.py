@@ -13,35 +13,34 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from studies.options import add_workload_options, batches, list_of, workload_of
-from terapipe_ds.bench.ranks import (
-    Workload,
-    build_engine,
-    finish_rank,
-    machine,
-    prepare_rank,
-    progress_bar,
-    spawn_ranks,
+from studies.options import (
+    add_step_options,
+    automatic_section,
+    batches,
+    list_of,
+    measure_in_ranks,
+    study_parser,
+    workload_of,
+    write_report,
 )
+from terapipe_ds.bench.ranks import Workload, build_engine, finish_rank, machine, prepare_rank, progress_bar
 from terapipe_ds.files.atomic import write_text
 
-EXAMPLES = """examples:
-  python -m studies.memory
+EXAMPLES = """  python -m studies.memory
   python -m studies.memory --schedules seq1f1b --accumulation 4 --slices 2,16
-  python -m studies.memory --hidden 512 --sequence-length 1024 --json memory.json
-"""
+  python -m studies.memory --hidden 512 --sequence-length 1024 --json memory.json"""
 
 
 @dataclass(frozen=True)
-class Case:
+class EqualCase:
     """One schedule with equal slices and a number of micro-batches per step; `also`: schedules with its order."""
 
     schedule: str
@@ -51,10 +50,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class PeakRow:
     """One case on one stage, in bytes."""
 
-    case: Case
+    case: EqualCase
     stage_id: int
     measured: int
     static: int  # of it parameters, their gradients and optimizer states, counted from the tensors
@@ -67,19 +66,18 @@ class Row:
         return (predicted - static) / (self.measured - static) - 1
 
 
-def cases(arguments: argparse.Namespace) -> list[Case]:
+def cases(arguments: argparse.Namespace) -> list[EqualCase]:
     """Return what is measured."""
     from terapipe_ds.schedule import build
 
-    found: dict[Any, Case] = {}
-    for accumulation in arguments.accumulation:
-        for schedule in arguments.schedules:
-            for slices in arguments.slices:
-                orders = build(schedule, arguments.stages, accumulation, slices).orders
-                known = found.get(orders)
-                new = Case(schedule, slices, accumulation)
-                found[orders] = new if known is None else replace(known, also=(*known.also, schedule))
-    return list(found.values())
+    by_orders: dict[Any, EqualCase] = {}
+    shapes = itertools.product(arguments.accumulation, arguments.schedules, arguments.slices)
+    for accumulation, schedule, slices in shapes:
+        orders = build(schedule, arguments.stages, accumulation, slices).orders
+        known = by_orders.get(orders)
+        new = EqualCase(schedule, slices, accumulation)
+        by_orders[orders] = new if known is None else replace(known, also=(*known.also, schedule))
+    return list(by_orders.values())
 
 
 # -- in each rank ----------------------------------------------------------------------------------------------------
@@ -89,13 +87,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     prepare_rank(rank, work.stages, rendezvous)
     import torch.distributed as torch_dist
 
-    section = {
-        "enabled": True,
-        "schedule": "seq1f1b",
-        "slices": "auto",
-        "granularity_tokens": arguments.granularity,
-        "planner": {"cache_dir": str(Path(out).parent)},
-    }
+    section = automatic_section(arguments.granularity, Path(out).parent)
     engine, data = build_engine(section, work), batches(work)
     engine.train_batch(data)  # measures, for which it has to be the only one that records
     torch_dist.barrier()  # rank 0 has written what was measured
@@ -156,7 +148,7 @@ def in_place_model(folder: Path) -> Any:
     return memory_of(Profile.load(path))
 
 
-def _measure(engine: Any, work: Workload, data: Any, case: Case, models: dict[str, Any]) -> Row:
+def _measure(engine: Any, work: Workload, data: Any, case: EqualCase, models: dict[str, Any]) -> PeakRow:
     """Measure the peak of a step of a case, after one that warms it up with an empty pool of buffers."""
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import build
@@ -168,7 +160,7 @@ def _measure(engine: Any, work: Workload, data: Any, case: Case, models: dict[st
     measured, static = measure_peak(engine, data)
     replayed = Replay.of(build(case.schedule, work.stages, case.accumulation, case.slices))
     peaks = {name: replayed.peak_bytes(plan, model)[engine.stage_id] for name, model in models.items()}
-    return Row(case, engine.stage_id, measured, static, **peaks)
+    return PeakRow(case, engine.stage_id, measured, static, **peaks)
 
 
 def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
@@ -209,21 +201,16 @@ def live_bytes() -> int:
 # -- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def run(work: Workload, arguments: argparse.Namespace) -> list[Row]:
+def run(work: Workload, arguments: argparse.Namespace) -> list[PeakRow]:
     """Measure all cases."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "rows.json")
-        spawn_ranks(_rank_main, work.stages, work, arguments, out)
-        found = json.loads(Path(out).read_text())
-    return [Row(Case(**row.pop("case")), **row) for row in _with_tuples(found)]
+    measured = measure_in_ranks(_rank_main, work, arguments)
+    for row in measured:  # JSON knows lists only, and a case is a key
+        case = row.pop("case")
+        row["case"] = EqualCase(**case | {"also": tuple(case["also"])})
+    return [PeakRow(**row) for row in measured]
 
 
-def _with_tuples(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """JSON knows lists only, and a case is a key."""
-    return [{**row, "case": {**row["case"], "also": tuple(row["case"]["also"])}} for row in found]
-
-
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[PeakRow]) -> None:
     """Print one line per case and stage, and the worst errors."""
     print(f"{'':<27}{'peak of a step, MB':>31}{'error':>16}{'above static, MB':>19}{'error':>16}")
     columns = f"{'measured':>11}{'counted':>10}{'in place':>10}{'counted':>9}{'in place':>9}"
@@ -250,26 +237,15 @@ def print_table(rows: list[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.memory",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("memory", __doc__, writes="machine, workload and all bytes", examples=EXAMPLES)
     names = ["terapipe", "seq1f1b", "1f1b"]
     parser.add_argument("--schedules", type=list_of(str), default=names, metavar="NAME[,NAME...]")
-    parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
-    parser.add_argument("--slices", type=list_of(int), default=[1, 4, 8], metavar="N[,N...]")
-    parser.add_argument("--granularity", type=int, default=256, help="tokens, to measure at (default: %(default)s)")
-    add_workload_options(parser, ("accumulation",), hidden=256, heads=4)
-    parser.add_argument("--json", metavar="FILE", help="write machine, workload and all bytes here")
+    add_step_options(parser, slices=[1, 4, 8], granularity=256)
     arguments = parser.parse_args(argv)
-    work, this = workload_of(arguments, accumulation=1), machine()
+    work, this = workload_of(arguments), machine()
     rows = run(work, arguments)
     print_table(rows)
-    if arguments.json:
-        report = {"machine": this, "workload": asdict(work), "runs": [asdict(row) for row in rows]}
-        write_text(arguments.json, json.dumps(report, indent=1))
+    write_report(arguments.json, machine=this, workload=asdict(work), runs=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

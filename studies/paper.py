@@ -8,7 +8,6 @@ paper's own plan. For the longer sequences the paper's plans are not known, and 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from studies.options import study_parser
 from studies.parametric_costs import ParametricCosts, StepTotal
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.files.atomic import write_text
@@ -38,7 +38,7 @@ NOTES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedTime:
     """One published time and ours. `kind`: "fitted" where the costs saw this time of this plan, "predicted" where
     not, "planned" where the plan is ours."""
 
@@ -78,14 +78,14 @@ def parse_scheme(text: str) -> tuple[SlicePlan, int]:
     Raises:
         ValueError: rows other than 1, or another notation.
     """
-    found = re.fullmatch(r"\[\(1, (.+)\)\] \* (\d+)", text)
-    if found is None:
+    notation = re.fullmatch(r"\[\(1, (.+)\)\] \* (\d+)", text)
+    if notation is None:
         raise ValueError(f"scheme {text!r}: expected [(1, lengths)] * micro-batches")
     lengths: list[int] = []
-    for term in found[1].split(" + "):
+    for term in notation[1].split(" + "):
         listed, _, times = term.partition(" * ")
         lengths += ast.literal_eval(listed) * int(times or 1)
-    return SlicePlan(tuple(lengths)), int(found[2])
+    return SlicePlan(tuple(lengths)), int(notation[2])
 
 
 def read_setting(setting: int, document: dict[str, Any] | None = None) -> Setting:
@@ -124,7 +124,7 @@ def unfused_pair_s(heads: float, head_dim: int) -> float:
     return 3 * heads * (flops_s + bytes_s)
 
 
-def reproduce(setting: int) -> tuple[ParametricCosts, list[Row]]:
+def reproduce(setting: int) -> tuple[ParametricCosts, list[PublishedTime]]:
     """Fit the costs of a setting and set every published time against the simulated one."""
     given = read_setting(setting)
     if given.longer:
@@ -144,12 +144,12 @@ def reproduce(setting: int) -> tuple[ParametricCosts, list[Row]]:
     return costs, rows
 
 
-def _row(given: Setting, costs: ParametricCosts, total: StepTotal, kind: str, name: str = "") -> Row:
+def _row(given: Setting, costs: ParametricCosts, total: StepTotal, kind: str, name: str = "") -> PublishedTime:
     plan = total.plan
     count = f"{plan.num_slices} slices" if plan.num_slices > 1 else "unsliced"
     name = name or ("published plan" if total is given.scheme else "equal" if plan.num_slices > 1 else "")
     simulated_s = costs.total_s(plan, total.num_stages, total.num_micro_batches)
-    return Row(
+    return PublishedTime(
         given.setting,
         plan.sequence_length,
         f"{name}, {count}".removeprefix(", "),
@@ -160,7 +160,7 @@ def _row(given: Setting, costs: ParametricCosts, total: StepTotal, kind: str, na
     )
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[PublishedTime]) -> str:
     """Markdown."""
     lines = ["| setting | tokens | plan | published s | simulated s | error | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -171,9 +171,8 @@ def table(rows: Iterable[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m studies.paper", description=__doc__.split("\n")[0])
+    parser = study_parser("paper", __doc__, writes="the rows, with the lengths of every plan,")
     parser.add_argument("--setting", type=int, choices=sorted(NOTES), help="one setting of table 1; default: all")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows, with the lengths of every plan")
     options = parser.parse_args(arguments)
     written = []
     for setting in [options.setting] if options.setting else [9, 8, 5]:

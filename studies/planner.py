@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from studies.options import study_parser
 from terapipe_ds.planner import solve
 
 Result = TypeVar("Result")
@@ -50,7 +51,7 @@ class Noisy:
 
 
 @dataclass(frozen=True)
-class Row:
+class SolveTime:
     """One line of the table: the median of the repeats, and the plan that came out."""
 
     granules: int
@@ -63,13 +64,14 @@ class Row:
     num_slices: int
 
 
-def measure(granules: int, granularity_tokens: int, num_stages: int, shape: str, repeats: int) -> Row:
+def measure(granules: int, granularity_tokens: int, num_stages: int, shape: str, repeats: int) -> SolveTime:
     """Time `solve` with one micro-batch, and the scalar cost calls alone."""
     length = granules * granularity_tokens
     costs = Noisy(length, shape)
     calls_s, _ = _timed(lambda: _call_all(costs, length, granularity_tokens), repeats)
-    seconds, found = _timed(lambda: solve(costs, length, num_stages, 1, granularity_tokens), repeats)
-    return Row(granules, num_stages, shape, calls_s, seconds, found.optimal, found.num_programs, found.plan.num_slices)
+    seconds, solution = _timed(lambda: solve(costs, length, num_stages, 1, granularity_tokens), repeats)
+    proof = solution.optimal, solution.num_programs, solution.plan.num_slices
+    return SolveTime(granules, num_stages, shape, calls_s, seconds, *proof)
 
 
 def _call_all(costs: Noisy, length: int, granularity_tokens: int) -> None:
@@ -94,7 +96,7 @@ def describe_machine() -> str:
     return f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def print_table(rows: Sequence[SolveTime]) -> None:
     """Print the measured rows as a table for people."""
     print(describe_machine())
     print(f"{'granules':>8} {'K':>3} {'costs':<13} {'calls alone':>12} {'in all':>10}  optimal programs slices")
@@ -107,11 +109,10 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m studies.planner", description=__doc__.split("\n")[0])
+    parser = study_parser("planner", __doc__)
     parser.add_argument("--granules", type=int, nargs="+", default=[granules for granules, *_ in CASES])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_args(arguments)
 
 

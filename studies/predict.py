@@ -12,13 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from studies.options import add_workload_options, batches, list_of, workload_of
+from studies.options import (
+    add_step_options,
+    automatic_section,
+    batches,
+    list_of,
+    measure_in_ranks,
+    study_parser,
+    workload_of,
+    write_report,
+)
 from terapipe_ds.bench.ranks import (
     Workload,
     build_engine,
@@ -27,19 +35,16 @@ from terapipe_ds.bench.ranks import (
     machine,
     prepare_rank,
     progress_bar,
-    spawn_ranks,
 )
 from terapipe_ds.files.atomic import write_text
 
-EXAMPLES = """examples:
-  python -m studies.predict
+EXAMPLES = """  python -m studies.predict
   python -m studies.predict --schedules seq1f1b --accumulation 1 --turns 7
-  python -m studies.predict --hidden 512 --json predict.json
-"""
+  python -m studies.predict --hidden 512 --json predict.json"""
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedCase:
     """One schedule with one plan and one number of micro-batches per step."""
 
     name: str
@@ -49,10 +54,10 @@ class Case:
 
 
 @dataclass
-class Row:
+class StepTimes:
     """A case with its times: predicted makespan, and measured steps with the part that reduces and steps."""
 
-    case: Case
+    case: PlannedCase
     makespan_s: float
     steps_s: list[float]
     closing_s: list[float]
@@ -83,7 +88,7 @@ def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tup
     return tuple(b - a for a, b in zip(cuts, [*cuts[1:], length], strict=True))
 
 
-def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, ...]]) -> list[Case]:
+def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, ...]]) -> list[PlannedCase]:
     """Return what is measured; `auto`: the planner's plans by schedule and accumulation."""
     from terapipe_ds.plan import SlicePlan
 
@@ -91,12 +96,12 @@ def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, 
     plans = {f"{n} equal": SlicePlan.equal(length, n, granularity).lengths for n in arguments.slices}
     plans["8 shrinking"] = uneven(length, granularity, 8, 0.9)
     plans["5 shrinking"] = uneven(length, granularity, 5, 0.7)
-    found = []
+    planned = []
     for accumulation in arguments.accumulation:
         for schedule in arguments.schedules:
-            found += [Case(name, schedule, accumulation, lengths) for name, lengths in plans.items()]
-            found.append(Case("auto", schedule, accumulation, auto[schedule, accumulation]))
-    return found
+            planned += [PlannedCase(name, schedule, accumulation, lengths) for name, lengths in plans.items()]
+            planned.append(PlannedCase("auto", schedule, accumulation, auto[schedule, accumulation]))
+    return planned
 
 
 # -- in each rank ----------------------------------------------------------------------------------------------------
@@ -104,14 +109,7 @@ def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, 
 
 def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.Namespace, out: str) -> None:
     prepare_rank(rank, work.stages, rendezvous)
-    section = {
-        "enabled": True,
-        "schedule": "seq1f1b",
-        "slices": "auto",
-        "granularity_tokens": arguments.granularity,
-        "planner": {"cache_dir": str(Path(out).parent)},
-    }
-    engine = build_engine(section, work)
+    engine = build_engine(automatic_section(arguments.granularity, Path(out).parent), work)
     data = batches(work)
     begin_s = time.perf_counter()
     engine.train_batch(data)  # measures
@@ -132,7 +130,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
             bar.update()
     bar.close()
     if rank == 0:
-        rows = [Row(case, predicted(case), steps[i], closing[i]) for i, case in enumerate(todo)]
+        rows = [StepTimes(case, predicted(case), steps[i], closing[i]) for i, case in enumerate(todo)]
         write_text(out, json.dumps({"measuring_s": measuring_s, "rows": [asdict(row) for row in rows]}))
     finish_rank([engine])
 
@@ -159,7 +157,7 @@ def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
         for accumulation in arguments.accumulation
     }
 
-    def predicted(case: Case) -> float:
+    def predicted(case: PlannedCase) -> float:
         plan = SlicePlan(case.lengths)
         schedule = build(case.schedule, engine.num_stages, case.accumulation, plan.num_slices)
         return float(simulate(schedule, plan, costs).makespan_s)
@@ -167,7 +165,7 @@ def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
     return chosen, predicted
 
 
-def _one_step(engine: Any, work: Workload, data: Any, case: Case) -> float:
+def _one_step(engine: Any, work: Workload, data: Any, case: PlannedCase) -> float:
     import torch.distributed as torch_dist
 
     from terapipe_ds.plan import SlicePlan
@@ -183,22 +181,18 @@ def _one_step(engine: Any, work: Workload, data: Any, case: Case) -> float:
 # -- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[Row], float]:
+def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[StepTimes], float]:
     """Measure all cases; also the seconds that measuring and planning took."""
     keep_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "rows.json")
-        spawn_ranks(_rank_main, work.stages, work, arguments, out)
-        found = json.loads(Path(out).read_text())
+    measured = measure_in_ranks(_rank_main, work, arguments)
     rows = []
-    for row in found["rows"]:
+    for row in measured["rows"]:
         case = row.pop("case")
-        case["lengths"] = tuple(case["lengths"])
-        rows.append(Row(Case(**case), **row))
-    return rows, found["measuring_s"]
+        rows.append(StepTimes(PlannedCase(**case | {"lengths": tuple(case["lengths"])}), **row))
+    return rows, measured["measuring_s"]
 
 
-def print_table(rows: list[Row], measuring_s: float) -> None:
+def print_table(rows: list[StepTimes], measuring_s: float) -> None:
     """Print one line per case, the worst error, and what measuring cost."""
     columns = f"{'slices':>7}{'predicted':>11}{'measured':>10}{'spread':>16}{'error':>8}"
     print(f"{'schedule':<10}{'m':>3}  {'plan':<13}{columns}")
@@ -226,27 +220,16 @@ def print_table(rows: list[Row], measuring_s: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.predict",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = study_parser("predict", __doc__, writes="machine, workload and all times", examples=EXAMPLES)
     parser.add_argument("--schedules", type=list_of(str), default=["terapipe", "seq1f1b"], metavar="NAME[,NAME...]")
-    parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
-    parser.add_argument("--slices", type=list_of(int), default=[1, 2, 4, 8, 16], metavar="N[,N...]")
     parser.add_argument("--turns", type=int, default=5, help="measured turns (default: %(default)s)")
-    parser.add_argument("--granularity", type=int, default=64, help="tokens (default: %(default)s)")
-    add_workload_options(parser, ("accumulation",), hidden=256, heads=4)
-    parser.add_argument("--json", metavar="FILE", help="write machine, workload and all times here")
+    add_step_options(parser, slices=[1, 2, 4, 8, 16], granularity=64)
     arguments = parser.parse_args(argv)
-    work, this = workload_of(arguments, accumulation=1), machine()
+    work, this = workload_of(arguments), machine()
     rows, measuring_s = run(work, arguments)
     print_table(rows, measuring_s)
-    if arguments.json:
-        found = [{**asdict(row), "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in rows]
-        report = {"machine": this, "workload": asdict(work), "measuring_s": measuring_s, "runs": found}
-        write_text(arguments.json, json.dumps(report, indent=1))
+    runs = [{**asdict(row), "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in rows]
+    write_report(arguments.json, machine=this, workload=asdict(work), measuring_s=measuring_s, runs=runs)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ slice and a chunk take their share, and links cost nothing. No torch, no measure
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from studies.options import study_parser
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, build
 from terapipe_ds.simulator import Replay, UnitCosts, simulate
@@ -97,9 +97,8 @@ def _built(name: str, num_stages: int, num_micro_batches: int, num_slices: int) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, or draw."""
-    parser = argparse.ArgumentParser(prog="python -m studies.schedules", description=(__doc__ or "").partition("\n")[0])
+    parser = study_parser("schedules", __doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES, metavar="K", help="even numbers (4 8 16)")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument("--pictures", metavar="DIR", help="draw a timeline of each schedule there instead")
     options = parser.parse_args(arguments)
     if options.pictures:

@@ -7,7 +7,6 @@ the weights. Attention is counted exactly: a slice of i tokens after j attends t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_card
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import check_count
 
 Array = npt.NDArray[np.float64]
 
@@ -36,16 +35,15 @@ class AnalyticCostError(ValueError):
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Costs of one part of a model on one device; the interface that planner and simulator ask for.
+    """Costs of one part of a model on one of `tensor_parallel` ranks; what planner and simulator ask for.
 
-    `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting). Times are of
-    one micro-batch of `micro_batch` rows on one of `tensor_parallel` ranks.
+    `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting).
     """
 
     model: ModelSize
     device: DeviceCard
     dtype: str
-    micro_batch: int
+    micro_batch: int  # rows
     num_layers: int  # of this part
     has_embedding: bool
     has_head: bool
@@ -80,10 +78,7 @@ class AnalyticCosts:
         return _like(i, self.link.latency_s + self._activation_bytes(i) / self.link.bandwidth_bytes_per_s)
 
     def step_s(self) -> float:
-        """Return the seconds of an Adam step over the parameters of this part on one rank.
-
-        No data-parallel reduction is in it: the number of replicas is not known here.
-        """
+        """Return the seconds of an Adam step over the parameters on one rank, without data-parallel reduction."""
         reachable = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
         return self.num_parameters() / self.tensor_parallel * OPTIMIZER_BYTES_PER_PARAMETER / reachable
 
@@ -92,9 +87,8 @@ class AnalyticCosts:
         size, total = self.model, self.num_layers * self.model.layer_parameters()
         total += size.embedding_parameters() if self.has_embedding else 0
         total += size.head_parameters() if self.has_head else 0
-        if self.has_head and size.tied_embedding and not self.has_embedding:
-            total += size.vocab_size * size.hidden_size
-        return total
+        has_copy = self.has_head and size.tied_embedding and not self.has_embedding
+        return total + (size.vocab_size * size.hidden_size if has_copy else 0)
 
     def _layers_forward_s(self, i: Array, j: Array) -> Array:
         layer = self._matmul_s(i) + self._attention_s(i, j)
@@ -102,7 +96,7 @@ class AnalyticCosts:
         return self.num_layers * layer
 
     def _layers_backward_s(self, i: Array, j: Array) -> Array:
-        """Leave out weight gradients: these are in `_weight_s`."""
+        """Time all but the weight gradients, which are in `_weight_s`."""
         layer = self._matmul_s(i) + 2 * self._elementwise_s(i) + self._attention_s(i, j, backward=True)
         return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
 
@@ -130,15 +124,15 @@ class AnalyticCosts:
             seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
         return seconds
 
-    # -- groups of operations on one rank ----------------------------------------------------------------------------
+    # -- groups of operations on one rank
 
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
         """Time the matrix products of one layer, or their weight gradients, which are read and written."""
-        size, t, rows = self.model, self.tensor_parallel, self.micro_batch * i
-        query, ffn = size.num_heads * size.head_dim / t, self._ffn()
-        weights = size.hidden_size * (2 * query + 2 * self._kv_heads() * size.head_dim + ffn)
-        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + ffn + 4 * size.hidden_size  # in and out
-        numbers = weights + rows * widths + (weights if accumulated else 0)
+        size, rows = self.model, self.micro_batch * i
+        query = size.num_heads * size.head_dim / self.tensor_parallel
+        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
+        weights = size.hidden_size * widths
+        numbers = weights + rows * (widths + 4 * size.hidden_size) + (weights if accumulated else 0)  # in and out
         return self._roofline_s(2 * rows * weights, self._item * numbers, 5, self.device.matmul_efficiency)
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
@@ -146,10 +140,9 @@ class AnalyticCosts:
         size, heads = self.model, self.model.num_heads / self.tensor_parallel
         flops = 4 * self.micro_batch * heads * size.head_dim * attention_pairs(i, j)
         numbers = 2 * heads * i + 2 * self._kv_heads() * (i + j)
-        moved, efficiency = self._item * self.micro_batch * size.head_dim * numbers, self.device.attention_efficiency
-        if backward:
-            return self._roofline_s(ATTENTION_BACKWARD * flops, 3 * moved, 4, efficiency)
-        return self._roofline_s(flops, moved, 2, efficiency)
+        moved = self._item * self.micro_batch * size.head_dim * numbers
+        work = (ATTENTION_BACKWARD * flops, 3 * moved, 4) if backward else (flops, moved, 2)
+        return self._roofline_s(*work, self.device.attention_efficiency)
 
     def _elementwise_s(self, i: Array) -> Array:
         """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""
@@ -214,7 +207,7 @@ def analytic_costs(
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
-    the network where the pipeline does not fit in one node, the slowest link standing for all.
+    the network where the pipeline does not fit in one node.
 
     Raises:
         AnalyticCostError: numbers that the model cannot be cut by.
@@ -223,64 +216,26 @@ def analytic_costs(
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device
     for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
-        if type(value) is not int or value < 1:
-            raise AnalyticCostError(f"{name} = {show_value(value)}: give an integer >= 1")
-    _check_tensor_parallel(size, tensor_parallel)
-    layers = _layers_per_part(size, num_stages, layers_per_part)
-
-    @functools.cache
-    def part(num_layers: int, has_embedding: bool, has_head: bool) -> AnalyticCosts:
-        return AnalyticCosts(
-            size,
-            card,
-            card.resolve_dtype(dtype),
-            micro_batch,
-            num_layers,
-            has_embedding,
-            has_head,
-            tensor_parallel,
-            activation_checkpointing,
-            link=card.node_link if num_stages * tensor_parallel <= card.devices_per_node else card.network_link,
-            peer_link=card.node_link if tensor_parallel <= card.devices_per_node else card.network_link,
+        check_count(name, value, AnalyticCostError)
+    size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
+    layers = size.layers_of_parts(num_stages, layers_per_part, AnalyticCostError)
+    link, peer_link = (
+        card.node_link if devices <= card.devices_per_node else card.network_link
+        for devices in (num_stages * tensor_parallel, tensor_parallel)
+    )
+    dtype = card.resolve_dtype(dtype)
+    parts: dict[tuple[int, bool, bool], AnalyticCosts] = {}
+    keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+    for key in keys:
+        parts[key] = AnalyticCosts(
+            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, link, peer_link
         )
-
-    return [part(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+    return [parts[key] for key in keys]
 
 
 def attention_pairs(tokens: Any, prefix: Any) -> Any:
     """Count the (query, key) pairs of one head: token n of a slice sees the prefix and the slice up to itself."""
     return tokens * prefix + tokens * (tokens + 1) / 2
-
-
-def _check_tensor_parallel(size: ModelSize, t: int) -> None:
-    for name, value in (("num_heads", size.num_heads), ("ffn_size", size.ffn_size)):
-        if value % t:
-            raise AnalyticCostError(
-                f"tensor_parallel = {t}: {name} = {value} of {size.name} does not divide by it; give a divisor of "
-                f"num_heads = {size.num_heads} and ffn_size = {size.ffn_size}"
-            )
-    if size.num_kv_heads % t and t % size.num_kv_heads:
-        raise AnalyticCostError(
-            f"tensor_parallel = {t}: num_kv_heads = {size.num_kv_heads} of {size.name} can neither be split nor "
-            "repeated evenly; give a divisor or a multiple of it"
-        )
-
-
-def _layers_per_part(size: ModelSize, num_stages: int, given: Sequence[int] | None) -> list[int]:
-    if given is None:
-        if num_stages > size.num_layers:
-            raise AnalyticCostError(
-                f"num_stages = {num_stages}: {size.name} has {size.num_layers} layers; give at most that many stages"
-            )
-        fewest, larger = divmod(size.num_layers, num_stages)
-        return [fewest + (part_id < larger) for part_id in range(num_stages)]
-    layers = list(given)
-    whole = all(type(count) is int and count >= 0 for count in layers)
-    if len(layers) != num_stages or not whole or sum(layers) != size.num_layers:
-        raise AnalyticCostError(
-            f"layers_per_part = {show_value(layers)}: give {num_stages} integers that add up to {size.num_layers}"
-        )
-    return layers
 
 
 def _arguments(tokens: Any, prefix: Any) -> tuple[Array, Array]:

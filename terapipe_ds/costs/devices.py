@@ -40,20 +40,15 @@ class LinkCard:
 
 @dataclass(frozen=True, config=STRICT)
 class DeviceCard:
-    """One device.
-
-    `peak_flops` has the dense FLOP/s by dtype, None where the device lacks it. Efficiencies are the fraction of a peak
-    that real kernels reach. `kernel_floor_s` is what the smallest kernel takes. For other numbers than the shipped
-    ones use `dataclasses.replace`.
-    """
+    """One device. For other numbers than the shipped ones use `dataclasses.replace`."""
 
     name: str
     title: str
-    peak_flops: Mapping[str, _Positive | None]
+    peak_flops: Mapping[str, _Positive | None]  # dense FLOP/s by dtype; None where the device lacks it
     memory_bandwidth_bytes_per_s: _Positive
     memory_bytes: _Count
-    kernel_floor_s: _Positive
-    matmul_efficiency: _Fraction
+    kernel_floor_s: _Positive  # what the smallest kernel takes
+    matmul_efficiency: _Fraction  # of the peak that real kernels reach
     attention_efficiency: _Fraction
     bandwidth_efficiency: _Fraction
     devices_per_node: _Count
@@ -76,11 +71,7 @@ class DeviceCard:
         return tuple(name for name, peak in self.peak_flops.items() if peak is not None)
 
     def resolve_dtype(self, dtype: str) -> str:
-        """Return `dtype` in the spelling of `peak_flops`; "auto" is bf16 where there is, else fp16, else fp32.
-
-        Raises:
-            DeviceError: the device does not have it.
-        """
+        """Return `dtype` as `peak_flops` spells it, or raise DeviceError; "auto" is the first of bf16, fp16, fp32."""
         if dtype == "auto":
             return next(name for name in ("bf16", "fp16", "fp32") if name in self.dtypes)
         name = _SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else ""
@@ -93,11 +84,7 @@ class DeviceCard:
 
 
 def device_card(name: str) -> DeviceCard:
-    """Return the card of that name or alias, whatever the case of its letters.
-
-    Raises:
-        DeviceError: no card has it; the message has the nearest name and all names.
-    """
+    """Return the card of that name or alias, or raise DeviceError with the nearest name and all names."""
     cards = device_cards()
     by_name = {alias: card for card in cards.values() for alias in (card.name, *card.aliases)}
     return look_up(name, by_name, "device", cards, DeviceError)
@@ -110,21 +97,15 @@ def device_cards() -> dict[str, DeviceCard]:
 
 
 def read_cards(text: str | bytes) -> dict[str, DeviceCard]:
-    """Read the cards from the text of a file such as `data/devices.json`, by name.
-
-    Raises:
-        DeviceError: anything else, or a name that two cards have.
-    """
+    """Read the cards from the text of a file such as `data/devices.json`, by name, or raise DeviceError."""
     try:
         document = parse_json(text)
+        if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
+            what = f'an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
+            raise DeviceError(f"device cards: give {what}")
+        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
     except JsonError as error:
         raise DeviceError(f"device cards: no JSON ({error}); give a file such as {FILE.name}") from None
-    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
-        raise DeviceError(
-            f'device cards: give an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
-        )
-    try:
-        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
     except ValidationError as error:
         raise DeviceError(f"device cards: {describe_error(error, 'devices')}; give what {FILE.name} has") from None
     names = Counter(name.lower() for card in cards for name in (card.name, *card.aliases))

@@ -2,8 +2,8 @@
 
 The form is that of Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
 tokens after j, with t_ctx(i, j) = a0 + a1 i + a2 j + a3 i j for j > 0. Without a prefix t_ctx is exactly zero, and
-a0 + a1 i stay as a jump from j = 0 to j > 0: that jump is real, since a prefix costs one more kernel call and the
-merging of two partial results, work that no prefix saves however short it is.
+a0 + a1 i stay as a jump from j = 0 to j > 0. That jump is real: any prefix costs one more kernel call and the merging
+of two partial results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,11 @@ class CostModelError(ValueError):
 
 @dataclass(frozen=True)
 class FitErrors:
-    """Relative errors of one fitted function, by point.
+    """Relative errors of one fitted function, by sample. Samples without a prefix are met exactly."""
 
-    `in_sample` has one entry per sample with a prefix (samples without one are met exactly). `held_out` has the errors
-    of fits without that sample. `held_out_base` has them for samples without prefix between two others.
-    """
-
-    in_sample: tuple[float, ...]
-    held_out: tuple[float, ...]
-    held_out_base: tuple[float, ...]
+    in_sample: tuple[float, ...]  # of the samples with a prefix
+    held_out: tuple[float, ...]  # of the same, in fits without the sample
+    held_out_base: tuple[float, ...]  # in fits without it, of each sample without a prefix between two others
 
     @classmethod
     def of(cls, tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
@@ -61,22 +57,21 @@ class FitErrors:
         )
 
     def __str__(self) -> str:
-        named = (
-            ("fitted", self.in_sample),
-            ("left out of the fit", self.held_out),
-            ("without prefix, left out", self.held_out_base),
-        )
-        return "; ".join(f"{name} {_max_and_median(errors)}" for name, errors in named)
+        names = "fitted", "left out of the fit", "without prefix, left out"
+        texts = []
+        for name, errors in zip(names, (self.in_sample, self.held_out, self.held_out_base), strict=True):
+            known = f"max {max(errors):.2%}, median {statistics.median(errors):.2%} of {len(errors)}" if errors else ""
+            texts.append(f"{name} {known or 'no points'}")
+        return "; ".join(texts)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One fitted function of (tokens, prefix). `base_tokens` ascending; `terms`: a0 to a3, None without samples
-    that have a prefix."""
+    """One fitted function of (tokens, prefix)."""
 
-    base_tokens: Array
+    base_tokens: Array  # ascending
     base_s: Array
-    terms: tuple[float, float, float, float] | None
+    terms: tuple[float, float, float, float] | None  # a0 to a3; None without samples that have a prefix
 
     @classmethod
     def fit(cls, tokens: Array, prefix: Array, seconds: Array) -> Curve:
@@ -95,10 +90,10 @@ class Curve:
 
     @functools.cached_property
     def bend(self) -> float:
-        """Return the seconds per token squared by which the base curves upwards between its points.
+        """The seconds per token squared by which the base curves upwards between its points.
 
-        Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. At most as
-        much as lets the base rise wherever its points rise.
+        Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. It is at
+        most as much as lets the base rise wherever its points rise.
         """
         steps = np.diff(self.base_tokens**2)
         if self.terms is None or len(steps) == 0:
@@ -120,16 +115,12 @@ class Curve:
 class CostModel:
     """Measured costs of one part, with the interface that planner and simulator ask for.
 
-    Below the smallest measured slice time is constant: launches, and reading the weights, take what they take however
-    few the tokens are. Between measured points it is linear but for attention, which grows with the square. Beyond
-    them: an error, or with `allow_extrapolation` a continuation of the last segment (one point alone: in proportion
-    to the tokens) and of t_ctx, which is zero where no sample had a prefix.
+    Below the smallest measured slice, time is constant: launches, and reading the weights, do not depend on tokens.
+    Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or,
+    with `allow_extrapolation`, what continues the last segment (one point: in proportion to the tokens) and t_ctx.
 
     `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
     `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
-
-    Raises:
-        CostModelError: samples that nothing can be fitted to.
     """
 
     vectorized = True
@@ -148,69 +139,65 @@ class CostModel:
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
         self._check_samples()
-        tokens = np.array([s.tokens for s in self.samples], float)
-        prefix = np.array([s.prefix for s in self.samples], float)
-        forward, backward = (np.array([getattr(s, n) for s in self.samples]) for n in ("forward_s", "backward_s"))
+        tokens, prefix, forward, backward, weight = (
+            np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
+            for name in ("tokens", "prefix", "forward_s", "backward_s", "weight_s")
+        )
         self.forward_curve = Curve.fit(tokens, prefix, forward)
         self.backward_curve = Curve.fit(tokens, prefix, backward)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         self.forward_errors = FitErrors.of(tokens, prefix, forward)
         self.backward_errors = FitErrors.of(tokens, prefix, backward)
-        weight = [s.weight_s for s in self.samples if s.weight_s is not None]
-        if len(weight) == len(self.samples):
-            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, np.array(weight)))
-        ordered = sorted(links, key=lambda link: link.tokens)
-        if ordered:
-            self.send_s = functools.partial(self._interpolate_link, *_link_points(ordered))
+        if not np.isnan(weight).any():
+            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight))
+        points = sorted((link.tokens, link.send_s) for link in links)
+        if points:
+            sizes, seconds = zip(*points, strict=True)
+            if len(set(sizes)) < len(sizes):
+                raise CostModelError(f"links: tokens {list(sizes)} has one size twice; give the samples of one link")
+            curve = Curve(np.array(sizes, float), np.array(seconds), None)
+            self.send_s = functools.partial(self._evaluate, curve, prefix=0, what="messages")
         if step_s is not None:
             self.step_s = functools.partial(float, step_s)
 
     @classmethod
     def from_profile(cls, profile: Profile, *, allow_extrapolation: bool = False) -> list[CostModel]:
         """Fit one model per part of the profile, in the order of `part_id`."""
-        options: dict[str, Any] = {"allow_extrapolation": allow_extrapolation}
-        return [
-            cls(p.samples, links=_links_of(profile.links, p.part_id), step_s=p.step_s, part_id=p.part_id, **options)
-            for p in profile.parts
-        ]
+        models = []
+        for part in profile.parts:
+            own = [link for link in profile.links if link.part_id == part.part_id]
+            links = own or [link for link in profile.links if link.part_id is None]  # these serve for all links
+            options: dict[str, Any] = {"part_id": part.part_id, "allow_extrapolation": allow_extrapolation}
+            models.append(cls(part.samples, links=links, step_s=part.step_s, **options))
+        return models
 
     @property
     def report(self) -> str:
         """Two lines that say how well the fit meets its samples."""
         errors = {"forward": self.forward_errors, "backward": self.backward_errors}
-        return "\n".join(f"part {self.part_id}, {name}: {found}" for name, found in errors.items())
+        return "\n".join(f"part {self.part_id}, {name}: {text}" for name, text in errors.items())
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of the forward of `tokens` tokens after `prefix` tokens.
-
-        Raises:
-            CostModelError: beyond what was measured, unless extrapolation is allowed; no tokens; a negative prefix.
-        """
+        """Return the seconds of the forward of `tokens` tokens after `prefix` tokens, or raise CostModelError."""
         return self._evaluate(self.forward_curve, tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return the seconds of the backward; as `forward_s`."""
         return self._evaluate(self.backward_curve, tokens, prefix)
 
-    def _interpolate_link(self, measured: Array, seconds: Array, tokens: Any) -> Any:
-        wanted = np.asarray(tokens, float)
-        self._refuse((wanted < 1) | np.isnan(wanted), wanted, "tokens", "give at least 1 token")
-        if not self.allow_extrapolation:
-            self._refuse(wanted > measured[-1], wanted, "tokens", f"links: 1 to {measured[-1]:.0f} tokens; {_CONTINUE}")
-        return _like(tokens, None, _interpolate(wanted, measured, seconds))
-
-    def _evaluate(self, curve: Curve, tokens: Any, prefix: Any) -> Any:
+    def _evaluate(self, curve: Curve, tokens: Any, prefix: Any, what: str = "slices without prefix") -> Any:
         i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
         self._refuse(~(i >= 1), i, "tokens", "give at least 1 token")
         self._refuse(~(j >= 0), j, "prefix", "give 0 or more tokens")
         if not self.allow_extrapolation:
-            measured = f"slices up to {self.max_tokens} tokens without prefix were measured"
-            self._refuse(i > self.max_tokens, i, "tokens", f"{measured}; {_CONTINUE}")
+            most = curve.base_tokens[-1]
+            self._refuse(i > most, i, "tokens", f"{what} up to {most:.0f} tokens were measured; {_CONTINUE}")
             reach = self.max_sequence_length
             measured = f"with a prefix up to {reach} tokens together" if reach else "no slice with a prefix"
             self._refuse((j > 0) & (i + j > reach), i + j, "tokens + prefix", f"{measured} was measured; {_CONTINUE}")
-        return _like(tokens, prefix, curve(i, j))
+        seconds = curve(i, j)
+        return float(seconds) if seconds.ndim == 0 else seconds
 
     def _refuse(self, wrong: Any, values: Array, name: str, why: str) -> None:
         if wrong.any():
@@ -221,21 +208,19 @@ class CostModel:
         longest = max((tokens for tokens, prefix in pairs if prefix == 0), default=None)
         if longest is None:
             problem = f"none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
-            raise CostModelError(f"part {self.part_id}: {problem}")
-        for tokens, prefix in pairs:
-            place = f"part {self.part_id}: the sample (tokens, prefix) = {(tokens, prefix)}"
-            if pairs.count((tokens, prefix)) > 1:
-                raise CostModelError(f"{place} occurs twice; give each pair once")
-            if tokens > longest:
-                problem = f"is longer than the longest without a prefix, {longest} tokens; measure ({tokens}, 0) too"
-                raise CostModelError(f"{place} {problem}")
+        elif len(set(pairs)) < len(pairs):
+            twice = next(pair for pair in pairs if pairs.count(pair) > 1)
+            problem = f"the sample (tokens, prefix) = {twice} occurs twice; give each pair once"
+        elif (most := max(pairs))[0] > longest:
+            problem = f"the sample (tokens, prefix) = {most} is longer than the longest without a prefix, "
+            problem += f"{longest} tokens; measure ({most[0]}, 0) too"
+        else:
+            return
+        raise CostModelError(f"part {self.part_id}: {problem}")
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
-    """Fit a0 to a3 by least squares of relative errors.
-
-    Terms that the points cannot tell apart from earlier ones in `_TERM_ORDER` are left out (zero).
-    """
+    """Fit a0 to a3 by least squares of relative errors; terms that the points cannot tell from earlier ones are 0."""
     columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
     scale = np.linalg.norm(columns, axis=0)
     columns = columns / scale
@@ -255,27 +240,3 @@ def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
     last = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(at) > 1 else values[-1] / at[-1]
     beyond = np.maximum(wanted - at[-1], 0.0) * max(last, 0.0)
     return np.asarray(np.interp(wanted, at, values) + beyond)
-
-
-def _max_and_median(errors: Sequence[float]) -> str:
-    if not errors:
-        return "no points"
-    return f"max {max(errors):.2%}, median {statistics.median(errors):.2%} of {len(errors)}"
-
-
-def _links_of(links: Sequence[LinkSample], part_id: int) -> list[LinkSample]:
-    """Return the samples of this part's own link, or else those that serve for all links."""
-    own = [link for link in links if link.part_id == part_id]
-    return own or [link for link in links if link.part_id is None]
-
-
-def _link_points(links: Sequence[LinkSample]) -> tuple[Array, Array]:
-    tokens = [link.tokens for link in links]
-    if len(set(tokens)) < len(tokens):
-        raise CostModelError(f"links: tokens {tokens} has one size twice; give the samples of one link")
-    return np.array(tokens, float), np.array([link.send_s for link in links])
-
-
-def _like(tokens: Any, prefix: Any, seconds: Array) -> Any:
-    """Return a float where all arguments were plain numbers, else the array."""
-    return float(seconds) if np.ndim(tokens) == 0 and np.ndim(prefix) == 0 else seconds

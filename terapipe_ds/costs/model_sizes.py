@@ -1,16 +1,18 @@
 """Named model sizes as plain numbers, for models and planner alike.
 
-Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models
-of Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al.
-(2020, arXiv 2005.14165). `llama-*` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori
-et al. (2024, arXiv 2407.21783).
+Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models of Li et al.,
+"TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al. (2020, arXiv
+2005.14165). `llama-*` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024, arXiv
+2407.21783).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from terapipe_ds.messages import look_up
+from terapipe_ds.messages import look_up, show_value
+from terapipe_ds.plan import split_evenly
 
 
 class ModelSizeError(ValueError):
@@ -19,11 +21,7 @@ class ModelSizeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """The numbers of one decoder-only Transformer.
-
-    Raises:
-        ModelSizeError: a number that is not positive, or query heads that do not divide by key/value heads.
-    """
+    """The numbers of one decoder-only Transformer. Raises ModelSizeError for numbers that no model can have."""
 
     name: str
     num_layers: int
@@ -56,10 +54,10 @@ class ModelSize:
     def layer_parameters(self) -> int:
         """Count the parameters of one Transformer layer: attention, MLP and its two norms."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        up_projections = 2 if self.gated_mlp else 1
-        matrices = self.hidden_size * (2 * query + 2 * key_value + (up_projections + 1) * self.ffn_size)
-        biases = query + 2 * key_value + self.hidden_size + up_projections * self.ffn_size + self.hidden_size
-        return matrices + (biases if self.bias else 0) + 2 * self._norm_parameters()
+        up = (2 if self.gated_mlp else 1) * self.ffn_size  # gate beside it where there is one
+        matrices = self.hidden_size * (2 * query + 2 * key_value + up + self.ffn_size)
+        biases = query + 2 * key_value + self.hidden_size + up + self.hidden_size
+        return matrices + (biases if self.bias else 0) + 2 * self.norm_parameters()
 
     def embedding_parameters(self) -> int:
         """Count the parameters in front of the first layer: token embedding and, where learned, position embedding."""
@@ -68,15 +66,44 @@ class ModelSize:
 
     def head_parameters(self) -> int:
         """Count the parameters after the last layer: final norm and, unless tied, the output matrix."""
-        return self._norm_parameters() + (0 if self.tied_embedding else self.vocab_size * self.hidden_size)
+        return self.norm_parameters() + (0 if self.tied_embedding else self.vocab_size * self.hidden_size)
 
     def num_parameters(self) -> int:
         """Count all parameters, a tied matrix once."""
         layers = self.num_layers * self.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
-    def _norm_parameters(self) -> int:
+    def norm_parameters(self) -> int:
+        """Count the parameters of one norm."""
         return self.hidden_size * (2 if self.bias else 1)
+
+    def layers_of_parts(self, num_parts: int, given: Sequence[int] | None, error: type[ValueError]) -> tuple[int, ...]:
+        """Return how many layers each part has: those `given` if they add up, or as even as can be, larger first."""
+        if given is None and num_parts <= self.num_layers:
+            return split_evenly(self.num_layers, num_parts)
+        if given is None:
+            raise error(
+                f"num_stages = {num_parts}: {self.name} has {self.num_layers} layers; give at most that many stages"
+            )
+        layers = tuple(given)
+        whole = all(type(count) is int and count >= 0 for count in layers)
+        if len(layers) != num_parts or not whole or sum(layers) != self.num_layers:
+            raise error(
+                f"layers_per_part = {show_value(list(layers))}: give {num_parts} integers that add up to the "
+                f"{self.num_layers} layers of {self.name}"
+            )
+        return layers
+
+    def check_tensor_parallel(self, degree: int, error: type[ValueError]) -> None:
+        """Raise `error` unless `degree` ranks can share a layer. Key/value heads may be repeated on several ranks."""
+        for name in ("num_heads", "ffn_size", "num_kv_heads"):
+            value = getattr(self, name)
+            may_repeat = name == "num_kv_heads"
+            if value % degree and not (may_repeat and degree % value == 0):
+                raise error(
+                    f"tensor_parallel = {degree}: {name} = {value} of {self.name} does not divide by it; give a "
+                    f"divisor{' or a multiple' if may_repeat else ''} of {value}"
+                )
 
 
 def _gpt3(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelSize:
@@ -102,9 +129,5 @@ MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}
 
 
 def model_size(name: str) -> ModelSize:
-    """Return the size called `name`, whatever the case of its letters.
-
-    Raises:
-        ModelSizeError: no size has that name; the message has the nearest one and all names.
-    """
+    """Return the size called `name`, or raise ModelSizeError with the nearest name and all names."""
     return look_up(name, MODEL_SIZES, "model size", MODEL_SIZES, ModelSizeError)

@@ -1,7 +1,6 @@
 """The profile: measured seconds of every part and link, with what they were measured on, as one JSON file.
 
-`runtime/profiling` writes it and `costs/fitted.py` fits it. A profile is only good for the very thing that was
-measured, so it says what that was (`ProfileKey`), and `Profile.require` refuses anything else.
+`runtime/profiling` writes it and `costs/fitted.py` fits it. It is only good for what was measured: see `ProfileKey`.
 """
 
 from __future__ import annotations
@@ -39,26 +38,20 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileKey:
-    """What the numbers of a profile are valid for.
-
-    `model_fingerprint` is compared, `model` is for people. `layers_fingerprint` identifies the layers however they are
-    cut in parts; it is None in profiles of earlier versions. `num_stages` counts the parts; `Profile` knows how many
-    stages held them. `sequence_length` is the longest slice plus prefix that was measured, in tokens. `micro_batch`
-    is the number of rows of a micro-batch on one data-parallel rank.
-    """
+    """What the numbers of a profile are valid for. `model` is for people; its fingerprint is compared."""
 
     model_fingerprint: str
     model: str
     device: str
     dtype: str
-    micro_batch: _Count
+    micro_batch: _Count  # rows of a micro-batch on one data-parallel rank
     tensor_parallel: _Count
-    num_stages: _Count
+    num_stages: _Count  # parts; `Profile` knows how many stages held them
     activation_checkpointing: bool
-    sequence_length: _Count
+    sequence_length: _Count  # the longest slice plus prefix that was measured, in tokens
     attention_backend: str
     versions: _Versions = dataclasses.field(default_factory=dict)
-    layers_fingerprint: str | None = None
+    layers_fingerprint: str | None = None  # of the layers, however they are cut in parts; None in earlier profiles
 
     @property
     def num_layers(self) -> int | None:
@@ -72,8 +65,7 @@ class ProfileKey:
 class CostSample:
     """Medians over `repeats` runs of one slice of `tokens` tokens after `prefix` tokens, in seconds.
 
-    A spread is the interquartile range over the median. `weight_s` is the part of the backward that W takes, where W
-    was measured on its own.
+    A spread is the interquartile range over the median.
     """
 
     tokens: _Count
@@ -83,7 +75,7 @@ class CostSample:
     forward_spread: _Ratio = 0.0
     backward_spread: _Ratio = 0.0
     repeats: _Count = 1
-    weight_s: _Seconds | None = None
+    weight_s: _Seconds | None = None  # the part of the backward that W takes, where W was measured on its own
 
     def __post_init__(self) -> None:
         if self.weight_s is not None and self.weight_s > self.backward_s:
@@ -92,31 +84,24 @@ class CostSample:
 
 @dataclass(frozen=True, config=STRICT)
 class LinkSample:
-    """Median seconds of one message that carries `tokens` tokens of activations to the next part.
-
-    `part_id` is the part that sends forward over this link, or None if all links are alike. `num_bytes` is the size of
-    the message, or None if it was not noted.
-    """
+    """Median seconds of one message that carries `tokens` tokens of activations to the next part."""
 
     tokens: _Count
     send_s: _Seconds
-    part_id: _Index | None = None
+    part_id: _Index | None = None  # the part that sends forward over this link; None: all links are alike
     spread: _Ratio = 0.0
     repeats: _Count = 1
-    num_bytes: _Count | None = None
+    num_bytes: _Count | None = None  # of the message; None: not noted
 
 
 @dataclass(frozen=True, config=STRICT)
 class LayerShare:
-    """One layer's share of the seconds of its part, and its parameters on one rank.
-
-    `trained_parameters` are those that have gradients, or None if that was not noted.
-    """
+    """One layer's share of the seconds of its part, and its parameters on one rank."""
 
     forward: _Ratio
     backward: _Ratio
     parameters: _Index
-    trained_parameters: _Index | None = None
+    trained_parameters: _Index | None = None  # those that have gradients; None: not noted
 
     def __post_init__(self) -> None:
         if self.trained > self.parameters:
@@ -130,22 +115,18 @@ class LayerShare:
 
 @dataclass(frozen=True, config=STRICT)
 class PartProfile:
-    """What one part takes.
-
-    `step_s` is the gradient reduction and optimizer step of its stage. `layer_shares` tell the costs of another cut.
-    `memory` holds the fields of `planner.memory.PartMemory`. Each is None if it was not measured.
-    """
+    """What one part takes; None is what was not measured."""
 
     part_id: _Index
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
-    step_s: _Seconds | None = None
-    layer_shares: tuple[LayerShare, ...] | None = None
-    memory: dict[str, _Bytes | None] | None = None
+    step_s: _Seconds | None = None  # gradient reduction and optimizer step of its stage
+    layer_shares: tuple[LayerShare, ...] | None = None  # tell the costs of another cut
+    memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
 
     def __post_init__(self) -> None:
         _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
-        for name in ("forward", "backward") if self.layer_shares is not None else ():
-            total = sum(getattr(share, name) for share in self.layer_shares or ())
+        for name in ("forward", "backward"):
+            total = 1.0 if self.layer_shares is None else sum(getattr(share, name) for share in self.layer_shares)
             if not math.isclose(total, 1.0, abs_tol=1e-6):
                 raise ValueError(f"layer_shares, sum of {name} = {total}: expected 1")
 
@@ -153,9 +134,6 @@ class PartProfile:
 @dataclass(frozen=True, config=STRICT)
 class Profile:
     """Measured costs of some or all parts, in the order of `part_id`.
-
-    `pipeline_stages` is the number of stages that held the parts while they were measured, or None if it was not noted,
-    as in profiles of earlier versions.
 
     Raises:
         pydantic.ValidationError: a time that is not positive and finite, a pair or a part that occurs twice, samples
@@ -165,7 +143,7 @@ class Profile:
     key: ProfileKey
     parts: Annotated[tuple[PartProfile, ...], Field(min_length=1)]
     links: tuple[LinkSample, ...] = ()
-    pipeline_stages: _Count | None = None
+    pipeline_stages: _Count | None = None  # that held the parts while they were measured; None in earlier profiles
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))
@@ -180,25 +158,24 @@ class Profile:
             raise ValueError(f"pipeline_stages = {show_value(stages)}: expected 1 to the number of parts, {parts}")
 
     def require(self, expected: ProfileKey, ignore: Sequence[str] = ()) -> None:
-        """Refuse a profile of something else. A profile of a longer sequence serves a shorter one.
+        """Raise ProfileError with one line per field that differs, unless it is in `ignore`.
 
-        Args:
-            ignore: fields of the key that are not compared.
-
-        Raises:
-            ProfileError: has one line per field that differs, with both values and what to do.
+        A profile of a longer sequence serves a shorter one.
         """
         lines = []
         for field in dataclasses.fields(ProfileKey):
             measured, wanted = getattr(self.key, field.name), getattr(expected, field.name)
-            if field.name in (*ignore, "model", "layers_fingerprint") or measured == wanted:
-                continue
-            if field.name == "sequence_length" and measured > wanted:
+            is_enough = field.name == "sequence_length" and measured > wanted
+            if is_enough or measured == wanted or field.name in (*ignore, "model", "layers_fingerprint"):
                 continue
             if field.name == "model_fingerprint":
                 measured, wanted = (f"{key.model} ({key.model_fingerprint})" for key in (self.key, expected))
+            if field.name == "versions":
+                measured, wanted = (
+                    ", ".join(map(" ".join, key.versions.items())) or "none" for key in (self.key, expected)
+                )
             lines.append(
-                f"\n  {field.name}: the profile has {_plain(measured)}, this run {_plain(wanted)}; measure on this "
+                f"\n  {field.name}: the profile has {measured}, this run {wanted}; measure on this "
                 "run, or give its own profile"
             )
         if lines:
@@ -211,14 +188,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "the profile") -> Profile:
-        """Read what `to_json` wrote. Keys whose values have a default may be missing.
-
-        Args:
-            source: names the text in messages.
-
-        Raises:
-            ProfileError: anything else.
-        """
+        """Read what `to_json` wrote, or raise ProfileError. Keys whose values have a default may be missing."""
         try:
             document = parse_json(text)
         except (JsonError, TypeError) as error:
@@ -227,8 +197,8 @@ class Profile:
             raise ProfileError(f'{source} is not a profile (no "format": "{FORMAT}"): give the file that was measured')
         version = document.pop("version", None)
         if type(version) is not int or version != VERSION:
-            newer = type(version) is int and version > VERSION
-            remedy = "update terapipe_ds, or measure again" if newer else MEASURE_AGAIN
+            is_newer = type(version) is int and version > VERSION
+            remedy = "update terapipe_ds, or measure again" if is_newer else MEASURE_AGAIN
             raise ProfileError(f"{source} has version {show_value(version)}, this package reads {VERSION}: {remedy}")
         try:
             return _PROFILE.validate_json(json.dumps(document))
@@ -236,11 +206,7 @@ class Profile:
             raise ProfileError(f"{source}: {describe_error(error, 'the file')}; {MEASURE_AGAIN}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one move: who reads meanwhile sees the old one or the new one, never a half.
-
-        Raises:
-            ProfileError: the file cannot be written.
-        """
+        """Write the file in one move: who reads meanwhile sees the old one or the new one. May raise ProfileError."""
         try:
             write_text(path, self.to_json())
         except OSError as error:
@@ -248,11 +214,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read what `save` wrote.
-
-        Raises:
-            ProfileError: no such file, or not a usable profile.
-        """
+        """Read what `save` wrote, or raise ProfileError where there is no usable profile."""
         try:
             data = Path(path).read_bytes()
         except OSError as error:
@@ -267,9 +229,3 @@ def _refuse_twice(items: Sequence[Any], what: str) -> None:
     for item in items:
         if items.count(item) > 1:
             raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
-    return str(value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from .comparable import num_parts_of, ranked_schedules
 from .errors import MemoryLimitError, PlannerError
 from .memory import MemoryModel, PartMemory
-from .ranking.rank import Ranking, Refusal, best_schedule, rank_given, rank_schedules
+from .ranking.rank import best_schedule, rank_given, rank_schedules
 from .ranking.report import describe, describe_ranking
-from .result import PlanResult, choose
+from .result import PlanResult, Ranking, Refusal, choose
 from .search.search import granularity_for, plan_slices
 from .slice_program.solve import SliceSolution, solve
 

@@ -16,18 +16,15 @@ def ranked_schedules(
     knows_weights: bool = True,
     placement: Mapping[tuple[int, int], int] | None = None,
 ) -> tuple[str, ...]:
-    """Return the schedules that "auto" compares: those whose stages hold `chunks_per_stage` chunks of `num_parts`
-    parts.
+    """Return the schedules that "auto" compares: those with so many chunks per stage and parts.
 
-    With one chunk all of one part per stage; with v chunks of v K parts the looped ones and, for 2, `zbv`; with two
-    chunks of K parts, each of which has two places, `chimera` and `chimera-seq`. `dapple` is left out (its default is
-    `1f1b`). Schedules that split backwards need `knows_weights`. With a `placement` (see `Schedule.placement`) only
-    the schedules that run on it are left: layers do not move while a model trains.
+    `dapple` is left out (its default is `1f1b`). Schedules that split backwards need `knows_weights`. With a
+    `placement` only the schedules that run on it are left: layers do not move while a model trains.
     """
     ranked = []
     for name in SCHEDULE_NAMES:
-        interleaved_once = chunks_per_stage == 1 and "interleaved" in name  # 1f1b and seq1f1b once more
-        if name == "dapple" or interleaved_once or (name in SPLIT_SCHEDULES and not knows_weights):
+        is_repeated = name == "dapple" or (chunks_per_stage == 1 and "interleaved" in name)  # 1f1b, seq1f1b
+        if is_repeated or (name in SPLIT_SCHEDULES and not knows_weights):
             continue
         try:
             own = placement_for(name, num_stages, chunks_per_stage)
@@ -40,11 +37,9 @@ def ranked_schedules(
 
 
 def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: Any) -> int:
-    """Return how many parts `costs` must have: those of the schedule; for "auto" those of a list, which must be K,
-    where each part has two places, or v K.
+    """Return how many parts `costs` must have: those of the schedule, or for "auto" those of a list.
 
-    Raises:
-        PlannerError: no schedule, or not this one, takes so many chunks per stage.
+    Raises PlannerError where no schedule, or not this one, takes so many chunks per stage.
     """
     chunks = check_count("chunks_per_stage", chunks_per_stage)
     if schedule != "auto":

@@ -12,7 +12,7 @@ class PlannerError(ValueError):
 
 
 class MemoryLimitError(PlannerError):
-    """No plan fits in the memory limit. `need_bytes` is the least that any of them needs on `stage_id`."""
+    """No plan fits in the memory limit. `need_bytes` is the least that any of them needs, on `stage_id`."""
 
     def __init__(self, message: str, need_bytes: int = 0, stage_id: int = 0) -> None:
         super().__init__(message)

@@ -1,8 +1,7 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
-Every share is linear in tokens, so that a part is ten numbers (`PartMemory`). They are counted from model sizes
-(`MemoryModel.of_model`, see `model_memory`) or measured on a real stage. The peak of a schedule follows from its
-orders alone, since which slices are live together does not depend on how long they take: `Replay.peak_bytes`.
+Every share is linear in tokens, so that a part is ten numbers (`PartMemory`), counted from model sizes or measured on a
+real stage. The peak of a schedule follows from its orders alone: `Replay.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,14 @@ from typing import Any
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.model_memory import Setup, count_parts
-from terapipe_ds.planner.part_memory import PartMemory
+from terapipe_ds.planner.model_memory import PartMemory, Setup
 
 __all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory.
-
-    A sequence that is not sliced keeps its keys and values as plain attention does: without gradients that wait, but
-    with the fused query/key/value product that rotary positions make it hold on to (`whole_bytes`).
-    """
+    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory."""
 
     parts: tuple[PartMemory, ...]
 
@@ -42,7 +36,7 @@ class MemoryModel:
         cls, model_size: ModelSize, *, num_stages: int, dtype: str, micro_batch: int, **training: Any
     ) -> MemoryModel:
         """Count from model sizes; `training` has more fields of `model_memory.Setup`, by name."""
-        return cls(count_parts(Setup(model_size, num_stages, dtype, micro_batch, **training)))
+        return cls(Setup(model_size, num_stages, dtype, micro_batch, **training).count_parts())
 
     @classmethod
     def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
@@ -54,8 +48,7 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].static_bytes)
 
     def gradient_bytes(self, part_id: int) -> int:
-        """Return gradients of the parameters, which come with a batch's first backward and go with its optimizer
-        step."""
+        """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
         return math.ceil(self.parts[part_id].gradient_bytes)
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
@@ -92,10 +85,9 @@ class MemoryModel:
 def fill_drain_peak_bytes(
     plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
 ) -> tuple[int, ...]:
-    """Return the most bytes of every stage where all forwards come before all backwards (`terapipe`, `gpipe`).
+    """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk.
 
-    What `Replay.peak_bytes` finds by a walk over the orders, without them: of all micro-batches but the one that
-    comes first in backward every slice is live, and of that one the slices up to the one that runs.
+    Of all micro-batches but the first in backward every slice is live, and of that one those up to the one that runs.
     """
     peaks = []
     spans = list(zip(plan.lengths, plan.starts, strict=True))

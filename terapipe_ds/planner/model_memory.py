@@ -24,30 +24,26 @@ Beside what is kept, while a slice runs (peaks in its backward, in which kept th
   links         gradients or activations of two computations ahead, and a message on its way
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
-its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the input and its
-gradient of the last slice, which live until the next batch.
+its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
+input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
+alone, and one layer at a time is whole in its backward. Tensor parallelism divides what Megatron divides: q, kv, f, V
+and their weights; norms, residual stream and messages only with sequence parallelism.
 
 Against exact peaks of steps in fp32 on a CPU (`studies.memory`) that is 0 to 2 % above on two stages. It is most off,
-8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
-Where slices are so small that fixed things count, it can be 1 % below.
-
-With activation checkpointing a decoder layer keeps its input alone and one layer at a time is whole in its backward;
-embedding, final norm, head and loss stay as they are (`checkpointable_layers: ["DecoderLayer"]`).
-
-Tensor parallelism divides what Megatron divides: q, kv, f, V and their weights; norms, residual stream and messages
-only with sequence parallelism.
+8 % above, on a middle stage of few layers with one slice and one micro-batch, where it counts messages that never come.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.part_memory import PartMemory
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,8 +54,37 @@ _INDEX_BYTES = 8  # token ids and labels are int64
 
 
 @dataclass(frozen=True)
+class PartMemory:
+    """One part in bytes, counted or measured; rates are bytes per token of a slice with all rows of a micro-batch.
+
+    Raises:
+        PlannerError: a number that is negative or not finite.
+    """
+
+    static_bytes: int  # parameters, optimizer states, and gradients that an optimizer keeps between batches
+    slice_bytes_per_token: float  # what a live slice keeps for its backward
+    store_bytes_per_token: float = 0  # keys and values of a live micro-batch
+    store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
+    working_bytes: int = 0  # more, only while an F, B or W runs
+    working_bytes_per_token: float = 0  # of the slice that runs; link buffers are in here
+    working_bytes_per_prefix_token: float = 0
+    gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
+    whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
+    weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value >= 0):
+                raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
+
+
+@dataclass
 class Setup:
-    """How a model is trained; see `count_parts`."""
+    """How a model is trained, and what that needs. Raises PlannerError for values that no run can have."""
 
     size: ModelSize
     num_stages: int
@@ -78,206 +103,141 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel"):
             check_count(name, getattr(self, name))
-        self._check_names()
-        size, degree = self.size, self.tensor_parallel
-        for name in ("num_heads", "num_kv_heads", "ffn_size"):
-            repeated = name == "num_kv_heads" and degree % size.num_kv_heads == 0  # each on several ranks
-            if getattr(size, name) % degree and not repeated:
-                raise PlannerError(
-                    f"tensor_parallel = {degree} does not divide {name} = {getattr(size, name)} of {size.name}: "
-                    "give a divisor of it"
-                )
-        self._check_layers()
-
-    def _check_names(self) -> None:
-        gradient = self.dtype if self.gradient_dtype is None else self.gradient_dtype
         for name, value, known in (
             ("dtype", self.dtype, ITEMSIZE),
-            ("gradient_dtype", gradient, ITEMSIZE),
+            ("gradient_dtype", self.gradient_dtype or self.dtype, ITEMSIZE),
             ("optimizer", self.optimizer, OPTIMIZER_STATES),
             ("zero_stage", self.zero_stage, (0, 1)),
         ):
             if value not in known or isinstance(value, bool):
                 raise PlannerError(f"{name} = {show_value(value)}: give one of {', '.join(map(str, known))}")
+        self.size.check_tensor_parallel(self.tensor_parallel, PlannerError)
+        size = self.size
+        self._layers = size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
+        self._item = ITEMSIZE[self.dtype]
+        self._wide = max(4, self._item)  # bytes of a number that is in fp32 at least
+        self._query, self._key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+        self._into_mlp = (2 if size.gated_mlp else 1) * size.ffn_size  # gate and up, or up alone
+        self._residual = size.hidden_size // (self.tensor_parallel if self.sequence_parallel else 1)  # on one rank
 
-    def _check_layers(self) -> None:
-        if self.num_stages > self.size.num_layers and self.layers_per_part is None:
-            raise PlannerError(
-                f"num_stages = {self.num_stages} for the {self.size.num_layers} layers of {self.size.name}: "
-                f"give at most {self.size.num_layers} stages"
-            )
-        layers = self.layers
-        whole = all(type(count) is int and count >= 0 for count in layers)
-        if len(layers) != self.num_stages or not whole or sum(layers) != self.size.num_layers:
-            raise PlannerError(
-                f"layers_per_part = {show_value(list(layers))}: give {self.num_stages} numbers that add up to the "
-                f"{self.size.num_layers} layers of {self.size.name}"
-            )
+    def count_parts(self) -> tuple[PartMemory, ...]:
+        """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
+        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self._layers))
 
-    @property
-    def heads(self) -> int:
-        """Query heads of a rank."""
-        return self.size.num_heads // self.tensor_parallel
+    def _part(self, part_id: int, layers: int) -> PartMemory:
+        size, rows, item = self.size, self.micro_batch, self._item
+        is_first, is_last = part_id == 0, part_id == self.num_stages - 1
+        message = self._residual * item
+        kept = layers * (message if self.activation_checkpointing else self._layer_saved)
+        kept += _INDEX_BYTES if is_first else message
+        kept += self._head_saved if is_last else message
+        # of a rank; the heads of keys and values may be on several
+        keys_values = 2 * max(1, size.num_kv_heads // self.tensor_parallel) * size.head_dim
+        query = size.num_heads // self.tensor_parallel * size.head_dim
+        whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
+        parameters = self._parameters(part_id, layers)
+        # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
+        drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
+        gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
+        return PartMemory(
+            static_bytes=self._static_bytes(parameters) - gradients,
+            slice_bytes_per_token=rows * kept,
+            store_bytes_per_token=rows * layers * keys_values * item,
+            store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
+            working_bytes=self._largest_weight(is_first or is_last, layers) * item,
+            working_bytes_per_token=rows * self._working(is_first, is_last, layers),
+            working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
+            gradient_bytes=gradients,
+            weight_bytes_per_token=rows * self._kept_for_weights(is_last, layers),
+            whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
+        )
 
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads of a rank."""
-        return max(1, self.size.num_kv_heads // self.tensor_parallel)
+    # --- parameters
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Decoder layers of each part."""
-        if self.layers_per_part is not None:
-            return tuple(self.layers_per_part)
-        return split_evenly(self.size.num_layers, self.num_stages)
+    def _parameters(self, part_id: int, layers: int) -> int:
+        """Count a rank's parameters. A tied output matrix has a copy on the last stage; norms are on every rank."""
+        size, degree = self.size, self.tensor_parallel
+        norm = size.norm_parameters()
+        total = layers * ((size.layer_parameters() - 2 * norm) // degree + 2 * norm)
+        vocabulary = -(-size.vocab_size // degree) * size.hidden_size
+        if part_id == 0:
+            total += vocabulary + size.embedding_parameters() - size.vocab_size * size.hidden_size
+        if part_id == self.num_stages - 1:
+            has_matrix = not size.tied_embedding or self.num_stages > 1
+            total += norm + (vocabulary if has_matrix else 0)
+        return total
 
+    def _static_bytes(self, parameters: int) -> int:
+        """Return bytes of parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
 
-def count_parts(setup: Setup) -> tuple[PartMemory, ...]:
-    """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last.
+        fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
+        has a buffer that accumulates the gradients as well (`data_types.grad_accum_dtype`), and its optimizer
+        (bf16_optimizer.py) always divides. What lives in the optimizer step alone is not counted: no slice is live.
+        """
+        is_bf16 = self.dtype == "bfloat16"
+        gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
+        gradients += self._item if is_bf16 else 0
+        has_master = self._item < 4 or self.zero_stage == 1
+        divided = self.data_parallel if self.zero_stage == 1 or is_bf16 else 1
+        states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)
+        return parameters * (self._item + gradients) + -(-states // divided)
 
-    Raises:
-        PlannerError: from `Setup`, for values that no run can have.
-    """
-    return tuple(_count_part(setup, part_id, layers) for part_id, layers in enumerate(setup.layers))
+    def _largest_weight(self, has_vocabulary: bool, layers: int) -> int:
+        """Count the numbers of the largest weight: its new gradient is beside the accumulated one for a moment."""
+        size = self.size
+        widths = [self._into_mlp, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
+        widest = max([*widths, size.vocab_size if has_vocabulary else 0])
+        return widest * size.hidden_size // self.tensor_parallel
 
+    # --- bytes per token of one row
 
-def _count_part(setup: Setup, part_id: int, layers: int) -> PartMemory:
-    size, rows, item = setup.size, setup.micro_batch, ITEMSIZE[setup.dtype]
-    is_first, is_last = part_id == 0, part_id == setup.num_stages - 1
-    message = _residual(setup) * item
-    per_layer = _layer_saved(setup)
-    kept = layers * (message if setup.activation_checkpointing else per_layer)
-    kept += _INDEX_BYTES if is_first else message
-    kept += _head_saved(setup) if is_last else message
-    keys_values = 2 * setup.kv_heads * size.head_dim
-    whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + setup.heads * size.head_dim
-    parameters = _parameters(setup, part_id, layers)
-    gradients = parameters * ITEMSIZE[setup.gradient_dtype or setup.dtype] if _drops_gradients(setup) else 0
-    return PartMemory(
-        static_bytes=_static_bytes(setup, parameters) - gradients,
-        slice_bytes_per_token=rows * kept,
-        store_bytes_per_token=rows * layers * keys_values * item,
-        store_grad_bytes_per_token=rows * layers * keys_values * max(4, item),
-        working_bytes=_largest_weight(setup, is_first or is_last, layers) * item,
-        working_bytes_per_token=rows * _working(setup, is_first, is_last, layers),
-        working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # one layer's dK, dV of the prefix
-        gradient_bytes=gradients,
-        weight_bytes_per_token=rows * _weights_kept(setup, is_last, layers),
-        whole_bytes_per_token=rows * (min(layers, 1) if setup.activation_checkpointing else layers) * whole * item,
-    )
+    def _working(self, is_first: bool, is_last: bool, layers: int) -> int:
+        """Return what the slice that runs needs beside what is kept, messages of the links included."""
+        layer = self._layer_working if layers else 0
+        layer += self._layer_saved if self.activation_checkpointing and layers else 0
+        working = max(layer - self._head_saved, self._head_working) if is_last else layer
+        # A received activation becomes the slice's input. Where the last part has most, one of the next two is a B.
+        inwards = 2 if is_last else 1 + RECEIVE_AHEAD
+        links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
+        return working + links * self._residual * self._item
 
+    def _kept_for_weights(self, is_last: bool, layers: int) -> int:
+        """Return what W needs after B: input and output gradient of every linear layer."""
+        size, degree = self.size, self.tensor_parallel
+        divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
+        layer = 4 * self._residual + divided // degree
+        head = self._residual + size.vocab_size // degree if is_last and not size.tied_embedding else 0
+        return (layers * layer + head) * self._item
 
-def _working(setup: Setup, is_first: bool, is_last: bool, layers: int) -> int:
-    """Return working bytes per token of the slice that runs, with the messages of the links."""
-    message = _residual(setup) * ITEMSIZE[setup.dtype]
-    layer = _layer_working(setup) if layers else 0
-    if setup.activation_checkpointing and layers:
-        layer += _layer_saved(setup)
-    working = max(layer - _head_saved(setup), _head_working(setup)) if is_last else layer
-    # a received activation becomes the slice's input
-    inwards = 2 if is_last else 1 + RECEIVE_AHEAD  # where the last part has most, one of the next two is a B
-    links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
-    return working + links * message
+    @cached_property
+    def _norm_saved(self) -> int:
+        """What a norm keeps, with its output."""
+        if self.size.bias or self.fused_norm:
+            return 2 * self._residual * self._item + 2 * self._wide
+        return self._residual * (2 * self._wide + self._item) + self._wide
 
+    @cached_property
+    def _layer_saved(self) -> int:
+        attention = 2 * self._query * self._item + self.size.num_heads * self._wide
+        return 2 * self._norm_saved + (attention + 2 * self._into_mlp * self._item) // self.tensor_parallel
 
-def _parameters(setup: Setup, part_id: int, layers: int) -> int:
-    """Return the number of a rank's parameters. A tied output matrix has a copy on the last stage; norms are on every
-    tensor-parallel rank."""
-    size, degree = setup.size, setup.tensor_parallel
-    norm = size.hidden_size * (2 if size.bias else 1)
-    layer = (size.layer_parameters() - 2 * norm) // degree + 2 * norm
-    vocabulary = -(-size.vocab_size // degree) * size.hidden_size
-    total = layers * layer
-    if part_id == 0:
-        positions = size.max_sequence_length if size.positions == "learned" else 0
-        total += vocabulary + positions * size.hidden_size
-    if part_id == setup.num_stages - 1:
-        has_matrix = not size.tied_embedding or setup.num_stages > 1
-        total += norm + (vocabulary if has_matrix else 0)
-    return total
+    @cached_property
+    def _head_saved(self) -> int:
+        return self._norm_saved + self.size.vocab_size * self._wide // self.tensor_parallel + _INDEX_BYTES
 
+    @cached_property
+    def _layer_working(self) -> int:
+        """Gradients beside what is still kept: in the MLP, or in attention, when what the MLP kept is gone."""
+        item, degree = self._item, self.tensor_parallel
+        mlp = self._into_mlp * item // degree
+        attention = (
+            6 * self._query + 2 * self._key_value
+        ) * item  # of out, q, expanded k and v; then the fused product
+        gone = 2 * self._into_mlp * item // degree + self._norm_saved
+        return max(mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone)
 
-def _static_bytes(setup: Setup, parameters: int) -> int:
-    """Return bytes of parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
-
-    fp32, fp64: parameter, gradient and the optimizer's states in the dtype; ZeRO-1 adds an fp32 master copy and divides
-    it and the states by the data-parallel ranks. fp16: parameter and gradient 2 + 2, master copy and states in fp32.
-    bf16: the same and a buffer that accumulates the gradients (`data_types.grad_accum_dtype`); its optimizer
-    (bf16_optimizer.py) divides master copy and states by the data-parallel ranks with and without ZeRO-1. What lives in
-    the optimizer step alone is not counted: no slice is live then.
-    """
-    item, states = ITEMSIZE[setup.dtype], OPTIMIZER_STATES[setup.optimizer]
-    gradients = ITEMSIZE[setup.gradient_dtype or setup.dtype]
-    if setup.dtype == "bfloat16":
-        gradients = item + ITEMSIZE[setup.gradient_dtype or "float32"]
-    width = max(item, 4)
-    has_master = item < 4 or setup.zero_stage == 1
-    divided = setup.data_parallel if setup.zero_stage == 1 or setup.dtype == "bfloat16" else 1
-    return parameters * (item + gradients) + -(-parameters * width * (states + has_master) // divided)
-
-
-def _drops_gradients(setup: Setup) -> bool:
-    """Return whether DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`)."""
-    return setup.zero_stage == 0 and setup.dtype != "bfloat16"
-
-
-def _largest_weight(setup: Setup, has_vocabulary: bool, layers: int) -> int:
-    """Return how many numbers the largest weight has: its new gradient is beside the accumulated one for a moment."""
-    size, degree = setup.size, setup.tensor_parallel
-    widths = [(2 if size.gated_mlp else 1) * size.ffn_size, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim]
-    widths = widths if layers else []
-    return max([*widths, size.vocab_size if has_vocabulary else 0]) * size.hidden_size // degree
-
-
-def _residual(setup: Setup) -> int:
-    """Return how many numbers of the residual stream a rank holds per token."""
-    return setup.size.hidden_size // (setup.tensor_parallel if setup.sequence_parallel else 1)
-
-
-def _norm_saved(setup: Setup) -> int:
-    """Return what a norm keeps, without its output."""
-    item, width = ITEMSIZE[setup.dtype], max(4, ITEMSIZE[setup.dtype])
-    if setup.size.bias or setup.fused_norm:
-        return _residual(setup) * item + 2 * width
-    return 2 * _residual(setup) * width + width
-
-
-def _layer_saved(setup: Setup) -> int:
-    size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
-    norms = 2 * (_norm_saved(setup) + _residual(setup) * item)
-    attention = 2 * size.num_heads * size.head_dim * item + size.num_heads * max(4, item)
-    mlp = (4 if size.gated_mlp else 2) * size.ffn_size * item
-    return norms + (attention + mlp) // degree
-
-
-def _weights_kept(setup: Setup, is_last: bool, layers: int) -> int:
-    """Return what W needs per token: input and output gradient of every linear layer, after B."""
-    size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
-    query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    divided = (query + 2 * key_value) + query + (3 if size.gated_mlp else 2) * size.ffn_size
-    layer = 4 * _residual(setup) + divided // degree
-    head = _residual(setup) + size.vocab_size // degree if is_last and not size.tied_embedding else 0
-    return (layers * layer + head) * item
-
-
-def _head_saved(setup: Setup) -> int:
-    item = ITEMSIZE[setup.dtype]
-    log_probabilities = setup.size.vocab_size * max(4, item) // setup.tensor_parallel
-    return _norm_saved(setup) + _residual(setup) * item + log_probabilities + _INDEX_BYTES
-
-
-def _layer_working(setup: Setup) -> int:
-    """Return the gradients beside what is still kept: in the MLP, or in attention, when what the MLP kept is gone."""
-    size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
-    mlp = (2 if size.gated_mlp else 1) * size.ffn_size * item // degree
-    query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    attention = (4 * query + 2 * (query + key_value)) * item  # of out, q, expanded k and v; then the fused product's
-    gone = (4 if size.gated_mlp else 2) * size.ffn_size * item // degree + _norm_saved(setup) + _residual(setup) * item
-    return max(mlp + _residual(setup) * item, attention // degree + 2 * _residual(setup) * item - gone)
-
-
-def _head_working(setup: Setup) -> int:
-    """Return the gradients of log-probabilities and logits; a forward's logits are smaller."""
-    item = ITEMSIZE[setup.dtype]
-    vocabulary = setup.size.vocab_size * (max(4, item) + item) // setup.tensor_parallel
-    return max(vocabulary, 2 * _residual(setup) * item)  # the norm's come when those are gone
+    @cached_property
+    def _head_working(self) -> int:
+        """Gradients of log-probabilities and logits (a forward's logits are smaller), then those of the norm."""
+        vocabulary = self.size.vocab_size * (self._wide + self._item) // self.tensor_parallel
+        return max(vocabulary, 2 * self._residual * self._item)

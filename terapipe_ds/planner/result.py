@@ -1,4 +1,4 @@
-"""What a search answers, and how to choose among the answers for several schedules."""
+"""What a search answers, for one schedule and for several, and how to choose among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 
 PREFERENCE = (
     *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
@@ -57,17 +57,64 @@ class PlanResult:
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:
-    """Return the result with the least time; within 0.1 % of it that with the least memory, then the preferred
-    schedule."""
-    known = list(results)
-    if not known:
+    """Return the result with the least time; within 0.1 % of it that with the least memory, then the preferred one."""
+    results = list(results)
+    if not results:
         raise PlannerError("no results to choose from: give at least one")
-    least_s = min(result.total_s for result in known)
-    near = [result for result in known if result.total_s <= least_s * (1 + _TIE)]
-    return min(near, key=memory_and_preference)
+    least_s = min(result.total_s for result in results)
+    near = [result for result in results if result.total_s <= least_s * (1 + _TIE)]
+    return min(near, key=_memory_and_preference)
 
 
-def memory_and_preference(result: PlanResult) -> tuple[int, int]:
+def _memory_and_preference(result: PlanResult) -> tuple[int, int]:
     """Return what decides where times are alike: the bytes of the fullest stage, then the preferred schedule."""
-    known = result.schedule in PREFERENCE
-    return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
+    is_ranked = result.schedule in PREFERENCE
+    return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if is_ranked else len(PREFERENCE)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A schedule none of whose plans fits in memory; the error says what the least of them needs."""
+
+    schedule: str
+    chunks_per_stage: int
+    error: MemoryLimitError
+
+    @property
+    def need_bytes(self) -> int:
+        """What the stage needs that needs most."""
+        return self.error.need_bytes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Schedules compared: `results` with the best first (see `choose`), then by time; `refused` by the least need."""
+
+    results: tuple[PlanResult, ...]
+    refused: tuple[Refusal, ...] = ()
+
+    @classmethod
+    def of(cls, results: Iterable[PlanResult], refused: Iterable[Refusal]) -> Ranking:
+        """Return results and refusals in order."""
+        ordered = sorted(results, key=lambda result: (result.total_s, *_memory_and_preference(result)))
+        if ordered:
+            best = choose(ordered)
+            ordered = [best, *(result for result in ordered if result is not best)]
+        return cls(tuple(ordered), tuple(sorted(refused, key=lambda refusal: refusal.need_bytes)))
+
+    @property
+    def best(self) -> PlanResult:
+        """The best result. Raises MemoryLimitError where the limit refuses every schedule."""
+        if not self.results:
+            raise self.refused[0].error
+        return self.results[0]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return one dict per schedule, for JSON, in order; what does not fit has `need_bytes`, no plan, no times."""
+        names = ("schedule", "chunks_per_stage", "plan", "predicted_s", "extra_s", "bubble_fraction", "peak_bytes")
+        rows = [{name: result.to_dict()[name] for name in names} for result in self.results]
+        for row in rows:
+            row["peak_bytes"] = row["peak_bytes"] and list(row["peak_bytes"])
+        return rows + [
+            {name: getattr(refusal, name) for name in (*names[:2], "need_bytes")} for refusal in self.refused
+        ]

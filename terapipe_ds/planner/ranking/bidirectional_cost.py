@@ -35,9 +35,7 @@ def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Seq
 def link_bytes_per_s(links: Iterable[LinkSample]) -> float | None:
     """Return bytes per second of the slowest link that was measured; None where samples have no sizes in bytes.
 
-    Of each link the bytes by which the largest message exceeds the smallest over the seconds by which it does, so that
-    what every message takes is not counted; but no fewer than all bytes of the largest over all its seconds, since no
-    message takes less than nothing.
+    It is the slope from the smallest message of a link to the largest, and at least that from zero to the largest.
     """
     by_part: dict[int | None, list[tuple[int, float]]] = {}
     for link in links:

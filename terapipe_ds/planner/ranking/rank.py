@@ -8,14 +8,14 @@ bidirectional   K parts, two places for each  chimera, chimera-seq; K even
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
-from terapipe_ds.planner.result import PlanResult, choose, memory_and_preference
+from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.judge import Progress
@@ -30,61 +30,10 @@ SecondsOf = Callable[[int], float | None]
 PartsOf = Callable[[int], Any]
 """By the number of parts: their costs, or their memory; None where the layers cannot be cut in so many."""
 
-_Best = tuple[list[PlanResult], dict[str, MemoryLimitError]]
-"""The result of each schedule, or why it does not fit."""
+_Answer = TypeVar("_Answer", PlanResult, Refusal)
 
 _OTHER_LAYOUTS = 0.2  # of the budget that the schedules of one layout would have on their own
 _MOST_CHUNKS = 2  # unless more are asked for
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A schedule none of whose plans fits in memory; the error says what the least of them needs."""
-
-    schedule: str
-    chunks_per_stage: int
-    error: MemoryLimitError
-
-    @property
-    def need_bytes(self) -> int:
-        """On the stage that needs most."""
-        return self.error.need_bytes
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Every schedule that can be had: `results` with the best first (see `choose`), then by time; `refused` by the
-    memory limit, the least need first."""
-
-    results: tuple[PlanResult, ...]
-    refused: tuple[Refusal, ...] = ()
-
-    @classmethod
-    def of(cls, results: list[PlanResult], refused: list[Refusal]) -> Ranking:
-        """Return results and refusals in order."""
-        ordered = sorted(results, key=lambda result: (result.total_s, *memory_and_preference(result)))
-        if ordered:
-            best = choose(ordered)
-            ordered = [best, *(result for result in ordered if result is not best)]
-        return cls(tuple(ordered), tuple(sorted(refused, key=lambda one: one.need_bytes)))
-
-    @property
-    def best(self) -> PlanResult:
-        """The best result. Raises MemoryLimitError where the limit refuses every schedule."""
-        if not self.results:
-            raise self.refused[0].error
-        return self.results[0]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return one dict per schedule, for JSON, in order; what does not fit has `need_bytes`, no plan, no times."""
-        names = ("schedule", "chunks_per_stage", "plan", "predicted_s", "extra_s", "bubble_fraction", "peak_bytes")
-        results = [result.to_dict() for result in self.results]
-        peaks = [{"peak_bytes": result.peak_bytes and list(result.peak_bytes)} for result in self.results]
-        fitting = [{name: one[name] for name in names} | peak for one, peak in zip(results, peaks, strict=True)]
-        return fitting + [
-            {"schedule": one.schedule, "chunks_per_stage": one.chunks_per_stage, "need_bytes": one.need_bytes}
-            for one in self.refused
-        ]
 
 
 def rank_schedules(
@@ -109,8 +58,7 @@ def rank_schedules(
         memory_of: memory by the number of parts.
         chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
-            Whatever it is, each of their schedules is judged with the plans that were chosen before, and with as many
-            equal slices; other numbers of slices only while its budget lasts, for each takes an order of its own.
+            Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
             `bidirectional_cost`); None: not known.
 
@@ -119,16 +67,15 @@ def rank_schedules(
     """
     chosen: list[Lengths] = []  # what is good under one schedule is a start for the others
 
-    def best_of_layout(layout: _Layout) -> _Best:
+    def rank_layout(layout: _Layout) -> Ranking:
         parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
-        shape = num_micro_batches, num_stages, layout.chunks_per_stage
-        pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, layout.memory, memory_limit_bytes)
+        shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, layout.chunks_per_stage
+        pipeline = Pipeline(parts, *shape, layout.memory, memory_limit_bytes)
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    results, refused = _over_layouts(layouts, best_of_layout, num_stages, both_ways_s_of)
-    return _with_equivalents(results, refused, num_micro_batches)
+    return _with_equivalents(_over_layouts(layouts, rank_layout, num_stages, both_ways_s_of), num_micro_batches)
 
 
 def rank_given(
@@ -144,12 +91,11 @@ def rank_given(
 ) -> Ranking:
     """Return `rank_schedules` for slices that are given."""
 
-    def best_of_layout(layout: _Layout) -> _Best:
-        chunks, limits = layout.chunks_per_stage, (layout.memory, memory_limit_bytes)
-        return _replay_each(layout.costs, plan, num_stages, num_micro_batches, chunks, *limits)
+    def rank_layout(layout: _Layout) -> Ranking:
+        return _replay_each(layout, plan, num_stages, num_micro_batches, memory_limit_bytes)
 
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    return Ranking.of(*_over_layouts(layouts, best_of_layout, num_stages, both_ways_s_of))
+    return _over_layouts(layouts, rank_layout, num_stages, both_ways_s_of)
 
 
 def best_schedule(
@@ -165,46 +111,49 @@ def best_schedule(
 ) -> PlanResult:
     """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
 
-    Compared are all that have `chunks_per_stage` chunks and as many parts as costs, and run on `placement` where one
-    is given (see `ranked_schedules`). Nothing is proven of other plans: the bound is 0.
+    Compared are all that `ranked_schedules` names. Nothing is proven of other plans: the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.
     """
-    limits = memory, memory_limit_bytes
-    results, refused = _replay_each(costs, plan, num_stages, num_micro_batches, chunks_per_stage, *limits, placement)
-    if not results:
-        raise min(refused.values(), key=lambda error: error.need_bytes)
-    return choose(results)
+    num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
+    layout = _Layout(chunks_per_stage, num_parts, costs, memory)
+    return _replay_each(layout, plan, num_stages, num_micro_batches, memory_limit_bytes, placement).best
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A number of parts, and of them on a stage, that some schedule can have."""
+
+    chunks_per_stage: int
+    num_parts: int
+    costs: Any
+    memory: Any
 
 
 def _replay_each(
-    costs: Any,
+    layout: _Layout,
     plan: SlicePlan,
     num_stages: int,
     num_micro_batches: int,
-    chunks_per_stage: int,
-    memory: Any,
     memory_limit_bytes: float | None,
     placement: Mapping[tuple[int, int], int] | None = None,
-) -> _Best:
+) -> Ranking:
     """Replay `plan` under each schedule that can be compared."""
+    costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
-    num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
-    names = ranked_schedules(num_stages, chunks_per_stage, num_parts, knows_weights, placement)
+    names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     whole = SlicePlan.equal(plan.sequence_length, 1)
-    results: list[PlanResult] = []
-    refused: dict[str, MemoryLimitError] = {}
+    results, refused = [], []
     for name in names:
         sliced, unsliced = (
-            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks_per_stage)
-            for count in (plan.num_slices, 1)
+            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks) for count in (plan.num_slices, 1)
         )
-        timeline = Replay(sliced).run(plan, costs, memory=memory)
+        timeline = Replay(sliced).run(plan, costs, memory=layout.memory)
         peaks = timeline.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
-            refused[name] = _limit_error(name, plan, peaks, memory_limit_bytes)
+            refused.append(Refusal(name, chunks, _limit_error(name, plan, peaks, memory_limit_bytes)))
             continue
         result = PlanResult(
             plan=plan,
@@ -224,7 +173,7 @@ def _replay_each(
             chunks_per_stage=sliced.chunks_per_stage,
         )
         results.append(result)
-    return results, refused
+    return Ranking.of(results, refused)
 
 
 def _limit_error(schedule: str, plan: SlicePlan, peaks: tuple[int, ...], limit_bytes: float) -> MemoryLimitError:
@@ -238,70 +187,60 @@ def _limit_error(schedule: str, plan: SlicePlan, peaks: tuple[int, ...], limit_b
     return MemoryLimitError(message, need_bytes, stage_id)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A number of parts, and of them on a stage, that some schedule can have."""
-
-    chunks_per_stage: int
-    num_parts: int
-    costs: list[Any]
-    memory: Any
-
-
 def _layouts(
     costs_of: PartsOf, memory_of: PartsOf | None, num_stages: int, chunks_per_stage: int | None
-) -> Iterator[_Layout]:
+) -> list[_Layout]:
     num_stages = check_count("num_stages", num_stages)
-    asked = None if chunks_per_stage is None else check_count("chunks_per_stage", chunks_per_stage)
-    counts = range(1, _MOST_CHUNKS + 1) if asked is None else (asked,)
-    shapes = [(chunks, parts) for chunks in counts for parts in dict.fromkeys((chunks * num_stages, num_stages))]
-    any_cut = False
-    for chunks, num_parts in shapes:
-        if not ranked_schedules(num_stages, chunks, num_parts):
-            continue
-        costs = costs_of(num_parts)
-        memory = None if memory_of is None else memory_of(num_parts)
-        if costs is None or (memory_of is not None and memory is None):
-            continue
-        any_cut = True
-        parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
-        yield _Layout(chunks, num_parts, parts, memory)
-    if not any_cut:
+    most = _MOST_CHUNKS if chunks_per_stage is None else check_count("chunks_per_stage", chunks_per_stage)
+    layouts = []
+    for chunks in range(1 if chunks_per_stage is None else most, most + 1):
+        for num_parts in dict.fromkeys((chunks * num_stages, num_stages)):
+            if not ranked_schedules(num_stages, chunks, num_parts):
+                continue
+            costs = costs_of(num_parts)
+            memory = None if memory_of is None else memory_of(num_parts)
+            if costs is not None and (memory_of is None or memory is not None):
+                parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
+                layouts.append(_Layout(chunks, num_parts, parts, memory))
+    if not layouts:
         raise PlannerError(
             f"chunks_per_stage = {chunks_per_stage}: no schedule can have the layers so on {num_stages} stages; give "
             "fewer chunks"
         )
+    return layouts
 
 
 def _over_layouts(
-    layouts: Iterator[_Layout],
-    best_of_layout: Callable[[_Layout], _Best],
+    layouts: list[_Layout],
+    rank_layout: Callable[[_Layout], Ranking],
     num_stages: int,
     both_ways_s_of: SecondsOf | None,
-) -> tuple[list[PlanResult], list[Refusal]]:
+) -> Ranking:
     """Return what every layout has, with `extra_s` where parts have two places."""
     results: list[PlanResult] = []
     refused: list[Refusal] = []
     for layout in layouts:
-        best, errors = best_of_layout(layout)
-        if best and layout.num_parts < layout.chunks_per_stage * num_stages:
+        ranking = rank_layout(layout)
+        extra_s: float | None = 0.0
+        if ranking.results and layout.num_parts < layout.chunks_per_stage * num_stages:
             extra_s = None if both_ways_s_of is None else both_ways_s_of(layout.num_parts)
-            best = [dataclasses.replace(result, extra_s=extra_s) for result in best]
-        results += best
-        refused += [Refusal(name, layout.chunks_per_stage, error) for name, error in errors.items()]
-    return results, refused
+        results += [dataclasses.replace(result, extra_s=extra_s) for result in ranking.results]
+        refused += ranking.refused
+    return Ranking.of(results, refused)
 
 
-def _with_equivalents(results: list[PlanResult], refused: list[Refusal], num_micro_batches: int) -> Ranking:
+def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:
     """Add the schedules that have the time and the memory of one that was searched."""
     same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
-    known = {one.schedule for one in results} | {one.schedule for one in refused}
+    searched = {one.schedule for one in ranking.results} | {one.schedule for one in ranking.refused}
 
-    def names_like(schedule: str) -> list[str]:
-        return [name for name in same.get(schedule, ()) if name not in known]
+    def add_equivalents(answers: Iterable[_Answer]) -> Iterator[_Answer]:
+        for answer in answers:
+            yield answer
+            for name in same.get(answer.schedule, ()):
+                if name not in searched:
+                    yield dataclasses.replace(answer, schedule=name)
 
-    results += [dataclasses.replace(one, schedule=name) for one in list(results) for name in names_like(one.schedule)]
-    refused += [dataclasses.replace(one, schedule=name) for one in list(refused) for name in names_like(one.schedule)]
-    return Ranking.of(results, refused)
+    return Ranking.of(add_equivalents(ranking.results), add_equivalents(ranking.refused))

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from terapipe_ds.planner.ranking.rank import Ranking
-from terapipe_ds.planner.result import PlanResult
+from terapipe_ds.planner.result import PlanResult, Ranking
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
-    """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory.
-
-    `schedule_chosen`: the planner chose the schedule too.
-    """
+    """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory."""
     plan, lengths = result.plan, result.plan.lengths
     slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
-    extra = (
-        [f"          {_time(result.extra_s)} more to sum and step what stands at two places"] if result.extra_s else []
-    )
-    proven = [f"proof     {proof}"] if result.lower_bound_s > 0 else []
+    extra = f"          {_time(result.extra_s or 0)} more to sum and step what stands at two places"
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        *extra,
+        *([extra] if result.extra_s else []),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
-        *proven,
+        *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
         *_memory_lines(result),
     ]
@@ -37,14 +30,16 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     """Return a table of all schedules, best first, and those that do not fit."""
     rows: list[tuple[str, ...]] = [("schedule", "chunks", "slices", "predicted", "extra", "ratio", "bubble", "memory")]
     best_s = ranking.results[0].total_s if ranking.results else 0.0
-    for one in ranking.results:
-        chunks, slices = str(one.chunks_per_stage), str(one.plan.num_slices)
-        memory = "" if one.peak_bytes is None else _bytes(max(one.peak_bytes))
-        times = _time(one.predicted_s), _extra(one), f"{one.total_s / best_s:.3f}x" if best_s > 0 else "no time"
-        rows.append((one.schedule, chunks, slices, *times, f"{one.bubble_fraction:.1%}", memory))
-    for refused in ranking.refused:
-        chunks, need = str(refused.chunks_per_stage), f"needs {_bytes(refused.need_bytes)}"
-        rows.append((refused.schedule, chunks, "-", "-", "-", "-", "-", need))
+    for result in ranking.results:
+        counts = str(result.chunks_per_stage), str(result.plan.num_slices)
+        extra = "unknown" if result.extra_s is None else f"+{_time(result.extra_s)}" if result.extra_s else ""
+        ratio = f"{result.total_s / best_s:.3f}x" if best_s > 0 else "no time"
+        memory = "" if result.peak_bytes is None else _bytes(max(result.peak_bytes))
+        times = _time(result.predicted_s), extra, ratio, f"{result.bubble_fraction:.1%}"
+        rows.append((result.schedule, *counts, *times, memory))
+    for refusal in ranking.refused:
+        need = f"needs {_bytes(refusal.need_bytes)}"
+        rows.append((refusal.schedule, str(refusal.chunks_per_stage), *"-----", need))
     if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing but makespans
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -53,13 +48,6 @@ def describe_ranking(ranking: Ranking) -> list[str]:
         right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         lines.append("  ".join((name.ljust(widths[0]), *right)).rstrip())
     return lines
-
-
-def _extra(result: PlanResult) -> str:
-    """Return what comes on top of the makespan: nothing, seconds, or not known."""
-    if result.extra_s is None:
-        return "unknown"
-    return f"+{_time(result.extra_s)}" if result.extra_s else ""
 
 
 def _memory_lines(result: PlanResult) -> list[str]:

@@ -8,18 +8,18 @@ stages a <= k and two slices i, i'. In any of these schedules
 - stage k works: slices from i on, all that lies between, the last backward down to slice i';
 - slice i' goes back to a; there run the backwards of the slices before i'; that of the first slice goes up to stage 0.
 
-Each step waits for the one before, so that a batch takes at least, with h = min over a and k, and for every i and i'
+Each step waits for the one before. So a batch takes at least, with h = min over a and k, and for every i and i'
 
     (m - 1) sum_j (f_k + b_k)(j) + sum_j (h_f + h_b)(j) + way of the first slice
         + [sum of f(i) over a..k and its links - h_f(i)] + [sum of b(i') over k..a and its links - h_b(i')]
 
-which is a sum over slices plus two maxima: the form of the slice program. On equal stages with a = 0 and k = K - 1 it
-is the exact time of `terapipe`.
+which has the form of the slice program. On equal stages with a = 0 and k = K - 1 it is the exact time of `terapipe`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,37 +38,30 @@ def searches(
 
     Parts without a table (too large) cost nothing here: still a bound, a weaker one.
     """
-    finished = []
-    for first, last in _pairs(parts):
-        band = _band(parts, first, last, num_micro_batches)
-        work = None if band.num_granules <= 64 else MAX_WORK
-        finished.append(search_plans(band, Objective(1, 1.0), max_slices, work))
+    bands = [_band(parts, first, last, num_micro_batches) for first, last in _pairs(parts)]
+    work = None if bands[0].num_granules <= 64 else MAX_WORK
+    finished = [search_plans(band, Objective(1, 1.0), max_slices, work) for band in bands]
     return finished, max(search.lower_bound_s for search in finished)
 
 
 def least_works_s(parts: Sequence[CachedCosts], num_micro_batches: int, max_slices: int | None) -> list[float]:
-    """Return, per part, the least work of any plan: m times its forwards and backwards; 0 where it has no table.
-
-    No schedule, whatever its order, takes less than a stage works, split backwards included.
-    """
-    kinds = {id(part): part.table for part in parts}
+    """Return, per part, the least work of any plan: m times its forwards and backwards; 0 where it has no table."""
     work = Objective(num_micro_batches, 0.0)
     least_s = {
-        key: 0.0 if table is None else search_plans(table.band, work, max_slices, MAX_WORK).lower_bound_s
-        for key, table in kinds.items()
+        part: 0.0 if part.table is None else search_plans(part.table.band, work, max_slices, MAX_WORK).lower_bound_s
+        for part in set(parts)
     }
-    return [least_s[id(part)] for part in parts]
+    return [least_s[part] for part in parts]
 
 
 def _pairs(parts: Sequence[CachedCosts]) -> list[tuple[int, int]]:
     """Return stages (a, k): k the last of each kind, a the first of all, of that kind and of the most common one."""
-    kinds = [id(part) for part in parts]
-    common = kinds.index(max(kinds, key=kinds.count))
-    heaviest = kinds.index(max(kinds, key=lambda kind: _work_s(parts[kinds.index(kind)])))
-    lasts = {len(kinds) - 1 - kinds[::-1].index(kind) for kind in (kinds[-1], kinds[common], kinds[heaviest])}
-    pairs = {(a, k) for k in lasts for a in (0, common, kinds.index(kinds[k]), k) if a <= k and parts[k].table}
-    tables = [part.table for part in parts if part.table is not None]
-    if tables[0].num_granules > MANY_GRANULES:
+    common = max(parts, key=parts.count)
+    last_of = {part: part_id for part_id, part in enumerate(parts)}
+    lasts = {last_of[part] for part in (parts[-1], common, max(parts, key=_work_s))}
+    firsts = {k: (0, parts.index(common), parts.index(parts[k]), k) for k in lasts if parts[k].table}
+    pairs = {(a, k) for k, starts in firsts.items() for a in starts if a <= k}
+    if max(part.table.num_granules for part in parts if part.table) > MANY_GRANULES:
         most = max(lasts, key=lambda k: (_work_s(parts[k]), k))
         pairs = {(0, most)}
     return sorted(pairs)
@@ -88,10 +81,10 @@ def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches
     for name in ("forward_s", "backward_s"):
         least = np.minimum(_table(parts[first], name, valid), _table(parts[last], name, valid))
         through = np.zeros_like(total)
-        for part, count in _counted(parts[first : last + 1]):
+        for part, count in Counter(parts[first : last + 1]).items():
             through += count * _table(part, name, valid)
         senders = parts[first:last] if name == "forward_s" else parts[first + 1 : last + 1]
-        for part, count in _counted(senders):
+        for part, count in Counter(senders).items():
             through += count * _table(part, "send_s", valid)
         spare.append(np.maximum(through - least, 0.0))
         total += least
@@ -106,9 +99,3 @@ def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches
 def _table(part: CachedCosts, name: str, valid: np.typing.NDArray[np.bool_]) -> Floats:
     table = None if part.table is None else getattr(part.table, name)
     return np.zeros(valid.shape) if table is None else np.where(valid, table, 0.0)
-
-
-def _counted(parts: Sequence[CachedCosts]) -> Iterator[tuple[CachedCosts, int]]:
-    kinds = {id(part): part for part in parts}
-    for key, part in kinds.items():
-        yield part, sum(id(other) == key for other in parts)

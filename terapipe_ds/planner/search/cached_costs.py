@@ -19,9 +19,6 @@ class CachedCosts:
 
     `table` holds every slice that can be cut, or is None where the tables of all parts would be too large: then
     answers are kept pair by pair.
-
-    Raises:
-        PlannerError: the object lacks `forward_s` or `backward_s`, or answers with a time that cannot be.
     """
 
     def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int, with_table: bool = True) -> None:
@@ -38,11 +35,9 @@ class CachedCosts:
             self.weight_s = self._weight_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of a forward; ints give a float, arrays an array."""
         return self._ask("forward_s", tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of a backward."""
         return self._ask("backward_s", tokens, prefix)
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
@@ -63,14 +58,12 @@ class CachedCosts:
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
     def _weight_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return, of the backward, the seconds of W, which no table has; new pairs in one call where costs are
-        vectorized."""
+        """Return the seconds of W, which no table has; new pairs in one call where costs are vectorized."""
         if np.ndim(tokens) > 0 and getattr(self._costs, "vectorized", False):
             pairs = dict.fromkeys(("weight_s", int(i), int(j)) for i, j in zip(tokens, prefix, strict=True))
             if new := [pair for pair in pairs if pair not in self._pairs]:
-                asked = np.array([pair[1:] for pair in new])
-                answers = np.broadcast_to(self._costs.weight_s(asked[:, 0], asked[:, 1]), len(new))
-                for pair, answer in zip(new, answers.tolist(), strict=True):
+                answers = self._costs.weight_s(*np.array([pair[1:] for pair in new]).T)
+                for pair, answer in zip(new, np.broadcast_to(answers, len(new)).tolist(), strict=True):
                     self._pairs[pair] = check_seconds(*pair, answer)
         return self._ask_pairs("weight_s", tokens, prefix)
 
@@ -92,11 +85,9 @@ class CachedCosts:
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
-    """Return one object per part; parts that share an object share its answers. Where the tables of all would be too
-    large, only the part that takes longest for a whole sequence has one.
+    """Return one object per part; parts that share an object share its answers.
 
-    Raises:
-        PlannerError: a list of another length.
+    Where the tables of all would be too large, only the part that takes longest for a whole sequence has one.
     """
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:

@@ -1,4 +1,4 @@
-"""Plans worth trying: as tuples of slice lengths in granules, the last granule of a sequence possibly partial."""
+"""Plans worth trying, as tuples of slice lengths in granules."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ def compositions(num_granules: int, max_slices: int) -> Iterator[Lengths]:
 
 
 def moved(lengths: Lengths, step: int) -> Iterator[Lengths]:
-    """Yield plans with `step` granules moved from one slice to another: neighbours first, then any two, which shifts
-    the cuts in between."""
+    """Yield plans with `step` granules moved from one slice to another: neighbours first, then any two."""
     count = len(lengths)
     for distance in range(1, count):
         for first in range(count - distance):
-            second = first + distance
-            for giver, taker in ((first, second), (second, first)):
+            for giver, taker in ((first, first + distance), (first + distance, first)):
                 if lengths[giver] > step:
                     changed = list(lengths)
                     changed[giver] -= step
@@ -37,8 +35,7 @@ def moved(lengths: Lengths, step: int) -> Iterator[Lengths]:
 
 
 def merged_or_split(lengths: Lengths, max_slices: int) -> Iterator[Lengths]:
-    """Yield plans with one slice fewer, from two neighbours, or one more, from one slice: by halves, and a granule at
-    either end."""
+    """Yield plans with two neighbours merged, or one slice split: in halves, or a granule off either end."""
     for i in range(len(lengths) - 1):
         yield (*lengths[:i], lengths[i] + lengths[i + 1], *lengths[i + 2 :])
     if len(lengths) < max_slices:

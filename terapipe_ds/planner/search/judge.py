@@ -18,8 +18,7 @@ from terapipe_ds.simulator import Replay
 Progress = Callable[[str, int, int], None]
 """Called now and then with (schedule, work done, of how much), for a progress line."""
 
-FILL_DRAIN = ("terapipe", "gpipe")
-"""All forwards before all backwards, by any order of micro-batches."""
+FILL_DRAIN = ("terapipe", "gpipe")  # all forwards before all backwards
 
 # Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
@@ -34,8 +33,7 @@ class Judge:
 
     `terapipe`, `gpipe` and every schedule of a single micro-batch (but those that split backwards or have several
     chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: as they
-    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are continued on a line
-    (`estimate`).
+    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches (`estimate`).
     """
 
     def __init__(
@@ -51,9 +49,12 @@ class Judge:
         self.placement = placement_for(schedule, pipeline.num_stages, pipeline.chunks_per_stage)
         self.has_chunks = schedule in CHUNKED_SCHEDULES
         self.splits_backward = schedule in SPLIT_SCHEDULES
-        one_by_one = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
-        self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
+        is_single = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
+        self.is_flow_shop = schedule in FILL_DRAIN or is_single
         self.budget, self.spent, self._progress = budget, 0, progress
+        # computations of a slice of one micro-batch: F and B, or F, B and W, of every part
+        self._per_slice = (3 if self.splits_backward else 2) * len(pipeline.parts)
+        self._build = _BUILD_LISTED.get(schedule, _BUILD)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
@@ -78,12 +79,6 @@ class Judge:
         """Return the predicted seconds of a batch, every micro-batch replayed."""
         return self._of(self.pipeline.num_micro_batches, lengths)
 
-    def is_exact(self, lengths: Lengths) -> bool:
-        """Return whether `estimate` counts every micro-batch. With chunks that holds for twice as many computations:
-        two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one."""
-        most = 2 * _FEW if self.has_chunks else _FEW
-        return self.is_flow_shop or self.computations(lengths) <= most
-
     def has_score(self, lengths: Lengths) -> bool:
         """Return whether the plan was replayed, whole or in part."""
         return any(lengths == scored for _, scored in self._seconds)
@@ -91,11 +86,10 @@ class Judge:
     def bound_s(self, lengths: Lengths) -> float:
         """Return what this plan takes at least, at a small part of the cost of a replay.
 
-        On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
-        of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
-        backward from k up to stage 0 (the mirror image). See `bounds`. Where backwards are split a stage may end with
-        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back. With several
-        chunks it is the work of the busiest stage, or of all of them by turns.
+        On every stage k, in this order and without overlap: the forwards of micro-batch 0 down to k (a flow shop), its
+        work on as many slices as m - 1 micro-batches have, and the last micro-batch in backward from k up to stage 0
+        (the mirror image). See `bounds`. Where backwards are split a stage may end with any W, so that no way back
+        counts. With several chunks it is the work of the busiest stage, or of all of them by turns.
         """
         if self.is_flow_shop:
             return self.seconds(lengths)
@@ -113,11 +107,12 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """Return `seconds` at a bounded cost: from the `few` micro-batches that fit in a replay (at least 4), and half
-        of them."""
+        """Return `seconds` at a bounded cost: on a line through those of few micro-batches and of half as many."""
         most = self.pipeline.num_micro_batches
-        few = most if self.is_exact(lengths) else max(4, _FEW // self.computations(lengths, 1))
-        if few >= most:
+        # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
+        is_small = self._computations(lengths, most) <= (2 * _FEW if self.has_chunks else _FEW)
+        few = max(4, _FEW // self._computations(lengths, 1))
+        if self.is_flow_shop or is_small or few >= most:
             return self.seconds(lengths)
         whole, half = self._of(few, lengths), self._of(few // 2, lengths)
         return whole + (most - few) * (whole - half) / (few - few // 2)
@@ -127,16 +122,18 @@ class Judge:
         if self.is_flow_shop:
             return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
         per_slice = self._per_slice * self.pipeline.num_micro_batches
-        walk = _WALK if self.pipeline.memory_limit_bytes is not None else 0
+        replay = 1 if self.pipeline.memory_limit_bytes is None else 1 + _WALK
         return sum(
-            per_slice * slices * (self._build + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
+            per_slice * slices * (self._build + plans * replay) + _CALL * plans for slices, plans in counts.items()
         )
 
     def fastest(
         self, plans: Iterable[Lengths], score: Callable[[Lengths], float], *, within_budget: bool = False
     ) -> Lengths | None:
-        """Return the plan with the least `score` (`seconds` or `estimate`) that fits, of equals the one with fewer
-        slices; None where none fits. Plans whose bound is above the best score so far are not replayed."""
+        """Return the plan with the least `score` that fits, then the fewest slices; None where none fits.
+
+        Plans whose bound is above the best score so far are not replayed.
+        """
         best: tuple[float, int, Lengths] | None = None
         for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
             self.report()
@@ -149,51 +146,41 @@ class Judge:
 
     def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
         """Return the most bytes of every stage, or None without memory."""
-        memory, shape = self.pipeline.memory, (self.pipeline.num_stages, self.pipeline.num_micro_batches)
+        memory = self.pipeline.memory
         if memory is None:
             return None
         if lengths not in self._peaks:
             plan = self.pipeline.plan(lengths)
             if self.is_flow_shop:
+                shape = self.pipeline.num_stages, self.pipeline.num_micro_batches
                 self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, *shape)
             else:
                 few = self._micro_batches_of_peak(len(lengths))
                 replay = self._replay(few, len(lengths))
-                self.spent += _WALK * self.computations(lengths, few)
+                self.spent += _WALK * self._computations(lengths, few)
                 self._peaks[lengths] = replay.peak_bytes(plan, memory)
         return self._peaks[lengths]
 
     def fits(self, lengths: Lengths) -> bool:
         """Return whether every stage stays within the limit; True without one."""
         limit = self.pipeline.memory_limit_bytes
-        peaks = None if limit is None else self.peak_bytes(lengths)
-        return limit is None or peaks is None or max(peaks) <= limit
+        return limit is None or max(self.peak_bytes(lengths) or (0,)) <= limit
 
-    def computations(self, lengths: Lengths, num_micro_batches: int | None = None) -> int:
-        """Return how many computations a batch (or so many of its micro-batches) has."""
-        count = self.pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
-        return self._per_slice * count * len(lengths)
+    def _computations(self, lengths: Lengths, num_micro_batches: int) -> int:
+        return self._per_slice * num_micro_batches * len(lengths)
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
-        """Return how many micro-batches have the peak of all: a stage of `1f1b` has at most K micro-batches live (of
-        `dapple` with policy "B" 2 K - 1), one of `seq1f1b` K + s - 1 slices; then every micro-batch is like the one
-        before. So it is with W. Orders of several chunks depend on how many there are."""
+        """Return how many micro-batches have the peak of all, for then every one is like the one before.
+
+        A stage of `1f1b` has at most K micro-batches live (of `dapple` with policy "B" 2 K - 1), one of `seq1f1b`
+        K + s - 1 slices. Orders of several chunks depend on how many micro-batches there are.
+        """
         stages, micro_batches = self.pipeline.num_stages, self.pipeline.num_micro_batches
         if self.has_chunks:
             return micro_batches
-        by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
-        live = -(-stages // num_slices) + 2 if by_slices else stages
-        live = 2 * stages - 1 if self.schedule == "dapple" else live
+        by_slices = -(-stages // num_slices) + 2
+        live = {"seq1f1b": by_slices, "seq1f1b-zb": by_slices, "dapple": 2 * stages - 1}.get(self.schedule, stages)
         return min(micro_batches, live + 1 + self.splits_backward)
-
-    @property
-    def _per_slice(self) -> int:
-        """Computations of a slice of one micro-batch: F and B, or F, B and W, of every part."""
-        return (3 if self.splits_backward else 2) * len(self.pipeline.parts)
-
-    @property
-    def _build(self) -> int:
-        return _BUILD_LISTED.get(self.schedule, _BUILD)
 
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
@@ -206,7 +193,7 @@ class Judge:
                 self._seconds[key] = fill_drain_s(*self.pipeline.times(lengths), num_micro_batches)
             else:
                 replay = self._replay(num_micro_batches, len(lengths))
-                self.spent += _CALL + self.computations(lengths, num_micro_batches)
+                self.spent += _CALL + self._computations(lengths, num_micro_batches)
                 self._seconds[key] = replay.makespan(self.pipeline.plan(lengths), list(self.pipeline.parts))
         return self._seconds[key]
 
@@ -214,25 +201,19 @@ class Judge:
         key = num_micro_batches, num_slices
         if key not in self._replays:
             self.spent += self._build * self._per_slice * num_micro_batches * num_slices
-            shape = self.pipeline.num_stages, num_micro_batches, num_slices
-            chunks, options = self.pipeline.chunks_per_stage, dict[str, Any](self.schedule_options)
-            self._replays[key] = Replay(build(self.schedule, *shape, chunks_per_stage=chunks, **options))
+            options: dict[str, Any] = {"chunks_per_stage": self.pipeline.chunks_per_stage, **self.schedule_options}
+            self._replays[key] = Replay(build(self.schedule, self.pipeline.num_stages, *key, **options))
         return self._replays[key]
 
 
 def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
-    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds.
-
-    The busiest stage's parts where each part has one place; and always a K-th of everything.
-    """
+    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds."""
     seconds = list(work_s)
-    least_s = sum(seconds) / num_stages
-    if len(placement) == len(seconds):
-        of_stage = [0.0] * num_stages
+    of_stage = [0.0] * num_stages
+    if len(placement) == len(seconds):  # each part has one place
         for (stage_id, _), part_id in placement.items():
             of_stage[stage_id] += seconds[part_id]
-        least_s = max(least_s, *of_stage)
-    return float(least_s)
+    return float(max(sum(seconds) / num_stages, *of_stage))
 
 
 def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitError:

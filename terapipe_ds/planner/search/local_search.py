@@ -12,8 +12,9 @@ _CLIMBS = 3  # starts, one after the other, each with what the ones before left 
 
 
 def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Lengths:
-    """Return the best plan that a climb from the best of the starts reaches, never worse than any of the `sure` ones
-    that fits; `more` are judged while the budget lasts.
+    """Return the best plan that a climb from the best of the starts reaches; `more` are judged while the budget lasts.
+
+    It is never worse than any of the `sure` ones that fits.
 
     Raises:
         MemoryLimitError: no start fits.
@@ -27,8 +28,7 @@ def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Len
     if not tops:
         raise memory_limit_error(judge, starts)
     while len(tops) < _CLIMBS:
-        left = [start for start in starts if start not in tops]
-        another = judge.fastest(left, judge.estimate, within_budget=True)
+        another = judge.fastest((start for start in starts if start not in tops), judge.estimate, within_budget=True)
         if another is None:
             break
         tops.append(another)

@@ -17,11 +17,7 @@ from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is planned for.
-
-    Raises:
-        PlannerError: a number that cannot be.
-    """
+    """What is planned for. Raises PlannerError for a number that cannot be."""
 
     parts: tuple[CachedCosts, ...]
     sequence_length: int
@@ -52,8 +48,8 @@ class Pipeline:
         """Return forward, backward and send seconds of every part and slice, [parts, s]."""
         plan = self.plan(lengths)
         tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        times = {id(part): part.times(tokens, prefixes) for part in {id(part): part for part in self.parts}.values()}
-        forward, backward, send = (np.array([times[id(part)][i] for part in self.parts]) for i in range(3))
+        times = {part: part.times(tokens, prefixes) for part in set(self.parts)}
+        forward, backward, send = (np.array([times[part][i] for part in self.parts]) for i in range(3))
         return forward, backward, send
 
     def work_s(self, lengths: Lengths) -> float:

@@ -1,9 +1,8 @@
-"""The final choice: candidate plans, judged by a replay of the very schedule that will run them.
+"""The search for the best plan: candidates, judged by a replay of the very schedule that will run them.
 
 `terapipe` on equal stages is the slice program itself (`slice_program`). Every other schedule, and unequal stages,
-start from equal slices, slices of equal time and the program's plans for several effective numbers of stages, and
-climb from the best of them by moving granules, merging and splitting; where there are few plans, all of them are
-judged.
+start from equal slices, slices of equal time and plans of the slice program, and climb from the best of them by moving
+granules, merging and splitting. Where there are few plans, all of them are judged.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
-from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
 from terapipe_ds.planner.search.cached_costs import cache_parts
@@ -34,13 +32,12 @@ from terapipe_ds.planner.slice_program.solve import equal_time
 from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
 from terapipe_ds.schedule.generate import check_options
 
+# What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
-"""What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`."""
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
-_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
-"""On top, where costs say what W takes."""
+_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs say what W takes
+# Instead, where stages hold several chunks: those of them that have so many chunks and parts.
 _AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
-"""Instead, where stages hold several chunks: those of them that have so many chunks and parts."""
 
 BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
@@ -74,8 +71,7 @@ def plan_slices(
             `send_s(tokens)`; one object for all parts or a list with one per part. Each pair is asked at most once.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
         memory: a `MemoryModel`, or what has its methods; both are asked by part.
-        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many chunks, and as many
-            parts as costs are given (see `ranked_schedules`).
+        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many, see `ranked_schedules`.
         schedule_options: what `schedule.build` takes besides counts, for one schedule by its name.
         placement: where the parts are already: "auto" tries the schedules that run on it.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
@@ -89,54 +85,44 @@ def plan_slices(
         raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
-    _check_options(schedule, num_stages, chunks_per_stage, options)
-    num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
-    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
-    shape = num_micro_batches, num_stages, chunks_per_stage
-    pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, memory_limit_bytes)
-    problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
-    if schedule != "auto":
-        if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
-            raise PlannerError(
-                f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
-                "add it, or plan for 'seq1f1b'"
-            )
-        return problem.best(schedule, budget, options)
-    results, refused = problem.best_of_each(budget)
-    if not results:
-        raise min(refused.values(), key=lambda error: error.need_bytes)
-    return choose(results)
-
-
-def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, options: Mapping[str, object]) -> None:
     if options and schedule == "auto":
-        raise PlannerError(
-            f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
-            "leave them out"
-        )
+        given = show_value(dict(options))
+        raise PlannerError(f"schedule_options = {given}: they go with one schedule, not with 'auto'; leave them out")
     try:
         check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
+    num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
+    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
+    shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
+    pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
+    problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
+    if schedule == "auto":
+        return problem.best_of_each(budget).best
+    if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
+        raise PlannerError(
+            f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
+            "add it, or plan for 'seq1f1b'"
+        )
+    return problem.best(schedule, budget, options)
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
-    """Return the least multiple of `granularity_tokens` that every slice can be cut by on the tensor-parallel ranks.
+    """Return the least multiple of `granularity_tokens` that divides by the ranks that share the tokens of a slice.
 
-    Megatron's sequence parallelism spreads the tokens of a slice over these ranks, so it has to divide by them.
+    That is what Megatron's sequence parallelism does with them on tensor-parallel ranks.
     """
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A plan, and what is proven: no plan takes less than the bound; none takes less than this one if `optimal`."""
+class _Answer(NamedTuple):
+    """A plan, and what is proven."""
 
     lengths: Lengths
-    lower_bound_s: float
-    optimal: bool
+    lower_bound_s: float  # no plan takes less
+    optimal: bool  # no plan takes less than this one
 
 
 class Problem:
@@ -145,7 +131,7 @@ class Problem:
     Args:
         placement: where the parts are already, if they are.
         chosen: plans that other schedules chose, over any cut; those of this problem are added. Where there are some,
-            they are starts enough: programs over another cut of the layers would add little.
+            they are starts enough.
     """
 
     def __init__(
@@ -169,36 +155,35 @@ class Problem:
         """Whether all costs say what W takes of a backward."""
         return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
 
-    def tried(self) -> dict[str, float]:
-        """Return what "auto" tries, with shares of the budget."""
-        pipeline = self.pipeline
-        if pipeline.chunks_per_stage == 1:
-            tried = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
-            return tried | _AUTO_SPLIT if self.knows_weights else tried
-        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
-        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
-
-    def best_of_each(self, budget: int) -> tuple[list[PlanResult], dict[str, MemoryLimitError]]:
+    def best_of_each(self, budget: int) -> Ranking:
         """Return, for each schedule that "auto" tries, the best plan, or why none fits."""
-        results: list[PlanResult] = []
-        refused: dict[str, MemoryLimitError] = {}
-        for name, share in self.tried().items():
+        chunks, results, refused = self.pipeline.chunks_per_stage, [], []
+        for name, share in self._shares().items():
             try:
                 results.append(self.best(name, round(share * budget)))
             except MemoryLimitError as error:
-                refused[name] = error
-        return results, refused
+                refused.append(Refusal(name, chunks, error))
+        return Ranking.of(results, refused)
+
+    def _shares(self) -> dict[str, float]:
+        """Return what "auto" tries, with shares of the budget."""
+        pipeline = self.pipeline
+        if pipeline.chunks_per_stage == 1:
+            shares = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
+            return shares | _AUTO_SPLIT if self.knows_weights else shares
+        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
+        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
 
     def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
         """Return the best plan for one schedule."""
         judge = Judge(self.pipeline, schedule, budget=budget, progress=self.progress, schedule_options=options)
-        found = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
-        self.chosen.append(found.lengths)
-        return self._result(judge, found)
+        answer = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
+        self.chosen.append(answer.lengths)
+        return self._result(judge, answer)
 
     # --- three ways to a plan, tried in order
 
-    def _proven_by_program(self, judge: Judge) -> _Found | None:
+    def _proven_by_program(self, judge: Judge) -> _Answer | None:
         """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
         if not (judge.is_flow_shop and self._has_equal_stages):
             return None
@@ -209,9 +194,9 @@ class Problem:
         proven = program.optimal and judge.seconds(lengths) <= program.lower_bound_s * (1 + _ROUNDING)
         if not proven and self.num_granules <= MANY_GRANULES:
             return None
-        return _Found(lengths, program.lower_bound_s, proven)
+        return _Answer(lengths, program.lower_bound_s, proven)
 
-    def _best_of_all(self, judge: Judge) -> _Found | None:
+    def _best_of_all(self, judge: Judge) -> _Answer | None:
         """Return the best of all plans, where there are few."""
         if not self._can_judge_all(judge):
             return None
@@ -219,19 +204,18 @@ class Problem:
         best = judge.fastest(plans, judge.seconds)
         if best is None:
             raise memory_limit_error(judge, plans)
-        return _Found(best, judge.seconds(best), True)
+        return _Answer(best, judge.seconds(best), True)
 
-    def _climbed(self, judge: Judge) -> _Found:
+    def _climbed(self, judge: Judge) -> _Answer:
         """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
-        micro_batches = self.pipeline.num_micro_batches
         if judge.has_chunks or judge.splits_backward:
-            works_s = least_works_s(self.pipeline.parts, micro_batches, self.max_slices)
+            works_s = least_works_s(self.pipeline.parts, self.pipeline.num_micro_batches, self.max_slices)
             by_stage = most_work_s(works_s, judge.placement, self.pipeline.num_stages)
             bound_s = by_stage if judge.has_chunks else max(works_s)
         else:
             fits_program = judge.is_flow_shop and self._has_equal_stages
             bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
-        return _Found(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
+        return _Answer(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
 
     def _can_judge_all(self, judge: Judge) -> bool:
         if self.num_granules > _ALL_PLANS.bit_length():
@@ -242,22 +226,17 @@ class Problem:
     # --- what the schedules share
 
     def sure_starts(self) -> Iterator[Lengths]:
-        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them.
-
-        They are equal slices and the best plans of other schedules, or, without any, `fill_drain_plan`.
-        """
-        counts = {len(lengths) for lengths in self.chosen} if self.has_starts else self._equal_counts
-        for count in sorted(counts):
-            yield split_evenly(self.num_granules, count)
+        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them."""
+        yield from self._equal_plans({len(lengths) for lengths in self.chosen} if self.has_starts else None)
         if not self.has_starts:
             yield self.fill_drain_plan
         yield from list(self.chosen)
 
     def more_starts(self) -> Iterator[Lengths]:
-        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part, and plans of the
-        slice program for other weights of the bubble; or, with plans of other schedules, the equal slices left."""
+        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part and plans that the
+        slice program met; or, with plans of other schedules, the equal slices left."""
         if self.has_starts:
-            yield from (split_evenly(self.num_granules, count) for count in self._equal_counts)
+            yield from self._equal_plans()
             return
         if self.num_granules <= MANY_GRANULES:
             for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
@@ -265,6 +244,10 @@ class Problem:
         for search in (self.program, *self.searched[0]):
             fitting = [plan for plan in search.met.values() if plan.num_slices <= self.max_slices]
             yield from (plan.lengths for plan in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
+
+    def _equal_plans(self, counts: Iterable[int] | None = None) -> list[Lengths]:
+        counts = candidates.slice_counts(self.max_slices) if counts is None else sorted(counts)
+        return [split_evenly(self.num_granules, count) for count in counts]
 
     @functools.cached_property
     def slowest(self) -> CostTable:
@@ -274,8 +257,7 @@ class Problem:
 
     @functools.cached_property
     def program(self) -> Search:
-        """The slice program's answer, for all forwards before all backwards, as if each part were the slowest and had
-        a stage; exact where all parts are equal."""
+        """The slice program's answer as if each part were the slowest; exact where all parts are equal."""
         objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
         max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
         return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
@@ -285,9 +267,12 @@ class Problem:
         """A good plan for all forwards before all backwards, as if each part had a stage and memory were endless."""
         if self._has_equal_stages:
             return self.program.best.lengths
-        pipeline = dataclasses.replace(
-            self.pipeline, num_stages=len(self.pipeline.parts), chunks_per_stage=1, memory_limit_bytes=None
-        )
+        plain: dict[str, Any] = {
+            "num_stages": len(self.pipeline.parts),
+            "chunks_per_stage": 1,
+            "memory_limit_bytes": None,
+        }
+        pipeline = dataclasses.replace(self.pipeline, **plain)
         starts = [search.best.lengths for search in (self.program, *self.searched[0])]
         return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
 
@@ -306,23 +291,18 @@ class Problem:
         """The most slices, or None where there is no limit: programs need not count them then."""
         return None if self.max_slices == self.num_granules else self.max_slices
 
-    @property
-    def _equal_counts(self) -> list[int]:
-        return candidates.slice_counts(self.max_slices)
-
     # --- the answer
 
-    def _result(self, judge: Judge, found: _Found) -> PlanResult:
-        pipeline, lengths = self.pipeline, found.lengths
-        predicted_s = judge.seconds(lengths)
-        equal = self._best_equal(judge)
+    def _result(self, judge: Judge, answer: _Answer) -> PlanResult:
+        pipeline, lengths = self.pipeline, answer.lengths
+        predicted_s, equal = judge.seconds(lengths), self._best_equal(judge)
         busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
-        lower_bound_s = min(found.lower_bound_s, predicted_s)  # both are sums of many floats
+        lower_bound_s = min(answer.lower_bound_s, predicted_s)  # both are sums of many floats
         return PlanResult(
             plan=pipeline.plan(lengths),
             schedule=judge.schedule,
             predicted_s=predicted_s,
-            optimal=found.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
+            optimal=answer.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
             lower_bound_s=lower_bound_s,
             num_stages=pipeline.num_stages,
             num_micro_batches=pipeline.num_micro_batches,
@@ -337,8 +317,8 @@ class Problem:
         )
 
     def _best_equal(self, judge: Judge) -> Lengths:
-        """Return the best equal plan that fits (only those already scored, where budget is short); unsliced if none
-        fits."""
-        plans = [split_evenly(self.num_granules, count) for count in self._equal_counts]
+        """Return the best equal plan that fits; unsliced if none fits."""
+        # where budget is short, only those already scored
+        plans = self._equal_plans()
         judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
         return judge.fastest(judged, judge.estimate) or plans[0]

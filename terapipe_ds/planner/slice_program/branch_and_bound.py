@@ -1,11 +1,8 @@
 """Branch and bound over the pair (largest forward, largest backward) of a plan: the proven best of all compositions.
 
-The time of a plan under fill-drain is `m * sum(f + b) + bubble * (F + B)`; F = max f' and B = max b' may stand on
+The time of a plan under fill-drain is `m * sum(f + b) + bubble * (F + B)`; F = max f' and B = max b' may be of
 different slices. A box holds all plans with F in [f_low, f_high] and B in [b_low, b_high]. One program under the upper
-limits gives the least sum S of the box, so that every plan in it takes at least
-
-    m * S + bubble * (f_low + b_low)
-
+limits gives the least sum S of the box, so that every plan in it takes at least m * S + bubble * (f_low + b_low),
 and the plan behind S, whose maxima are F* and B*, beats every plan of the box with F >= F* and B >= B*. What is left
 are the two boxes F < F*, and F >= F* with B < B*; the larger side of each is halved. Boxes that cannot beat the best
 plan known are dropped; the lowest bounds go first, several in one batch of programs.
@@ -13,12 +10,12 @@ plan known are dropped; the lowest bounds go first, several in one batch of prog
 Two things keep this at a few dozen programs where b is nearly proportional to f, although the limits are a pair:
 
 - F and B are times of slices that exist. Of all slices that may still be used, those with f' >= f_low have some least
-  b'; B cannot be lower. So a limit on one maximum moves the limits on the other one (`Bottlenecks`).
+  b', and B cannot be lower. So a limit on one maximum moves those on the other one (`Bottlenecks`).
 - A slice is ruled out for good where the best plan through it, by its least head and tail, is no better than the best
   plan known (`Search.narrow`). That leaves a narrow band of lengths around the best ones.
 
-TeraPipe (Li et al., ICML 2021, section 3.3) instead runs one program for every t_max, in increasing order, and stops
-at K * t_max > best; for one table f, and exact only up to the step between the t_max that it tries.
+TeraPipe (Li et al., ICML 2021, section 3.3) runs one program for every t_max instead, in increasing order, for one
+table f; it is exact up to the step between the t_max that it tries.
 """
 
 from __future__ import annotations
@@ -73,9 +70,8 @@ class Objective:
         return self.bound(plan.sum_s, plan.max_forward_s, plan.max_backward_s)
 
     def bound(self, sum_s: float, max_forward_s: float, max_backward_s: float) -> float:
-        if self.bubble == 0:
-            return self.micro_batches * sum_s
-        return self.micro_batches * sum_s + self.bubble * (max_forward_s + max_backward_s)
+        filling_s = self.bubble * (max_forward_s + max_backward_s) if self.bubble else 0.0  # maxima may be infinite
+        return self.micro_batches * sum_s + filling_s
 
 
 @dataclasses.dataclass
@@ -90,31 +86,30 @@ class Box:
 
     def halves(self) -> Iterable[Box]:
         """Yield the box cut in the middle of its longer side, or the box itself where it is a point."""
-        low, high = self.f_low, self.f_high
-        if high - low >= self.b_high - self.b_low and high > low:
-            middle = low + (high - low) / 2
-            yield dataclasses.replace(self, f_high=middle)
-            yield dataclasses.replace(self, f_low=math.nextafter(middle, math.inf))
-        elif self.b_high > self.b_low:
-            middle = self.b_low + (self.b_high - self.b_low) / 2
-            yield dataclasses.replace(self, b_high=middle)
-            yield dataclasses.replace(self, b_low=math.nextafter(middle, math.inf))
-        else:
+        long_f = self.f_high - self.f_low >= self.b_high - self.b_low
+        low_name, high_name = ("f_low", "f_high") if long_f else ("b_low", "b_high")
+        low, high = getattr(self, low_name), getattr(self, high_name)
+        if high <= low:
             yield self
+            return
+        middle = low + (high - low) / 2
+        yield dataclasses.replace(self, **{high_name: middle})
+        yield dataclasses.replace(self, **{low_name: math.nextafter(middle, math.inf)})
 
 
 class Bottlenecks:
     """The slices that may still be used, sorted by f' and by b': the only values that F and B can have."""
 
     def __init__(self, forward: Floats, backward: Floats) -> None:
-        order = np.argsort(forward)
-        self.forward, other = forward[order], backward[order]
-        self.least_b = np.minimum.accumulate(other[::-1])[::-1]  # of the slices from here on
-        self.largest_b = np.maximum.accumulate(other)  # of the slices up to here
-        order = np.argsort(backward)
-        self.backward, other = backward[order], forward[order]
-        self.least_f = np.minimum.accumulate(other[::-1])[::-1]
-        self.largest_f = np.maximum.accumulate(other)
+        self.forward, self.least_b, self.largest_b = self._ordered(forward, backward)
+        self.backward, self.least_f, self.largest_f = self._ordered(backward, forward)
+
+    @staticmethod
+    def _ordered(times: Floats, other: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return `times`, ascending, the least `other` of the slices from each on, and the largest up to each."""
+        order = np.argsort(times)
+        other = other[order]
+        return times[order], np.minimum.accumulate(other[::-1])[::-1], np.maximum.accumulate(other)
 
     def tighten(self, box: Box) -> bool:
         """Shrink `box` to values that slices have; False where it is empty."""
@@ -133,30 +128,26 @@ class Bottlenecks:
 
 
 class Search:
-    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more).
-
-    After `run`: `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
-    `best_s` where `optimal`), `met` (all plans met on the way), `num_programs`.
-    """
+    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
 
     def __init__(
         self, band: Band, objective: Objective, num_slices: int | None = None, max_work: float | None = None
     ) -> None:
-        n = band.num_granules
         self.every, self.band, self.objective, self.num_slices = band, band, objective, num_slices
-        self.work_left = max_work if max_work is not None else math.inf if n <= SMALL_GRANULES else MAX_WORK
+        usual_work = math.inf if band.num_granules <= SMALL_GRANULES else MAX_WORK
+        self.work_left = usual_work if max_work is None else max_work
         self.best, self.best_s = WeighedPlan((), math.inf, math.inf, math.inf), math.inf
         self.lower_bound_s, self.optimal, self.num_programs = 0.0, False, 0
         self.met: dict[tuple[int, ...], WeighedPlan] = {}
         self.heap: list[tuple[float, int, Box]] = []
         self.order = itertools.count()
-        self.offer((n,))
+        self.offer((band.num_granules,))
 
     def offer(self, lengths: tuple[int, ...]) -> WeighedPlan:
         """Keep a plan if it is the best one so far, or as good with fewer slices."""
-        plan = self.met.get(lengths)
-        if plan is None:
-            plan = self.met[lengths] = weigh(self.every, lengths)
+        if lengths not in self.met:
+            self.met[lengths] = weigh(self.every, lengths)
+        plan = self.met[lengths]
         if self.num_slices is None or len(lengths) <= self.num_slices:
             seconds = self.objective(plan)
             tie = ROUNDING * self.best_s if self.best.lengths else 0.0
@@ -165,7 +156,11 @@ class Search:
         return plan
 
     def run(self) -> None:
-        """Search until the best plan is proven or the work is spent."""
+        """Search until the best plan is proven or the work is spent.
+
+        Then there are `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
+        `best_s` where `optimal`), `met` (all plans met on the way) and `num_programs`.
+        """
         for lengths in greedy_plans(self.every):
             self.offer(lengths)
         box = Box()
@@ -183,8 +178,7 @@ class Search:
         self.optimal = not self.heap
         if self.optimal:
             self._prefer_fewer_slices()
-        bounds = [self._bound(box) for *_, box in self.heap]
-        self.lower_bound_s = min([self.best_s, *bounds])
+        self.lower_bound_s = min([self.best_s, *(self._bound(box) for *_, box in self.heap)])
 
     def narrow(self, box: Box, limits: Floats) -> bool:
         """Rule out the slices through which no plan of `box` beats the best; False where none is left."""
@@ -238,12 +232,8 @@ class Search:
     def _pop(self) -> list[Box]:
         """Take the boxes with the lowest bounds, as many as one batch takes."""
         size = BATCH_SIZE if self.num_slices is None else 1 + BATCH_SIZE // self.num_slices
-        boxes: list[Box] = []
-        while self.heap and len(boxes) < size:
-            box = heapq.heappop(self.heap)[2]
-            if self._tighten(box):
-                boxes.append(box)
-        return boxes
+        popped = (heapq.heappop(self.heap)[2] for _ in range(len(self.heap)))
+        return list(itertools.islice(filter(self._tighten, popped), size))
 
     def _evaluate(self, boxes: Sequence[Box]) -> Iterable[Box]:
         """Run one program for each box, and yield what remains of the box around the plan of that program."""
@@ -286,8 +276,7 @@ def search_plans(
 ) -> Search:
     """Return a finished search.
 
-    A program that counts slices takes as long as one per slice allowed, so the first search does not count: where its
-    optimum has few enough slices, that is the answer.
+    A program that counts slices takes as long as one per slice allowed, so the first search does not count.
     """
     free = Search(band, objective, max_work=max_work)
     free.run()
@@ -312,23 +301,19 @@ def weigh(band: Band, lengths: Sequence[int]) -> WeighedPlan:
 
 
 def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
-    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more."""
+    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more.
+
+    Each slice is as long as the limit on its time allows, as if longer slices took longer.
+    """
     n = band.num_granules
     both = band.forward + band.backward
     low, high = both[:, 0].max(), max(both[0, n - 1], both[:, 0].max())
     if high <= 0:
         return
     for limit in np.geomspace(max(low, 1e-6 * high), high, count):
-        yield greedy_plan(both, limit)
-
-
-def greedy_plan(both: Floats, limit: float) -> tuple[int, ...]:
-    """Return slices, first to last, each as long as `limit` on its time `both` [n, n] allows, as if longer slices took
-    longer."""
-    n = len(both)
-    lengths: list[int] = []
-    j = 0
-    while j < n:
-        lengths.append(max(1, int(both[j, : n - j].searchsorted(limit, "right"))))
-        j += lengths[-1]
-    return tuple(lengths)
+        lengths: list[int] = []
+        j = 0
+        while j < n:
+            lengths.append(max(1, int(both[j, : n - j].searchsorted(limit, "right"))))
+            j += lengths[-1]
+        yield tuple(lengths)

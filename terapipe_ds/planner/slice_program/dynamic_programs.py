@@ -1,14 +1,12 @@
 """Dynamic programs over a table of slices: the least sum of costs, with limits on every slice's forward and backward.
 
-A sequence of n granules is cut in slices; the slices after j granules stand in row j of a `Band`. With `least[j]` the
-least sum over all cuts of the granules from j on, in slices that keep within the limits,
+With `least[j]` the least sum over all cuts of the granules from j on, in slices that keep within the limits,
 
     least[n] = 0,    least[j] = min over lengths k of  total[j, k] + least[j + k]
 
 which is the recursion of TeraPipe (Li et al., ICML 2021, section 3.3) read from the other end: there, S*(i; t_max) is
-the least total of the first i tokens when no slice takes longer than t_max.
-
-One numpy call per granule serves many pairs of limits at once: it is the calls, not the additions, that cost time.
+the least total of the first i tokens when no slice takes longer than t_max. One numpy call per granule serves many
+pairs of limits at once: the calls cost time, not the additions.
 """
 
 from __future__ import annotations
@@ -22,20 +20,15 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-NARROW = 3000  # width times longest slice: below, the best slices of all rows are found sooner than one by one
 BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache between the mask and its use
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The slices that may be used: row = granules before the slice, column c = slices of `shortest + c` granules.
+    """The slices that may be used, [n, w]: row = granules before it, column c = slices of `shortest + c` granules."""
 
-    `total` is what a slice adds to the sum; `forward` and `backward` are what the limits are on. All [n, w], in
-    seconds; `total` is inf where a slice would pass the end of the sequence or is ruled out.
-    """
-
-    total: Floats
-    forward: Floats
+    total: Floats  # seconds that a slice adds to the sum; inf where it would pass the end or is ruled out
+    forward: Floats  # what the limits are on
     backward: Floats
     shortest: int = 1
 
@@ -57,16 +50,12 @@ class Band:
 
     def through(self, heads: Floats, tails: Floats) -> Floats:
         """Return the least sum of a plan that uses each slice, [n, w], of sums to and from each granule [n + 1]."""
-        sums: Floats = heads[:-1, None] + self.total
-        sums += self.after(tails)
-        return sums
-
-    def after(self, tails: Floats) -> Floats:
-        """Return `tails` [n + 1] at the end of each slice, [n, w]; inf behind the sequence. It is a view of a copy."""
         n = self.num_granules
         padded = np.full(n + self.shortest + self.width, np.inf)
         padded[: n + 1] = tails
-        return np.lib.stride_tricks.sliding_window_view(padded[self.shortest :], self.width)[:n]
+        sums: Floats = heads[:-1, None] + self.total
+        sums += np.lib.stride_tricks.sliding_window_view(padded[self.shortest :], self.width)[:n]
+        return sums
 
     def masked(self, rows: slice, width: int, limits: Floats) -> Floats:
         """Return `total` [P, rows, width] under each of the P pairs of `limits` [P, 2]; inf where one is passed."""
@@ -84,8 +73,7 @@ NO_LIMITS: Floats = np.full((1, 2), np.inf)
 def least_tails(
     band: Band, limits: Floats = NO_LIMITS, num_slices: int | None = None, exactly: bool = False, largest: bool = False
 ) -> Floats:
-    """Return least sums from each granule to the end, [P, C, n + 1], under each pair of `limits` [P, 2]: forward and
-    backward.
+    """Return least sums from each granule to the end, [P, C, n + 1], under each pair of `limits` [P, 2].
 
     C = 1 with any number of slices; with `num_slices`, row c = 0..num_slices is for at most c slices, or `exactly`
     c. With `largest` the largest `total` of a slice is made least instead of the sum. inf: there is no such cut.
@@ -131,9 +119,6 @@ def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
     """
     n, shortest, width = band.num_granules, band.shortest, band.width
     longest = shortest + width - 1
-    if len(least) == 1 and width * longest < NARROW:
-        every = band.masked(slice(0, n), width, limits[None])[0] + band.after(least[0])
-        return _follow((longest - every[:, ::-1].argmin(axis=1)).tolist())
     padded = np.full((len(least), n + shortest + width), np.inf)
     padded[:, : n + 1] = least
     lengths: list[int] = []
@@ -145,14 +130,4 @@ def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
         sums = row + padded[count, j + shortest : j + shortest + width]
         lengths.append(longest - int(sums[::-1].argmin()))
         j += lengths[-1]
-    return tuple(lengths)
-
-
-def _follow(best: list[int]) -> tuple[int, ...]:
-    """Return the lengths, first to last, where `best[j]` is that of the slice after j granules."""
-    lengths: list[int] = []
-    j = 0
-    while j < len(best):
-        lengths.append(best[j])
-        j += best[j]
     return tuple(lengths)

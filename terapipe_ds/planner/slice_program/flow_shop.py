@@ -10,10 +10,9 @@ from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats | None, num_micro_batches: int) -> float:
     """Return the seconds from the first forward on the first stage to the last backward on it, exactly.
 
-    All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage
-    runs all forwards, micro-batch by micro-batch, then all backwards in the reverse order (the schedule "terapipe").
-    The last stage starts its backwards when it has run all forwards, and no other stage can start before. So the time
-    is that of two flow shops, one after the other.
+    All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage runs
+    all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
+    before the last one has run all forwards, so the time is that of two flow shops, one after the other.
     """
     ahead = makespan(forward_s, None if send_s is None else send_s[:-1], num_micro_batches)
     back = makespan(backward_s[::-1, ::-1], None if send_s is None else send_s[:0:-1, ::-1], num_micro_batches)
@@ -30,11 +29,10 @@ def ends_s(times_s: Floats, links_s: Floats | None) -> Floats:
     """Return [K]: when each machine has done all jobs.
 
     `times_s` [K, s] of job i on machine k, `links_s` [K - 1, s] from machine k to k + 1 (None: no time). Machines and
-    links take the jobs in order, one at a time: end[k, i] = max(end[k, i - 1], end[k - 1, i]) + time[k, i], of which
-    each row is a running maximum.
+    links take the jobs in order, one at a time: end[k, i] = max(end[k, i - 1], end[k - 1, i]) + time[k, i].
 
-    With the times of backwards, and `links_s[k]` the way from machine k + 1 to k, it is by the mirror image how long
-    the jobs take from the start of the last one on each machine, last first, until the first one leaves machine 0.
+    With the times of backwards it is, mirrored, how long the jobs take from the start of the last one on each machine
+    until the first one leaves machine 0.
     """
     ready = np.zeros(times_s.shape[1])
     ends = []

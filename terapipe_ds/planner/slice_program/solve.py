@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.slice_program.branch_and_bound import Objective, greedy_plan, search_plans, weigh
+from terapipe_ds.planner.slice_program.branch_and_bound import Objective, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable, tabulate
-from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_tails, trace
+from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, least_tails, trace
 
 
 @dataclasses.dataclass(frozen=True)
 class SliceSolution:
-    """A plan, what it takes and how good it is proven to be.
-
-    `lower_bound_s <= the least time of any plan <= predicted_s`, and `optimal` where the two are equal (to rounding).
-    `sum_s` is sum(f + b) over the slices of one micro-batch; `max_forward_s` and `max_backward_s` are the largest f'
-    and b' (with the transfer, where there are links). `num_programs` counts the dynamic programs.
-    """
+    """A plan, what it takes and how good it is proven to be."""
 
     plan: SlicePlan
     predicted_s: float
-    optimal: bool
-    lower_bound_s: float
-    sum_s: float
-    max_forward_s: float
+    optimal: bool  # no plan takes less
+    lower_bound_s: float  # proven: no plan takes less than this
+    sum_s: float  # forward and backward of the slices of one micro-batch
+    max_forward_s: float  # of a slice with its transfer
     max_backward_s: float
-    num_programs: int
+    num_programs: int  # dynamic programs that were run
 
 
 def solve(
@@ -45,97 +37,47 @@ def solve(
 ) -> SliceSolution:
     """Return the best cut of a sequence at multiples of `granularity_tokens` for K equal stages, m micro-batches.
 
-    `costs` has `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and perhaps `send_s(tokens)`, in seconds;
-    each pair is asked once, with Python ints (or all pairs in one call, if `costs.vectorized`).
-
-    All forwards run, then all backwards, and the plan is shared by the micro-batches, so that
+    `costs` has `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and perhaps `send_s(tokens)`, in seconds; see
+    `tabulate`. All forwards run, then all backwards, and the micro-batches share the plan, so that
 
         T = m * sum(f + b) + (K - 1) * (max f' + max b'),    f' = f + send, b' = b + send
 
     over the slices: the last stage works without a pause once it is reached, and the pipeline fills and drains at the
-    pace of its slowest slice (Li et al., ICML 2021, section 3.3: the latency of one pass is the sum of all slices plus
-    K - 1 times the largest; their t counts forward and backward together, which presumes that both are largest at the
-    same slice). T is exact where no slice's transfer takes longer than its own computation, and links work beside the
-    stages; slower links make the true time longer. The minimum is over *all* cuts, and proven: `optimal` is True,
-    always up to 64 granules. Of equally good plans with the same maxima it is one with the fewest slices.
+    pace of its slowest slice (Li et al., ICML 2021, section 3.3, whose t counts forward and backward together). T is
+    exact where no slice's transfer takes longer than its own computation; slower links make the true time longer. The
+    minimum is over *all* cuts, and proven, always up to 64 granules. Of equally good plans with the same maxima it is
+    one with the fewest slices.
 
-    `max_work` bounds the work of the search (in array elements, so that results do not depend on the machine's
-    speed; default: none up to 64 granules, else some ten seconds' worth). Past it the best plan met so far is returned
-    with `optimal` False and a valid `lower_bound_s`. `max_slices` (for example of a memory limit) may need more work.
+    `max_work` bounds the search, in array elements, so that results do not depend on the machine's speed (default: none
+    up to 64 granules, else some ten seconds' worth). Past it the best plan met so far is returned, not `optimal`.
 
     Raises:
-        PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, a time is
-            NaN, negative or infinite, or `costs` is a list of different objects.
+        PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, or a time
+            is NaN, negative or infinite.
     """
-    objective = Objective(
-        check_count("num_micro_batches", num_micro_batches), check_count("num_stages", num_stages) - 1
+    micro_batches, bubble = (
+        check_count("num_micro_batches", num_micro_batches),
+        check_count("num_stages", num_stages) - 1,
     )
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
-    table = tabulate(_one_for_all(costs, num_stages), sequence_length, granularity_tokens)
-    search = search_plans(table.band, objective, max_slices, max_work)
+    band = tabulate(costs, sequence_length, granularity_tokens).band
+    search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)
     best = search.best
-    return SliceSolution(
-        plan=SlicePlan.of_granules(best.lengths, sequence_length, granularity_tokens),
-        predicted_s=search.best_s,
-        optimal=search.optimal,
-        lower_bound_s=search.lower_bound_s,
-        sum_s=best.sum_s,
-        max_forward_s=best.max_forward_s,
-        max_backward_s=best.max_backward_s,
-        num_programs=search.num_programs,
-    )
-
-
-def _one_for_all(costs: Any, num_stages: int) -> Any:
-    """Return the costs object that all stages share."""
-    if not isinstance(costs, Sequence):
-        return costs
-    if len(costs) != num_stages:
-        raise PlannerError(f"{len(costs)} costs objects for {num_stages} stages: give one object for all stages")
-    if any(part is not costs[0] for part in costs):
-        raise PlannerError(
-            "solve() takes one costs object for all stages: give stages that differ to plan_slices(costs, ..., "
-            "schedule='terapipe')"
-        )
-    return costs[0]
+    plan = SlicePlan.of_granules(best.lengths, sequence_length, granularity_tokens)
+    parts = best.sum_s, best.max_forward_s, best.max_backward_s
+    return SliceSolution(plan, search.best_s, search.optimal, search.lower_bound_s, *parts, search.num_programs)
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
-    """Return slice lengths in granules whose times are as equal as cuts allow: the largest f + b is least, then the
-    sum.
-
-    Raises:
-        PlannerError: there are fewer granules than slices.
-    """
+    """Return slice lengths in granules whose largest f + b is least, then the sum. PlannerError for too many slices."""
     num_slices = check_count("num_slices", num_slices)
     if num_slices > table.num_granules:
         raise PlannerError(
             f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
             f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
         )
-    both = table.total_s
-    every = Band(both, both, both)
-    for limit in (_reachable_time(every, num_slices), np.inf):
-        band = every.keep((both <= limit) & np.isfinite(both))
-        least = least_tails(band, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
-        if np.isfinite(least):
-            break
-    band = every.keep(both <= least)
-    limits = np.full((1, 2), least)
-    sums = least_tails(band, limits, num_slices, exactly=True)[0]
-    return trace(band, sums, limits[0])
-
-
-def _reachable_time(band: Band, num_slices: int) -> float:
-    """Return a time that `num_slices` slices probably need not pass, by halving; it only narrows the program that
-    follows."""
-    both = band.total
-    low, high = 0.0, both[np.isfinite(both)].max().item()
-    for _ in range(30):
-        middle = low + (high - low) / 2
-        lengths = greedy_plan(both, middle)
-        if len(lengths) <= num_slices and weigh(band, lengths).max_forward_s <= middle:
-            high = middle
-        else:
-            low = middle
-    return float(high)
+    every = Band(table.total_s, table.total_s, table.total_s)
+    largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
+    band = every.keep(every.total <= largest)
+    sums = least_tails(band, num_slices=num_slices, exactly=True)[0]
+    return trace(band, sums, NO_LIMITS[0])

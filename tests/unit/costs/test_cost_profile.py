@@ -63,20 +63,6 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "profile.json"
-    one_part(0).save(path)
-
-    def fail(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(ProfileError, match="cannot write.*no space left"):
-        one_part(1).save(path)
-    assert Profile.load(path) == one_part(0)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
-
-
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"cannot read the profile .*none\.json.*give the file"):
         Profile.load(tmp_path / "none.json")
@@ -107,30 +93,19 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ("version", 0, "version 0.*measure again"),
         ("extra", 1, "the file has unknown 'extra'"),
         ("parts", [], "parts = .*: expected at least 1 item"),
-        ("parts", [1], r"parts\[0\] = 1: expected an object"),
-        ("links", None, "links = None: expected a valid array"),
         ("key.micro_batch", 0, "key.micro_batch = 0: expected greater than or equal to 1"),
-        ("key.versions", {"torch": 2}, "key.versions.torch = 2: expected a valid string"),
         ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
         ("key.surprise", 1, "key has unknown 'surprise'"),
         ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
-        ("parts.0.part_id", -1, r"parts\[0\].part_id = -1: expected greater than or equal to 0"),
-        ("parts.0.layer_shares", [SHARE | {"forward": -1}], "forward = -1: expected greater than or equal to 0"),
-        ("parts.0.samples.0.tokens", 0, "tokens = 0: expected greater than or equal to 1"),
-        ("parts.0.samples.0.forward_spread", -1, "forward_spread = -1: expected greater than or equal to 0"),
-        ("parts.0.samples", [], r"parts\[0\].samples = .*: expected at least 1 item"),
-        ("parts.0.layer_shares", [{"forward": 1.0, "backward": 1.0}], r"layer_shares\[0\] lacks parameters"),
         ("parts.0.layer_shares", [SHARE | {"backward": 0.5}], "layer_shares, sum of backward = 0.5: expec"),
         (
             "parts.0.layer_shares",
             [SHARE | {"trained_parameters": 8}],
             "trained_parameters = 8: expected .* from 0 to 7",
         ),
-        ("parts.0.layer_shares", [], "layer_shares, sum of forward = 0"),
         ("parts.0.memory", {"static_bytes": -1}, "memory.static_bytes.* = -1: expected greater than or equal to 0"),
         ("parts.0.step_s", 0.0, "step_s = 0.0: expected greater than 0"),
         ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].forward_s = nan: expected a finite"),
-        ("parts.0.samples.0.backward_s", 0, "backward_s = 0"),
         ("parts.0.samples.0.backward_s", True, "backward_s = True"),
         ("parts.0.samples.0.tokens", 1.5, "tokens = 1.5: expected a valid integer"),
         ("parts.0.samples.0.weight_s", 0.5, "weight_s = 0.5: expected at most the whole backward"),
@@ -201,8 +176,5 @@ def test_what_is_no_mismatch() -> None:
     with pytest.raises(ProfileError) as caught:
         one_part(0).require(dataclasses.replace(KEY, **CHANGES))
     assert len(str(caught.value).splitlines()) == 1 + len(CHANGES)
-
-
-def test_every_field_of_the_key_is_compared() -> None:
     fields = {field.name for field in dataclasses.fields(ProfileKey)}
     assert fields - {"model", "layers_fingerprint"} == set(CHANGES)  # the latter says less than model_fingerprint

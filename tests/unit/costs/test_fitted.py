@@ -82,20 +82,6 @@ def test_any_data_gives_positive_times_never_below_no_prefix(rows: list[tuple[in
     assert model.report.startswith("part 0, forward: ")
 
 
-def test_held_out_error_on_noisy_data() -> None:
-    rng = np.random.default_rng(7)
-    spread = 0.01
-    pairs = [(i, j) for i in (64, 128, 256, 512, 1024) for j in (256, 512, 1024) if i + j <= 2048]
-    noisy = CostModel(samples(pairs, noise=lambda: 1 + spread * rng.standard_normal()))
-    report = noisy.forward_errors
-    assert len(report.in_sample) == len(report.held_out) == len(pairs)
-    assert len(report.held_out_base) == len(BASE) - 2
-    assert spread / 10 < np.median(report.held_out) < 3 * spread and max(report.held_out) < 8 * spread
-    assert np.mean(np.square(report.held_out)) > np.mean(np.square(report.in_sample))  # what is left out errs more
-    truth = [abs(noisy.forward_s(i, j) / (BASE[i] + context(FORWARD, i, j)) - 1) for i, j in pairs]
-    assert max(truth) < 4 * spread
-
-
 def test_left_out_means_left_out() -> None:
     """One wild point is predicted by the others, so its error is its distance from their exact form."""
     data = samples()
@@ -143,16 +129,15 @@ def test_no_sample_with_a_prefix() -> None:
 def test_one_size_only() -> None:
     model = CostModel([CostSample(256, 0, 0.1, 0.2)])
     assert (model.forward_s(1, 0), model.backward_s(256, 0)) == (0.1, 0.2)
-    with pytest.raises(CostModelError, match="tokens = 257: slices up to 256 tokens"):
+    with pytest.raises(CostModelError, match="tokens = 257: slices without prefix up to 256 tokens"):
         model.forward_s(257, 0)
     assert CostModel([CostSample(256, 0, 0.1, 0.2)], allow_extrapolation=True).forward_s(512, 0) == 0.2
-    assert model.forward_errors.held_out == model.forward_errors.held_out_base == ()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2049, 0), "part 3: tokens = 2049: slices up to 2048 tokens without prefix were measured; measure that far"),
+        ((2049, 0), "part 3: tokens = 2049: slices without prefix up to 2048 tokens were measured; measure that far"),
         ((64, 1985), r"tokens \+ prefix = 2049: with a prefix up to 2048 tokens together was measured"),
         ((np.array([1, 99]), np.array([0, 5000])), r"tokens \+ prefix = 5099.*allow_extrapolation=True"),
         ((0, 0), "tokens = 0: give at least 1 token"),
@@ -215,7 +200,7 @@ def test_links() -> None:
     links = [LinkSample(1024, 9e-4), LinkSample(64, 1e-4), LinkSample(256, 3e-4)]
     model = CostModel(samples(), links=links)
     assert [model.send_s(n) for n in (1, 64, 160, 640)] == pytest.approx([1e-4, 1e-4, 2e-4, 6e-4])
-    with pytest.raises(CostModelError, match="tokens = 1025: links: 1 to 1024 tokens; measure that far"):
+    with pytest.raises(CostModelError, match="tokens = 1025: messages up to 1024 tokens were measured; measure"):
         model.send_s(1025)
     with pytest.raises(CostModelError, match="at least 1 token"):
         model.send_s(0)

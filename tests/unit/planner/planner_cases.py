@@ -97,16 +97,6 @@ def fill_drain_time(costs: TableCosts, slices: Slices, num_stages: int, num_micr
     return num_micro_batches * (sum(forward) + sum(backward)) + (num_stages - 1) * slowest
 
 
-def longest_path(rows: list[list[float]]) -> float:
-    """The makespan of a flow shop: the longest monotone path through [machines][jobs], tried one by one."""
-    num_machines, num_jobs = len(rows), len(rows[0])
-    best = 0.0
-    for turns in itertools.combinations_with_replacement(range(num_jobs), num_machines - 1):
-        edges = [0, *turns, num_jobs - 1]
-        best = max(best, sum(sum(rows[k][edges[k] : edges[k + 1] + 1]) for k in range(num_machines)))
-    return best
-
-
 def unequal_time(stages: list[TableCosts], slices: Slices, num_micro_batches: int) -> float:
     """Forward and backward flow shops, one after the other, the links being machines between the stages."""
     total = 0.0
@@ -123,7 +113,7 @@ def unequal_time(stages: list[TableCosts], slices: Slices, num_micro_batches: in
 
 
 def makespan_by_grid(rows: list[list[float]]) -> float:
-    """`longest_path` by its recursion over the grid, for more jobs than paths can be tried."""
+    """The makespan of a flow shop, [machines][jobs]: the longest monotone path, by its recursion over the grid."""
     ends = [0.0] * len(rows[0])
     for row in rows:
         before = 0.0
@@ -191,8 +181,19 @@ def every_plan(length: int, granularity: int) -> list[SlicePlan]:
     return [SlicePlan([tokens for tokens, _ in slices]) for slices in compositions(length, granularity)]
 
 
-def brute_force_s(parts: list[Costs], schedule: str, length: int, num_micro_batches: int) -> float:
+CHUNKED = [
+    ("interleaved", 2, 2, 4), ("seq1f1b-interleaved", 2, 2, 4), ("seq1f1b-interleaved", 2, 3, 6), ("zbv", 2, 2, 4),
+    ("chimera", 2, 2, 2), ("chimera-seq", 4, 2, 4),
+]  # fmt: skip
+"""(schedule, stages, chunks, parts)."""
+
+
+def brute_force_s(
+    parts: list[Costs], schedule: str, num_stages: int, length: int, num_micro_batches: int, chunks: int = 1
+) -> float:
     """Return the least simulated time over all plans."""
-    counts = range(1, length + 1)
-    replays = {count: Replay(build(schedule, len(parts), num_micro_batches, count)) for count in counts}
+    replays = {
+        count: Replay(build(schedule, num_stages, num_micro_batches, count, chunks_per_stage=chunks))
+        for count in range(1, length + 1)
+    }
     return min(replays[plan.num_slices].makespan(plan, parts) for plan in every_plan(length, 1))

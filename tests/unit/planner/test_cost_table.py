@@ -27,9 +27,8 @@ def test_a_table_by_hand() -> None:
     assert table.forward_s.tolist() == [[40.0, 80.0, 100.0], [40.004, 60.004, inf], [20.008, inf, inf]]
     assert table.backward_s.tolist() == [[80.0, 160.0, 200.0], [80.004, 120.004, inf], [40.008, inf, inf]]
     assert table.send_s is not None and table.send_s.tolist() == [[0.4, 0.8, 1.0], [0.4, 0.6, inf], [0.2, inf, inf]]
-    assert table.forward_hop_s[1, 1] == 60.004 + 0.6
-    assert table.backward_hop_s[0, 0] == 80.0 + 0.4
-    assert table.total_s[2, 0] == 20.008 + 40.008
+    band = table.band
+    assert (band.forward[1, 1], band.backward[0, 0], band.total[2, 0]) == (60.004 + 0.6, 80.4, 20.008 + 40.008)
 
 
 @pytest.mark.parametrize(("length", "granularity"), [(64, 8), (61, 8), (7, 7), (9, 7), (5, 1)])
@@ -87,21 +86,20 @@ def test_bad_times_of_vectorized_costs_and_of_links() -> None:
     links.send = lambda tokens: -1.0  # type: ignore[attr-defined]
     with pytest.raises(PlannerError, match=r"send_s\(tokens=8\) = -1.0"):
         tabulate(links, 16, 8)
-
-
-def test_no_number_and_no_method() -> None:
-    costs = coded()
-    costs.backward = lambda tokens, prefix: object()  # type: ignore[assignment,return-value]
+    for wrong in (math.nan, -1e-9, math.inf):
+        scalars = coded()
+        scalars.forward = lambda tokens, prefix, wrong=wrong: wrong if prefix else 1.0  # type: ignore[misc]
+        with pytest.raises(PlannerError, match=rf"forward_s\(tokens=8, prefix=8\) = {wrong}"):
+            tabulate(scalars, 16, 8)
+    scalars = coded()
+    scalars.backward = lambda tokens, prefix: object()  # type: ignore[assignment,return-value]
     with pytest.raises(PlannerError, match=r"backward_s\(tokens, prefix=0\) gave no number of seconds"):
-        tabulate(costs, 16, 8)
-    with pytest.raises(PlannerError, match="have no forward_s"):
-        tabulate(object(), 16, 8)
+        tabulate(scalars, 16, 8)
 
 
-def test_numbers_that_cannot_be() -> None:
-    with pytest.raises(PlannerError, match="granularity_tokens = 64 is larger than the sequence of 32 tokens: give at"):
-        solve(coded(), 32, 2)
-    wrong = [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, True), (16, 2.0)]
-    for arguments in wrong:
-        with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
-            solve(coded(), *arguments)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "wrong", [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, 2.0)]
+)
+def test_numbers_that_cannot_be(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
+        solve(coded(), *wrong)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_cases import every_plan, split_parts
-from test_chunked_schedules import SHAPES
+from planner_cases import split_parts
 from test_search import SCHEDULES, SPLIT
 
 from terapipe_ds.planner import MemoryModel, PartMemory
@@ -44,24 +43,6 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     assert plan.lengths == tuple(lengths)
 
 
-@pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), SHAPES)
-def test_bounds_of_chunked_schedules(schedule: str, num_stages: int, chunks: int, num_parts: int) -> None:
-    parts = cache_parts(split_parts(3, num_parts), num_parts, 6, 1)
-    for m in (1, 3):
-        judge = Judge(Pipeline(parts, 6, 1, m, num_stages, chunks), schedule)
-        for plan in every_plan(6, 1):
-            assert 0 < judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["seq1f1b", "1f1b"])
-def test_a_bound_is_met_where_one_stage_does_all_the_work(schedule: str) -> None:
-    """Without a bubble to estimate, the bound is the time: it counts the work, and every way to and from the stage."""
-    judge = judge_of(schedule, 3, 1, 3, 12)
-    assert judge.bound_s((5, 4, 3)) == pytest.approx(judge.seconds((5, 4, 3)), rel=1e-12)
-    one = judge_of(schedule, 2, 4, 1, 12)  # a single micro-batch is a flow shop forth and one back
-    assert one.bound_s((12,)) == pytest.approx(one.seconds((12,)), rel=1e-12)
-
-
 @given(NAMES, st.integers(1, 6), st.integers(1, 20), LENGTHS)
 def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches: int, lengths: list[int]) -> None:
     part = PartMemory(1000, 11, 3, 7, 5, 2, 1, weight_bytes_per_token=8)
@@ -70,12 +51,3 @@ def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches:
     plan = judge.pipeline.plan(tuple(lengths))
     peaks = Replay(build(schedule, stages, micro_batches, len(lengths))).peak_bytes(plan, memory)
     assert judge.peak_bytes(tuple(lengths)) == peaks
-
-
-def test_fastest_breaks_ties_by_fewer_slices_and_skips_what_does_not_fit() -> None:
-    memory = MemoryModel.measured([PartMemory(0, 0, working_bytes_per_token=1)])
-    judge = judge_of("seq1f1b", 0, 1, 1, 6, memory=memory, memory_limit_bytes=3)
-    scores = {(6,): 1.0, (3, 3): 2.0, (3, 2, 1): 2.0, (1, 5): 1.5}
-    judge.bound_s = lambda lengths: 0.0  # type: ignore[method-assign]
-    assert judge.fastest(scores, scores.__getitem__) == (3, 3)
-    assert judge.fastest([(6,), (1, 5)], scores.__getitem__) is None

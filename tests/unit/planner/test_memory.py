@@ -215,58 +215,44 @@ def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
         ({"optimizer": "adamm"}, "optimizer = 'adamm'"),
         ({"zero_stage": 2}, "zero_stage = 2: give one of 0, 1"),
         ({"micro_batch": 0}, "micro_batch = 0: give an integer >= 1"),
-        ({"num_stages": 9}, "num_stages = 9 for the 8 layers of mini"),
-        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide num_heads = 8"),
-        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 numbers that add up to the 8 layers"),
+        ({"num_stages": 9}, "num_stages = 9: mini has 8 layers"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3: num_heads = 8 of mini does not divide"),
+        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 integers that add up to the 8 layers"),
     ],
 )
 def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     options = {"num_stages": 2, "dtype": "float32", "micro_batch": 1} | changes
     with pytest.raises(PlannerError, match=message):
         MemoryModel.of_model(model_size("mini"), **options)
-
-
-@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), "3", True])
-def test_impossible_measurements(wrong: Any) -> None:
-    with pytest.raises(PlannerError, match="slice_bytes_per_token"):
-        PartMemory(0, wrong)
+    for wrong in (-1, float("nan"), "3", True):
+        with pytest.raises(PlannerError, match="slice_bytes_per_token"):
+            PartMemory(0, wrong)  # type: ignore[arg-type]
 
 
 # --- the peak of a schedule
 
 
-def test_peak_worked_by_hand() -> None:
-    """Two stages, 1F1B, two micro-batches of slices 3 and 2: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0.
-
-    Rates: slice 10 a token, store 100 a token, its gradients 1000, working 1 a token and 0.5 a token of prefix.
-    Most at B0.1: both micro-batches are live, 2 * (50 + 500), gradients 5000, working 2 + 1.5 (rounded up: 4).
-    On stage 1, F0.0 F0.1 B0.1 B0.0 F1.0 ...: B0.1 with 50 + 500 + 5000 + 4.
-    """
-    part = PartMemory(7, 10, 100, 1000, 0, 1, 0.5)
-    model = MemoryModel.measured([part, part])
-    peaks = Replay(build("1f1b", 2, 2, 2)).peak_bytes(SlicePlan((3, 2)), model)
-    assert peaks == (7 + 1100 + 5004, 7 + 550 + 5004)
-
-
-def test_gradients_of_parameters_come_with_the_first_backward() -> None:
-    """One stage, 1F1B, two micro-batches of slices 3 and 2: F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0; a token 10 bytes.
-
-    B0.1 begins with 50 and ends with 30 and the gradients. With 15 bytes of gradients it is largest at the begin, with
-    25 at its end; but B1.1 begins with 50 and the gradients of the first micro-batch.
-    """
-    plan = SlicePlan((3, 2))
-    for gradient_bytes, one, two in ((15, 50, 65), (25, 55, 75)):
-        model = MemoryModel.measured([PartMemory(7, 10, gradient_bytes=gradient_bytes)])
-        assert Replay(build("1f1b", 1, 1, 2)).peak_bytes(plan, model) == (7 + one,)
-        assert Replay(build("1f1b", 1, 2, 2)).peak_bytes(plan, model) == (7 + two,)
-
-
-def test_a_sequence_in_one_slice_does_not_use_the_store() -> None:
-    """Rates: slice 10 a token, store 100, its gradients 1000, one slice 40; terapipe, two micro-batches of 5 tokens."""
-    part = PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40)
-    model = MemoryModel.measured([part])
-    assert Replay(build("terapipe", 1, 2, 1)).peak_bytes(SlicePlan((5,)), model) == (7 + 2 * 5 * 50,)
-    assert Replay(build("terapipe", 1, 2, 2)).peak_bytes(SlicePlan((3, 2)), model) == (7 + 2 * 5 * 110 + 5 * 1000,)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "m", "lengths", "part", "peaks"),
+    [
+        # Two stages: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0. Most at B0.1: both micro-batches are live,
+        # 2 * (50 + 500), gradients of the store 5000, working 2 + 1.5 (rounded up: 4). On stage 1 one is live.
+        ("1f1b", 2, 2, (3, 2), PartMemory(7, 10, 100, 1000, 0, 1, 0.5), (7 + 1100 + 5004, 7 + 550 + 5004)),
+        # Gradients of parameters come with the first backward. B0.1 begins with 50 and ends with 30 and the gradients:
+        # 15 bytes of them are largest at the begin, 25 at its end. B1.1 begins with 50 and those of the first one.
+        ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=15), (7 + 50,)),
+        ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 55,)),
+        ("1f1b", 1, 2, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 75,)),
+        # A sequence in one slice does not use the store.
+        ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 50,)),
+        ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 110 + 5000,)),
+    ],
+)
+def test_peaks_worked_by_hand(
+    schedule: str, stages: int, m: int, lengths: tuple[int, ...], part: PartMemory, peaks: tuple[int, ...]
+) -> None:
+    replay = Replay(build(schedule, stages, m, len(lengths)))
+    assert replay.peak_bytes(SlicePlan(lengths), MemoryModel.measured([part] * stages)) == peaks
 
 
 RATES = st.integers(0, 50)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planner_cases import every_plan, split_parts
-from test_chunked_schedules import best_by_hand
+from planner_cases import Costs, brute_force_s, every_plan, split_parts
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
@@ -15,8 +14,10 @@ from terapipe_ds.planner import (
     PartMemory,
     PlannerError,
     Ranking,
+    best_schedule,
     describe,
     describe_ranking,
+    plan_slices,
     rank_given,
     rank_schedules,
 )
@@ -30,7 +31,7 @@ PARTS = {
 """(chunks per stage, parts) on two stages; dapple is 1f1b."""
 
 
-def cut_in(num_parts: int) -> list[object]:
+def cut_in(num_parts: int) -> list[Costs]:
     """Costs per part that depend on how many there are."""
     return list(split_parts(3, num_parts))
 
@@ -41,7 +42,7 @@ def test_each_schedule_has_its_best_plan(m: int) -> None:
     found = {result.schedule: result for result in ranking.results}
     assert found.keys() == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
     for name, (chunks, num_parts) in PARTS.items():
-        best_s = best_by_hand(name, 2, chunks, m, cut_in(num_parts))
+        best_s = brute_force_s(cut_in(num_parts), name, 2, 7, m, chunks)
         assert found[name].predicted_s == pytest.approx(best_s, rel=1e-9), name
         assert found[name].chunks_per_stage == chunks
     seconds = [result.predicted_s for result in ranking.results]
@@ -171,3 +172,16 @@ def test_in_words() -> None:
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
     assert describe(two)[0] == "schedule  zbv, 2 parts per stage"
+
+
+def test_a_plan_in_words() -> None:
+    memory = MemoryModel.measured([PartMemory(10**6, 1000.0)] * 4)
+    planned = plan_slices(UnitCosts(64), 64, 4, 1, 8, "seq1f1b", memory=memory, memory_limit_bytes=10**9)
+    text = "\n".join(describe(planned))
+    assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text
+    assert f"({planned.unsliced_s / planned.predicted_s:.3f}x)" in text
+    assert f"bubble    {planned.bubble_fraction:.1%}" in text
+    assert "1.1 MB on stage 0" in text and "the limit is 1.00 GB" in text and "proof" in text
+    lines = describe(best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
+    assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
+    assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
-from terapipe_ds.costs.profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
+from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s
 from terapipe_ds.planner.ranking.recut import MeasuredParts, balanced_bounds, recut_costs, recut_memory
 from terapipe_ds.simulator import UnitCosts
 
@@ -66,38 +66,6 @@ def test_any_cut_is_the_sum_of_its_layers(seed: int, measured: list[int], wanted
             for name in ("forward_s", "backward_s", "weight_s"):
                 assert getattr(costs, name)(*span) == pytest.approx(getattr(alone, name)(*span), rel=1e-9)
         assert costs.send_s(8) == 4.0
-
-
-def analytic(num_layers: int, first: bool = False, last: bool = False) -> AnalyticCosts:
-    whole = analytic_costs("gpt3-1b", "v100", num_stages=2)
-    return dataclasses.replace(whole[0], num_layers=num_layers, has_embedding=first, has_head=last)
-
-
-def test_decoder_layers_of_counted_costs() -> None:
-    """Between embedding and head every layer is like the others: two parts of six are three of four, arrays too."""
-    parts = [analytic(6), analytic(6)]
-    shares = [[LayerShare(1 / 6, 1 / 6, 7)] * 6] * 2
-    tokens, prefix = np.array([i for i, _ in SLICES]), np.array([j for _, j in SLICES])
-    for costs in recut_costs(parts, shares, [0, 4, 8, 12]):
-        assert costs.vectorized
-        for name in ("forward_s", "backward_s", "weight_s"):
-            np.testing.assert_allclose(getattr(costs, name)(tokens, prefix), getattr(analytic(4), name)(tokens, prefix))
-        assert costs.send_s(64) == parts[0].send_s(64)
-        assert costs.step_s() == pytest.approx(analytic(4).step_s())
-
-
-def test_a_part_with_a_head_is_near() -> None:
-    """Shares of one slice for all slices: the head has none of attention's growth with the prefix."""
-    part, layer, head = analytic(11, last=True), analytic(1), analytic(0, last=True)
-    at = 1024, 0
-    shares = [LayerShare(layer.forward_s(*at) / part.forward_s(*at), layer.backward_s(*at) / part.backward_s(*at), 1)]
-    rest = 1 - 11 * shares[0].forward, 1 - 11 * shares[0].backward
-    every = [*shares * 11, LayerShare(*rest, 1)]
-    low, high = recut_costs([part], [every], [0, 6, 12])
-    for span in ((1024, 0), (256, 0), (256, 768), (512, 1536)):
-        assert low.forward_s(*span) == pytest.approx(analytic(6).forward_s(*span), rel=0.05)
-        assert high.backward_s(*span) == pytest.approx(analytic(5, last=True).backward_s(*span), rel=0.05)
-    assert head.forward_s(*at) == pytest.approx(rest[0] * part.forward_s(*at), rel=1e-9)
 
 
 def test_what_was_measured_stays_the_same_object() -> None:
@@ -177,10 +145,11 @@ def test_the_heaviest_part_is_lightest(weights: list[int], num_parts: int) -> No
     assert heaviest[tuple(bounds)] == min(heaviest.values())
 
 
-def profile(shares: list[list[LayerShare] | None]) -> Profile:
-    key = ProfileKey("f" * 16, "a model", "a device", "fp32", 1, 1, len(shares), False, 256, "math", {})
-    sample = CostSample(256, 0, 1.0, 2.0)
-    return Profile(key, tuple(PartProfile(n, (sample,), None, each and tuple(each)) for n, each in enumerate(shares)))
+def profile(shares: Sequence[list[LayerShare] | None], num_bytes: int | None = None) -> Profile:
+    key = ProfileKey("f" * 16, "a model", "a device", "float16", 1, 1, len(shares), False, 256, "math", {})
+    sample, link = CostSample(256, 0, 1.0, 2.0), LinkSample(256, 0.5, num_bytes=num_bytes)
+    parts = tuple(PartProfile(n, (sample,), None, each and tuple(each)) for n, each in enumerate(shares))
+    return Profile(key, parts, (link,))
 
 
 def test_parts_of_a_profile_in_other_numbers() -> None:
@@ -204,3 +173,58 @@ def test_parts_without_shares_are_halved_and_joined() -> None:
         [models[p].forward_s(8, 0) / 2 for p in (0, 0, 1, 1)]
     )
     assert one[0].backward_s(8, 4) == pytest.approx(sum(part.backward_s(8, 4) for part in models))
+
+
+# -- both ways: worked out by hand
+
+
+def test_the_pair_that_takes_longest() -> None:
+    # stages 0 and 3 sum 100 + 300 bytes, stages 1 and 2 sum 250 + 250
+    assert both_ways_s([100, 250, 250, 300], 50) == 10
+    # with steps 1 + 4 after 8 s, and 2 + 2 after 10 s: 14 s; a plain pipeline waits 4 s for its last stage
+    assert both_ways_s([100, 250, 250, 300], 50, [1, 2, 2, 4]) == 10
+    # 1 + 6 after 8 s are longer than 2 + 2 after 10 s; a plain one waits 6 s
+    assert both_ways_s([100, 250, 250, 300], 50, [1, 2, 2, 6]) == 9
+    assert both_ways_s([10, 10], 5, [3, 3]) == 4 + 3  # equal parts: the sum, and the second part's step
+
+
+def test_bytes_per_second_of_links() -> None:
+    # 1 ms for any message and 1e-6 s per byte; the other link has twice that per byte
+    fast = [LinkSample(n, 1e-3 + 1e-6 * 8 * n, 0, num_bytes=8 * n) for n in (64, 256, 1024)]
+    slow = [LinkSample(n, 1e-3 + 2e-6 * 8 * n, 1, num_bytes=8 * n) for n in (64, 256, 1024)]
+    assert link_bytes_per_s(fast) == pytest.approx(1e6)
+    assert link_bytes_per_s([*slow, *fast]) == pytest.approx(5e5)
+    assert link_bytes_per_s([LinkSample(64, 2e-3, num_bytes=512)]) == pytest.approx(256_000)
+    falling = [LinkSample(64, 3e-3, num_bytes=512), LinkSample(128, 2e-3, num_bytes=1024)]
+    assert link_bytes_per_s(falling) == pytest.approx(512_000)
+    steep = [LinkSample(64, 1e-3, num_bytes=512), LinkSample(128, 4e-3, num_bytes=1024)]  # no message takes -2 ms
+    assert link_bytes_per_s(steep) == pytest.approx(256_000)
+    assert link_bytes_per_s([LinkSample(64, 2e-3)]) is None and link_bytes_per_s([]) is None
+
+
+def test_bytes_of_a_gradient() -> None:
+    sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 4, "float32 (autocast bfloat16)": 4}
+    assert {dtype: gradient_itemsize(dtype) for dtype in sizes} == sizes
+
+
+LAYERS = [[LayerShare(0.5, 0.5, 300), LayerShare(0.5, 0.5, 100)], [LayerShare(0.5, 0.5, 200)] * 2]
+
+
+def test_both_ways_of_a_profile() -> None:
+    class Costs:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def step_s(self) -> float:
+            return self.seconds
+
+    parts = MeasuredParts.of_profile(profile(LAYERS, 50), [Costs(3.0), Costs(5.0)])
+    assert (parts.link_bytes_per_s, parts.gradient_itemsize) == (100.0, 2)
+    # 400 + 400 parameters of 2 bytes over 100 bytes a second, then 3 + 5 s; a plain pipeline waits for the 5 s
+    assert parts.both_ways_s(2) == 16 + 3
+    # four parts of 300, 100, 200, 200 parameters: stages 0 and 3 sum 1000 bytes, 1 and 2 sum 600; steps 1.5 and 2.5
+    assert parts.both_ways_s(4) == 10 + 4 - 2.5
+    assert parts.both_ways_s(4, [0, 1, 2, 3, 4]) == 10 + 4 - 2.5
+    assert parts.both_ways_s(5) is None  # more parts than layers
+    assert MeasuredParts.of_profile(profile(LAYERS), parts.costs).both_ways_s(2) is None
+    assert MeasuredParts(parts.costs, None, 100.0).both_ways_s(2) is None

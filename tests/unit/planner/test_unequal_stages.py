@@ -85,18 +85,6 @@ def test_every_bound_holds_for_every_plan(tables_fit: bool, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("climbing")
-@pytest.mark.parametrize("links", [False, True])
-def test_equal_stages_in_separate_objects_are_proven(links: bool) -> None:
-    """The bound of all stages is the exact time of equal stages, so that nothing is lost by not knowing it."""
-    stages = [random_costs(np.random.default_rng(3), 24, 1, "measured", links) for _ in range(6)]
-    for stage in stages:
-        stage.send = lambda tokens: 1e-4 * tokens  # type: ignore[attr-defined]  # no slower than computation
-    one, many = planned([stages[0]] * 6, 24, 2, 1), planned(stages, 24, 2, 1)
-    assert one.optimal and many.optimal
-    assert many.predicted_s == pytest.approx(one.predicted_s, rel=1e-9)
-
-
-@pytest.mark.usefixtures("climbing")
 def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slowest stage is tabulated; time and bound stay right, and no pair is asked twice."""
     monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)

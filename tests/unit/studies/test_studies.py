@@ -1,0 +1,66 @@
+"""The studies run, say what they did, and their output can be read by people and by programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from studies import attention, planner
+from studies.predict import PlannedCase, StepTimes, print_table
+from terapipe_ds.attention import available_backends
+from terapipe_ds.attention.backends import backend_name
+from terapipe_ds.planner import solve
+
+SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
+
+
+def test_attention_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    attention.main([*SMALL, "--kv-heads", "2", "--slices", "1", "4", "--dtype", "bfloat16", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert f"torch {torch.__version__}" in result["device"]
+    assert result["shape"]["kv_heads"] == 2
+    whole, sliced = result["rows"]
+    assert (whole["num_slices"], whole["store_bytes"]) == (1, 0)
+    assert sliced["store_bytes"] == 2 * 64 * 2 * 8 * (2 + 4)
+    assert all(row[key] > 0 for row in (whole, sliced) for key in ("unsliced_s", "sliced_s", "ratio"))
+
+
+def test_attention_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    attention.main([*SMALL, "--slices", "2", "--backend", "reference", "--clock", "cpu"])
+    text = capsys.readouterr().out
+    assert "1 thread(s)" in text and "L=64" in text and "ratio" in text
+    assert text.splitlines()[-1].split()[0] == "2"
+    assert "cpu_flash" in available_backends()
+    assert backend_name(torch.empty(1, 1, 1, 8)) == "cpu_flash"  # what was forced is forced no more
+
+
+def test_planner_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    planner.main(["--granules", "64", "--shapes", "b = 2f", "measured", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["granules"], row["num_stages"], row["shape"]) for row in rows] == [
+        (64, 8, "b = 2f"),
+        (64, 8, "measured"),
+    ]
+    for row in rows:
+        found = solve(planner.Noisy(2048, row["shape"]), 2048, 8, 1, 32)
+        assert row["optimal"] is True and row["num_slices"] == found.plan.num_slices
+        assert row["seconds"] > 0 and row["calls_s"] > 0 and row["num_programs"] == found.num_programs
+
+
+def test_planner_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    planner.main(["--granules", "16", "--shapes", "b ~ 2f", "b = 1.5f + c"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "numpy" in lines[0] and "optimal" in lines[1]
+    assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "8", "48", "48", "96", "96")]
+
+
+def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixture[str]) -> None:
+    unsliced = StepTimes(PlannedCase("1 equal", "seq1f1b", 1, (1024,)), 1.8, [2.0, 2.1, 1.9], [0.1, 0.1, 0.2])
+    auto = StepTimes(PlannedCase("auto", "seq1f1b", 1, (600, 424)), 1.14, [1.2, 1.2, 1.25], [0.1, 0.1, 0.1])
+    assert unsliced.predicted_s == pytest.approx(1.9) and unsliced.error == pytest.approx(-0.05)
+    print_table([unsliced, auto], measuring_s=20.0)
+    text = capsys.readouterr().out
+    assert "worst -5.0% (seq1f1b, 1 equal)" in text and "10.0 unsliced steps" in text
+    assert "auto over the best equal plan (1 equal) 0.600" in text  # the median of 1.2/2, 1.2/2.1, 1.25/1.9

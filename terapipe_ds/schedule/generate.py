@@ -13,13 +13,21 @@ from typing import Any
 from terapipe_ds.messages import check_count
 
 from .action import Action, Kind, ScheduleError
-from .bidirectional import chimera, chimera_seq
-from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
-from .one_f_one_b import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
+from .chunked import chimera, chimera_seq, interleaved, looped_forwards, seq1f1b_interleaved, v_forwards, zbv
+from .one_f_one_b import (
+    PlacedUnit,
+    Unit,
+    backwards,
+    dapple,
+    forwards,
+    on_chunk_0,
+    one_f_one_b,
+    seq1f1b,
+    seq1f1b_zb,
+    zb_h1,
+)
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
 from .schedule import Schedule
-from .v_shaped import v_forwards, zbv
-from .zero_bubble import seq1f1b_zb, zb_h1
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1 B0.0 B1.1 B1.0
@@ -147,7 +155,7 @@ def _whole(
     name: str, num_stages: int, slices: tuple[int, ...], chunks: int, options: dict[str, Any]
 ) -> list[list[PlacedUnit]]:
     if name in GENERATORS:
-        return [place(order, 0) for order in GENERATORS[name](num_stages, slices, **options)]
+        return on_chunk_0(GENERATORS[name](num_stages, slices, **options))
     counts = (num_stages, slices, chunks) if name in LOOPED else (num_stages, slices)
     return CHUNKED_GENERATORS[name](*counts, **options)
 

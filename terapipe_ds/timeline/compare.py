@@ -20,7 +20,7 @@ class CompareError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class Quantity:
     """One quantity as predicted and as measured.
 
     `what`: makespan_s and bubble_fraction of the step; busy_s, wait_s and bubble_fraction of a stage; duration_s,
@@ -57,10 +57,10 @@ class Row:
 class Comparison:
     """The table. `summary` has the step and its stages, `actions` three rows per computation in predicted order."""
 
-    summary: tuple[Row, ...]
-    actions: tuple[Row, ...]
+    summary: tuple[Quantity, ...]
+    actions: tuple[Quantity, ...]
 
-    def of_actions(self, what: str, kind: str | None = None) -> list[Row]:
+    def of_actions(self, what: str, kind: str | None = None) -> list[Quantity]:
         """Return the rows of one quantity of all computations, or of those of one kind."""
         return [row for row in self.actions if row.what == what and kind in (None, row.kind)]
 
@@ -73,7 +73,7 @@ class Comparison:
         """Return the median of measured minus predicted start."""
         return statistics.median(row.difference for row in self.of_actions("start_s"))
 
-    def sections(self) -> dict[str, list[Row]]:
+    def sections(self) -> dict[str, list[Quantity]]:
         """Return the rows worth reading: the summary, and the actions that differ most in length, wait and start."""
         longer = [row for row in self.of_actions("wait_s") if row.difference > 0]
         return {
@@ -121,18 +121,18 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     both = _by_stage(predicted, "predicted"), _by_stage(measured, "measured")
     _check_same(*both)
     summary = [
-        Row("makespan_s", predicted.makespan_s, measured.makespan_s),
-        Row("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
+        Quantity("makespan_s", predicted.makespan_s, measured.makespan_s),
+        Quantity("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
     ]
-    actions: list[Row] = []
+    actions: list[Quantity] = []
     zeros_s = [min(event.start_s for stage in stages for event in stage.values()) for stages in both]
     for stage_id, bubbles in enumerate(zip(predicted.bubbles(), measured.bubbles(), strict=True)):
         rows = _rows_of(stage_id, both[0][stage_id], both[1][stage_id], zeros_s)
         for kind in COMPUTE_KINDS:
             if durations := [row for row in rows if (row.what, row.kind) == ("duration_s", kind)]:
-                summary.append(Row("busy_s", *_sums(durations), stage_id, kind=kind))
-        summary.append(Row("wait_s", *_sums(row for row in rows if row.what == "wait_s"), stage_id))
-        summary.append(Row("bubble_fraction", *bubbles, stage_id))
+                summary.append(Quantity("busy_s", *_sums(durations), stage_id, kind=kind))
+        summary.append(Quantity("wait_s", *_sums(row for row in rows if row.what == "wait_s"), stage_id))
+        summary.append(Quantity("bubble_fraction", *bubbles, stage_id))
         actions += rows
     starts = {(row.stage_id, row.action): row.predicted for row in actions if row.what == "start_s"}
     actions.sort(key=lambda row: starts[row.stage_id, row.action])
@@ -173,7 +173,7 @@ def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[s
 
 def _rows_of(
     stage_id: int, predicted: dict[str, TimelineEvent], measured: dict[str, TimelineEvent], zeros_s: list[float]
-) -> list[Row]:
+) -> list[Quantity]:
     """Return duration, start and wait of every computation of a stage."""
     ends_s = list(zeros_s)
     rows = []
@@ -184,23 +184,23 @@ def _rows_of(
             values["start_s"].append(ran.start_s - zeros_s[which])
             values["wait_s"].append(max(ran.start_s - ends_s[which], 0.0))
             ends_s[which] = max(ends_s[which], ran.end_s)
-        rows += [Row(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
+        rows += [Quantity(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
     return rows
 
 
-def _sums(rows: Iterable[Row]) -> tuple[float, float]:
+def _sums(rows: Iterable[Quantity]) -> tuple[float, float]:
     rows = list(rows)
     return math.fsum(row.predicted for row in rows), math.fsum(row.measured for row in rows)
 
 
-def _factor(row: Row) -> float:
+def _factor(row: Quantity) -> float:
     """Return how far a ratio is from 1, on a scale on which twice and half are as far."""
     if row.predicted == row.measured:
         return 0.0
     return abs(math.log(row.measured / row.predicted)) if min(row.predicted, row.measured) > 0 else math.inf
 
 
-def _line(row: Row, indent: str) -> str:
+def _line(row: Quantity, indent: str) -> str:
     if row.what == "bubble_fraction":
         return f"{indent + row.name:<22}{100 * row.predicted:>12.1f}{100 * row.measured:>12.1f}"
     return f"{indent + row.name:<22}{row.predicted:>12.6g}{row.measured:>12.6g}{_ratio(row.ratio):>8}"

@@ -158,7 +158,7 @@ class Timeline:
         return json.dumps(head, allow_nan=False)[:-1] + f', "events": [\n  {events}\n]}}\n'
 
     @classmethod
-    def from_json(cls, text: str) -> Timeline:
+    def from_json(cls, text: str | bytes) -> Timeline:
         """Read what `to_json` wrote. Raise `TimelineError` on anything else, naming what is wrong."""
         try:
             file = parse_as(_File, text)
@@ -178,11 +178,9 @@ class Timeline:
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
         """Read a file that `save` wrote; errors name the file."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_bytes())
         except TimelineError as error:
             raise TimelineError(f"{os.fspath(path)}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise TimelineError(f"{os.fspath(path)}: not a timeline, no text in UTF-8: {error}; {_GIVE}") from error
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:

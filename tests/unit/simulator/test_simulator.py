@@ -71,10 +71,6 @@ def test_a_chain_through_all_stages_pays_every_link_twice(overlap: bool) -> None
     assert timeline.makespan_s == computing + 0.25 * (1 + 2 + 3) + 0.25 * (2 + 3 + 4)
 
 
-def test_unit_costs_are_shares_of_the_sequence() -> None:
-    assert simulate(build("terapipe", 1, 2, 3), SlicePlan((5, 2, 1)), UnitCosts(8)).makespan_s == 6.0
-
-
 # --- by hand
 
 
@@ -226,6 +222,7 @@ def test_vectorized_costs_give_the_same() -> None:
 
 
 def test_only_what_is_needed_is_asked() -> None:
+    assert simulate(build("terapipe", 1, 2, 3), SlicePlan((5, 2, 1)), UnitCosts(8)).makespan_s == 6.0
     forward = SimpleNamespace(forward_s=lambda tokens, prefix: 1.0, send_s=lambda tokens: pytest.fail("no link"))
     assert simulate(build("gpipe", 1, 2, 1, forward_only=True), SlicePlan((4,)), forward).makespan_s == 2.0
 
@@ -241,20 +238,6 @@ def test_the_replay_is_kept_with_the_schedule_and_equality_does_not_see_it() -> 
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("plan", "reason"),
-    [
-        (SlicePlan((4,)), r"micro-batch 0 has 1 slices \(4,\), the schedule 2: build the schedule with num_slices=1"),
-        ([SlicePlan((4, 4))], "1 plans for 2 micro-batches: give one plan for all"),
-        ([SlicePlan((4, 4)), SlicePlan((4, 2, 2))], "micro-batch 1 has 3 slices"),
-        ([SlicePlan((4, 4)), (4, 4)], r"micro-batch 1 is \(4, 4\): give a SlicePlan"),
-    ],
-)
-def test_plans_that_do_not_fit(plan: Any, reason: str) -> None:
-    with pytest.raises(SimulationError, match=reason):
-        simulate(build("gpipe", 2, 2, 2), plan, UnitCosts(8))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, None, "1", 10**400, 1j])
 @pytest.mark.parametrize("method", ["forward_s", "backward_s", "send_s"])
 def test_impossible_times_are_named(method: str, value: Any) -> None:
@@ -265,18 +248,29 @@ def test_impossible_times_are_named(method: str, value: Any) -> None:
         simulate(build("seq1f1b", 2, 1, 2), SlicePlan((5, 3)), [good, bad])
 
 
+PLAN, COSTS = SlicePlan((4, 4)), UnitCosts(8)
+
+
 @pytest.mark.parametrize(
-    ("costs", "reason"),
+    ("plan", "costs", "reason"),
     [
-        ([UnitCosts(8)], "1 costs for 2 parts: give one object for all parts"),
-        ((UnitCosts(8),) * 3, "3 costs for 2 parts"),
-        (object(), r"the costs of part 0 \(object\) have no forward_s"),
-        (SimpleNamespace(forward_s=lambda t, p: 1.0), "part 0 .* have no backward_s"),
+        (
+            SlicePlan((4,)),
+            COSTS,
+            r"micro-batch 0 has 1 slices \(4,\), the schedule 2: build the schedule with num_slices=1",
+        ),
+        ([PLAN], COSTS, "1 plans for 2 micro-batches: give one plan for all"),
+        ([PLAN, SlicePlan((4, 2, 2))], COSTS, "micro-batch 1 has 3 slices"),
+        ([PLAN, (4, 4)], COSTS, r"micro-batch 1 is \(4, 4\): give a SlicePlan"),
+        (PLAN, [COSTS], "1 costs for 2 parts: give one object for all parts"),
+        (PLAN, (COSTS,) * 3, "3 costs for 2 parts"),
+        (PLAN, object(), r"the costs of part 0 \(object\) have no forward_s"),
+        (PLAN, SimpleNamespace(forward_s=lambda t, p: 1.0), "part 0 .* have no backward_s"),
     ],
 )
-def test_costs_that_do_not_fit(costs: Any, reason: str) -> None:
+def test_plans_and_costs_that_do_not_fit(plan: Any, costs: Any, reason: str) -> None:
     with pytest.raises(SimulationError, match=reason):
-        simulate(build("gpipe", 2, 2, 1), SlicePlan((8,)), costs)
+        simulate(build("gpipe", 2, 2, 2), plan, costs)
 
 
 def test_w_needs_its_costs() -> None:

@@ -30,7 +30,6 @@ from terapipe_ds.schedule import (
     render,
     validate,
 )
-from terapipe_ds.schedule.one_f_one_b import with_weights
 from terapipe_ds.schedule.show import count_slots
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -134,20 +133,16 @@ def test_seq1f1b_with_unequal_numbers_of_slices(shape: tuple[int, list[int]]) ->
     num_stages, num_slices = shape
     schedule = build("seq1f1b", num_stages, len(num_slices), num_slices)
     total = sum(num_slices)
-    last = [action.kind for action in schedule.orders[-1]]
     peak_of_last = schedule.peak_live_slices()[-1]
-    for stage_id, order in enumerate(schedule.orders):
-        kinds = [action.kind for action in order]
+    ahead = []  # per stage, for each backward, how many forwards run before it
+    for order in schedule.orders:
+        backwards = [index for index, action in enumerate(order) if action.kind is Kind.BACKWARD]
+        ahead.append([index - number for number, index in enumerate(backwards)])
+    for stage_id, counts in enumerate(ahead):
         lead = num_stages - 1 - stage_id
-        assert kinds.index(Kind.BACKWARD) == min(num_slices[0] + lead, total)
+        assert counts[0] == min(num_slices[0] + lead, total)
+        assert counts == [min(count + lead, total) for count in ahead[-1]], "`lead` ahead of the last stage all along"
         assert schedule.peak_live_slices()[stage_id] <= min(peak_of_last + lead, total)
-        for k in range(total):  # before its k-th backward a stage is `lead` forwards ahead of the last stage
-            assert _forwards_before(kinds, k) == min(_forwards_before(last, k) + lead, total)
-
-
-def _forwards_before(kinds: list[Kind], backward: int) -> int:
-    index = [i for i, kind in enumerate(kinds) if kind is Kind.BACKWARD][backward]
-    return index - backward
 
 
 def test_a_longer_micro_batch_does_not_empty_the_pipeline() -> None:
@@ -273,14 +268,3 @@ def test_no_slower_and_with_waits_to_fill_faster(shape: tuple[int, int, int]) ->
         assert split <= plain + 1e-9
         if num_stages > 1 and m > num_stages:
             assert split < plain - 1e-9
-
-
-def test_the_rule_by_hand() -> None:
-    """With room for two units the third forward waits for the oldest W; after the last forward W follow their B."""
-
-    def units(text: str) -> list[tuple[Kind, int, int]]:
-        return [(Kind(word[0]), int(word[1]), 0) for word in text.split()]
-
-    order = units("F0 F1 B0 F2 B1 B2")
-    assert with_weights(order, 2) == units("F0 F1 B0 W0 F2 B1 W1 B2 W2")
-    assert with_weights(order, 3) == units("F0 F1 B0 F2 B1 W0 B2 W1 W2")

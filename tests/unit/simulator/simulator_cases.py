@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,66 +18,39 @@ from tests.unit.schedule.schedule_cases import OTHER_KINDS, schedules
 class Table:
     """Costs that are different for every pair, and that count how often they are asked."""
 
-    def __init__(self, seed: int, send: bool = True) -> None:
-        self.seed, self.asked = seed, []  # type: int, list[Any]
-        if send:
-            self.send_s = self._send_s
+    METHODS = {"forward_s": ("f", 1.0), "backward_s": ("b", 2.0), "weight_s": ("w", 0.6), "send_s": ("s", 1.0)}
 
-    def _number(self, *key: Any) -> float:
+    def __init__(self, seed: int, send: bool = True) -> None:
+        self.seed, self.sends, self.asked = seed, send, []  # type: int, bool, list[Any]
+        for name, (kind, _) in self.METHODS.items():
+            if send or kind != "s":
+                setattr(self, name, functools.partial(self._ask, kind))
+
+    def _ask(self, *key: Any) -> float:
         assert all(type(value) is int for value in key[1:])
         assert key not in self.asked
         self.asked.append(key)
-        return self.value(*key)
+        return self.seconds(*key)
 
-    def value(self, *key: Any) -> float:
-        """Between 0.5 and 1.5."""
-        return 0.5 + (hash((self.seed, *map(ord, key[0]), *key[1:])) % 1009) / 1009
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self._number("f", tokens, prefix)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self._number("b", tokens, prefix)
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return 0.6 * self._number("w", tokens, prefix)
-
-    def _send_s(self, tokens: int) -> float:
-        return self._number("s", tokens)
-
-    def seconds(self, kind: str, tokens: int, prefix: int) -> float:
-        """Without counting."""
-        if kind == "s":
-            return self.value("s", tokens) if hasattr(self, "send_s") else 0.0
-        return {"f": 1, "b": 2, "w": 0.6}[kind] * self.value(kind, tokens, prefix)
+    def seconds(self, kind: str, tokens: int, prefix: int = 0) -> float:
+        """Between a half and one and a half of the kind's seconds, without counting."""
+        if kind == "s" and not self.sends:
+            return 0.0
+        key = tokens, 0 if kind == "s" else prefix
+        return dict(self.METHODS.values())[kind] * (0.5 + (hash((self.seed, ord(kind), *key)) % 1009) / 1009)
 
 
-class Memory:
-    """Bytes that tell all kinds of things apart."""
-
-    def static_bytes(self, part_id: int) -> int:
-        return 1_000_000 + part_id
-
-    def gradient_bytes(self, part_id: int) -> int:
-        return 200_000 + part_id
-
-    def whole_bytes(self, part_id: int, sequence_length: int) -> int:
-        return 2000 * sequence_length + part_id
-
-    def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        return 90 * tokens + prefix
-
-    def store_bytes(self, part_id: int, sequence_length: int) -> int:
-        return 1000 * sequence_length + part_id
-
-    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int:
-        return 3000 * sequence_length + part_id
-
-    def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        return 500 * tokens + prefix + part_id
-
-    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        return 70 * tokens + 11 * prefix + part_id
+MEMORY: Any = SimpleNamespace(
+    static_bytes=lambda part_id: 1_000_000 + part_id,
+    gradient_bytes=lambda part_id: 200_000 + part_id,
+    whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
+    store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
+    store_grad_bytes=lambda part_id, sequence_length: 3000 * sequence_length + part_id,
+    slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
+    weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
+    working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
+)
+"""Bytes that tell all kinds of things apart."""
 
 
 @dataclasses.dataclass
@@ -114,9 +88,8 @@ def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
         action = schedule.orders[stage][index]
         start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
         of = functools.partial(case.costs[action.part_id].seconds, tokens=stop - start, prefix=start)
-        if kind or action.kind is not Kind.BACKWARD:
-            return of(kind or {"F": "f", "W": "w"}[action.kind.value])
-        return of("b") - of("w") if (action.part_id, action.unit) in split else of("b")
+        is_split = not kind and action.kind is Kind.BACKWARD and (action.part_id, action.unit) in split
+        return of("b") - of("w") if is_split else of(kind or action.kind.value.lower())
 
     def other(stage: int, index: int, direction: int) -> tuple[int, int] | None:
         action = schedule.orders[stage][index]
@@ -155,14 +128,14 @@ def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
     for stage, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
             found[stage, str(action)] = compute(stage, index)
-            if leaves(stage, index) and hasattr(case.costs[action.part_id], "send_s"):
+            if leaves(stage, index) and case.costs[action.part_id].sends:
                 found[stage, f"send of {action}"] = send(stage, index)
     return found
 
 
 def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[float, float]]) -> int:
     """Bytes of a stage in a moment, each thing by its own rule; ``times`` of the stage's computations."""
-    order, memory = case.schedule.orders[stage], Memory()
+    order, memory = case.schedule.orders[stage], MEMORY
     parts = {part for (home, _), part in case.schedule.placement.items() if home == stage}
 
     def indices(part: int, kinds: str, *unit: int) -> list[int]:

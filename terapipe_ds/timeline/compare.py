@@ -114,10 +114,8 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         CompareError: other numbers of stages, other computations, or another order on a stage.
     """
     if predicted.num_stages != measured.num_stages:
-        raise CompareError(
-            f"not the same schedule: {predicted.num_stages} stages predicted, {measured.num_stages} measured;"
-            " simulate the schedule that ran"
-        )
+        counts = f"{predicted.num_stages} stages predicted, {measured.num_stages} measured"
+        raise CompareError(f"not the same schedule: {counts}; simulate the schedule that ran")
     both = _by_stage(predicted, "predicted"), _by_stage(measured, "measured")
     _check_same(*both)
     summary = [
@@ -127,7 +125,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     actions: list[Quantity] = []
     zeros_s = [min(event.start_s for stage in stages for event in stage.values()) for stages in both]
     for stage_id, bubbles in enumerate(zip(predicted.bubbles(), measured.bubbles(), strict=True)):
-        rows = _rows_of(stage_id, both[0][stage_id], both[1][stage_id], zeros_s)
+        rows = _rows_of(stage_id, [stages[stage_id] for stages in both], zeros_s)
         for kind in COMPUTE_KINDS:
             if durations := [row for row in rows if (row.what, row.kind) == ("duration_s", kind)]:
                 summary.append(Quantity("busy_s", *_sums(durations), stage_id, kind=kind))
@@ -154,37 +152,37 @@ def _by_stage(timeline: Timeline, which: str) -> list[dict[str, TimelineEvent]]:
 
 
 def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[str, TimelineEvent]]) -> None:
-    only = []
+    problems = []
     for which, these, others in (("predicted", predicted, measured), ("measured", measured, predicted)):
         names = [f"stage {k} {name}" for k, stage in enumerate(these) for name in stage if name not in others[k]]
         if names:
             more = ", ..." if len(names) > 3 else ""
-            only.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
-    if only:
-        raise CompareError(f"not the same schedule: {'; '.join(only)}; simulate the schedule and the plan that ran")
-    for stage_id, stages in enumerate(zip(predicted, measured, strict=True)):
-        for index, (one, other) in enumerate(zip(*stages, strict=True)):
-            if one != other:
-                raise CompareError(
-                    f"not the same schedule: computation {index} of stage {stage_id} is {one} as predicted, {other} as"
-                    " measured; simulate the schedule that ran"
-                )
+            problems.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
+    problems = (
+        problems
+        or [
+            f"computation {index} of stage {stage_id} is {one} as predicted, {other} as measured"
+            for stage_id, stages in enumerate(zip(predicted, measured, strict=True))
+            for index, (one, other) in enumerate(zip(*stages, strict=True))
+            if one != other
+        ][:1]
+    )
+    if problems:
+        raise CompareError(f"not the same schedule: {'; '.join(problems)}; simulate the schedule and the plan that ran")
 
 
-def _rows_of(
-    stage_id: int, predicted: dict[str, TimelineEvent], measured: dict[str, TimelineEvent], zeros_s: list[float]
-) -> list[Quantity]:
+def _rows_of(stage_id: int, both: list[dict[str, TimelineEvent]], zeros_s: list[float]) -> list[Quantity]:
     """Return duration, start and wait of every computation of a stage."""
     ends_s = list(zeros_s)
     rows = []
-    for name, event in predicted.items():
-        values: dict[str, list[float]] = {"duration_s": [], "start_s": [], "wait_s": []}
-        for which, ran in enumerate((event, measured[name])):
-            values["duration_s"].append(ran.end_s - ran.start_s)
-            values["start_s"].append(ran.start_s - zeros_s[which])
-            values["wait_s"].append(max(ran.start_s - ends_s[which], 0.0))
+    for name, event in both[0].items():
+        values = []
+        for which, ran in enumerate(stage[name] for stage in both):
+            wait_s = max(ran.start_s - ends_s[which], 0.0)
+            values.append((ran.end_s - ran.start_s, ran.start_s - zeros_s[which], wait_s))
             ends_s[which] = max(ends_s[which], ran.end_s)
-        rows += [Quantity(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
+        for what, predicted, measured in zip(("duration_s", "start_s", "wait_s"), *values, strict=True):
+            rows.append(Quantity(what, predicted, measured, stage_id, name, event.kind))
     return rows
 
 

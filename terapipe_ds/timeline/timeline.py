@@ -98,12 +98,11 @@ class Timeline:
                     f"{event.action[:40]} is on stage {event.stage_id} of {self.num_stages} stages: number them from 0"
                 )
         for what in ("peak_live_slices", "peak_bytes", "bytes_over_time"):
-            entries = getattr(self, what)
-            if entries is None:
-                continue
-            object.__setattr__(self, what, tuple(entries))
-            if len(entries) != self.num_stages:
-                raise TimelineError(f"{what} has {len(entries)} entries for {self.num_stages} stages: give one each")
+            if (entries := getattr(self, what)) is not None:
+                object.__setattr__(self, what, tuple(entries))
+                if len(entries) != self.num_stages:
+                    reason = f"{what} has {len(entries)} entries for {self.num_stages} stages: give one each"
+                    raise TimelineError(reason)
 
     def computations(self) -> list[TimelineEvent]:
         """Return the events that are F, B or W."""
@@ -164,9 +163,7 @@ class Timeline:
             file = parse_as(_File, text)
         except JsonError as error:
             raise TimelineError(f"not a timeline: {error}; {_GIVE}") from None
-        path = None
-        if file.critical_path is not None:
-            path = tuple(CriticalStep(file.events[index], waited_for) for index, waited_for in file.critical_path)
+        path = file.critical_path and tuple(CriticalStep(file.events[i], waited) for i, waited in file.critical_path)
         fields = file.model_dump(include={"num_stages", "name", "peak_live_slices", "peak_bytes", "bytes_over_time"})
         return cls(events=file.events, critical_path=path, **fields)
 

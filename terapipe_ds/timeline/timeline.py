@@ -163,7 +163,9 @@ class Timeline:
             file = parse_as(_File, text)
         except JsonError as error:
             raise TimelineError(f"not a timeline: {error}; {_GIVE}") from None
-        path = file.critical_path and tuple(CriticalStep(file.events[i], waited) for i, waited in file.critical_path)
+        path = None
+        if file.critical_path is not None:
+            path = tuple(CriticalStep(file.events[index], waited_for) for index, waited_for in file.critical_path)
         fields = file.model_dump(include={"num_stages", "name", "peak_live_slices", "peak_bytes", "bytes_over_time"})
         return cls(events=file.events, critical_path=path, **fields)
 

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
+from typing import Annotated
 
-from terapipe_ds.files.strict_json import JsonError, parse_json
-from terapipe_ds.messages import check_count
-from terapipe_ds.messages import show_value as show_value
+from pydantic import BaseModel, Field
 
-JSON_VERSION = 1
+from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
+from terapipe_ds.messages import check_count, show_value
 
 
 class PlanError(ValueError):
@@ -93,7 +93,7 @@ class SlicePlan:
 
     def to_json(self) -> str:
         """Return one line of JSON that `from_json` reads back to an equal plan."""
-        return json.dumps({"version": JSON_VERSION, "lengths": list(self.lengths)})
+        return json.dumps({"version": 1, "lengths": list(self.lengths)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SlicePlan:
@@ -103,18 +103,17 @@ class SlicePlan:
             PlanError: `text` is anything else.
         """
         try:
-            document = parse_json(text)
+            return cls(parse_as(_File, text).lengths)
         except (JsonError, TypeError) as error:
-            reason = f"{show_value(text)} is not JSON ({error}); give what to_json() wrote"
-            raise PlanError(f"not a slice plan: {reason}") from None
-        if not isinstance(document, dict) or set(document) != {"version", "lengths"}:
-            raise PlanError(f"not a slice plan: {show_value(text)}; expected {cls((512, 512)).to_json()}")
-        version, lengths = document["version"], document["lengths"]
-        if type(version) is not int or version != JSON_VERSION:
-            raise PlanError(f"slice plan of version {show_value(version)}: give one of version {JSON_VERSION}")
-        if not isinstance(lengths, list):
-            raise PlanError(f"lengths = {show_value(lengths)}: give a list of slice lengths in tokens")
-        return cls(tuple(lengths))
+            given = cls((512, 512)).to_json()
+            raise PlanError(f"not a slice plan: {show_value(text)}: {error}; give one as {given}") from None
+
+
+class _File(BaseModel):
+    model_config = STRICT
+
+    version: Annotated[int, Field(ge=1, le=1)]  # `Literal[1]` would take true
+    lengths: tuple[int, ...]
 
 
 def split_evenly(total: int, count: int) -> tuple[int, ...]:

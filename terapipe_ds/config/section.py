@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.conflicts import conflicts_in
-from terapipe_ds.plan import PlanError, SlicePlan, show_value
+from terapipe_ds.messages import show_value
+from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 

@@ -49,6 +49,8 @@ _COMPUTE_FORM = re.compile(r"([FBW])(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?:c
 
 SliceKey = tuple[int, int]
 """(micro_batch_id, slice_id)."""
+ComputeKey = tuple[Kind, int, int, int]
+"""(kind, part_id, micro_batch_id, slice_id)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,13 @@ class Action:
         return {"action": self}
 
     @property
-    def unit(self) -> tuple[int, int]:
-        """`(micro_batch_id, slice_id)`: under this key tensors in flight are kept."""
+    def unit(self) -> SliceKey:
+        """The key under which tensors in flight are kept."""
         return self.micro_batch_id, self.slice_id
 
     @property
-    def key(self) -> tuple[Kind, int, int, int]:
-        """`(kind, part_id, micro_batch_id, slice_id)`: of computations, unique in a schedule."""
+    def key(self) -> ComputeKey:
+        """The key of a computation, unique in a schedule."""
         return self.kind, self.part_id, self.micro_batch_id, self.slice_id
 
     def text(self, with_chunk: bool) -> str:

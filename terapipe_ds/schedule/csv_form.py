@@ -1,6 +1,6 @@
 """A schedule as CSV, to write by hand, to keep in a file and to run from there.
 
-placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
+placement,0/3,1/2        only where the parts are not in a loop: per stage, the parts of its chunks 0, 1, ...
 F0.0c0,F0.0c1,B0.0c1,B0.0c0
 F0.0c0,F0.0c1,B0.0c1,B0.0c0
 """
@@ -28,9 +28,8 @@ _PARTS = re.compile(r"(0|[1-9][0-9]{0,8})(/(0|[1-9][0-9]{0,8}))*")
 def to_csv(schedule: Schedule) -> str:
     """Return one row per stage; the cells are its computations in order.
 
-    Where the parts do not stand in the loop (part = chunk * stages + stage) that `from_csv` assumes, or not every
-    chunk computes something, a first row has the placement: "placement", then for each stage the parts of its chunks,
-    as 0/7.
+    A first row has the placement where the parts are not in the loop (part = chunk * stages + stage) that `from_csv`
+    assumes, or a chunk computes nothing.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -47,9 +46,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     """Return the schedule that a CSV text describes, validated.
 
     The counts follow from the cells: stages from the rows, micro-batches, slices and chunks from the highest
-    ids, and forward-only where no cell is a B or W. Without a row "placement" the parts stand in a loop. Blank cells
-    at the end of a row and blank rows at the end of the text are ignored. Raises `ScheduleError`: naming row and
-    cell (from 1) of what cannot be read, or as `validate`.
+    ids, and forward-only where no cell is a B or W. Blank cells at the end of a row and blank rows at the end of the
+    text are ignored. Raises `ScheduleError`: naming row and cell (from 1) of what cannot be read, or as `validate`.
     """
     rows = _read_rows(text)
     given = rows.pop(0) if rows[0][0] == _PLACEMENT else None
@@ -85,21 +83,18 @@ def load(path: str | Path) -> Schedule:
     Raises `ScheduleError`, with the path, where the file cannot be read or holds no schedule that can run.
     """
     path = Path(path)
+    shown = str(path) if str(path).isprintable() else repr(str(path))
     try:
         return from_csv(path.read_text(encoding="utf-8"), name=path.stem)
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path} is no text in UTF-8: {error}; save it as CSV") from error
-    except OSError as error:
-        raise ScheduleError(f"{path}: {error.strerror or error}; give the path of a CSV file") from error
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error.reason}", error.picture) from None
-    except ValueError as error:  # a path with a null character
-        raise ScheduleError(f"{str(path)!r}: {error}; give the path of a CSV file") from error
+        raise ScheduleError(f"{shown}: {error.reason}", error.picture) from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"{shown}: {reason}; give the path of a CSV file in UTF-8") from error
 
 
 def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
-    """Return what keeps a schedule from running a batch on `num_stages` stages, `num_slices` of each micro-batch: one
-    line that says what to change, or None."""
+    """Return what keeps a schedule from running a batch of such counts, with what to change; None where it fits."""
     counts = tuple(num_slices)
     if schedule.num_stages != num_stages:
         return f"schedule {schedule.name!r} has {schedule.num_stages} stages (rows), the pipeline {num_stages}"

@@ -13,13 +13,21 @@ from typing import Any
 from terapipe_ds.messages import check_count
 
 from .action import Action, Kind, ScheduleError
-from .bidirectional import chimera, chimera_seq
-from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
-from .one_f_one_b import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
+from .chunked import chimera, chimera_seq, interleaved, looped_forwards, seq1f1b_interleaved, v_forwards, zbv
+from .one_f_one_b import (
+    PlacedUnit,
+    Unit,
+    backwards,
+    dapple,
+    forwards,
+    on_chunk_0,
+    one_f_one_b,
+    seq1f1b,
+    seq1f1b_zb,
+    zb_h1,
+)
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
 from .schedule import Schedule
-from .v_shaped import v_forwards, zbv
-from .zero_bubble import seq1f1b_zb, zb_h1
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1 B0.0 B1.1 B1.0
@@ -77,7 +85,7 @@ def build(
     *,
     forward_only: bool = False,
     chunks_per_stage: int = 1,
-    **options: object,
+    **options: Any,
 ) -> Schedule:
     """Return a schedule for K stages, m micro-batches and `num_slices` slices (one int, or one per micro-batch).
 
@@ -99,9 +107,12 @@ def build(
     _check_option_names(name, options)
     chunks = len(placement) // num_stages
     if forward_only:
-        units = _forward_only(name, num_stages, slices, chunks)
+        units = _forwards(name, num_stages, slices, chunks)
+    elif name in GENERATORS:
+        units = on_chunk_0(GENERATORS[name](num_stages, slices, **options))
     else:
-        units = _whole(name, num_stages, slices, chunks, options)
+        looped = (chunks,) if name in LOOPED else ()
+        units = CHUNKED_GENERATORS[name](num_stages, slices, *looped, **options)
     orders = tuple(
         tuple(Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order)
         for stage_id, order in enumerate(units)
@@ -143,21 +154,11 @@ def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -
     return Schedule(name, num_stages, len(slices), slices, chunks, True, orders, dict(placement))
 
 
-def _whole(
-    name: str, num_stages: int, slices: tuple[int, ...], chunks: int, options: dict[str, Any]
-) -> list[list[PlacedUnit]]:
-    if name in GENERATORS:
-        return [place(order, 0) for order in GENERATORS[name](num_stages, slices, **options)]
-    counts = (num_stages, slices, chunks) if name in LOOPED else (num_stages, slices)
-    return CHUNKED_GENERATORS[name](*counts, **options)
-
-
-def _forward_only(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
-    if name in BIDIRECTIONAL:  # all go down: one stage has the results, in their order
-        return [looped_forwards(num_stages, slices, 1)] * num_stages
+def _forwards(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
     if name in V_SHAPED:
         return v_forwards(num_stages, slices)
-    return [looped_forwards(num_stages, slices, chunks)] * num_stages
+    # In both directions all go down: one stage has the results, in their order.
+    return [looped_forwards(num_stages, slices, 1 if name in BIDIRECTIONAL else chunks)] * num_stages
 
 
 def _check_name(name: str) -> None:

@@ -21,8 +21,8 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .action import Kind, ScheduleError
-from .interleaved import PlacedUnit
+from .action import Kind, ScheduleError, SliceKey
+from .one_f_one_b import PlacedUnit
 from .placement import Placement
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
@@ -35,9 +35,6 @@ SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
 
 _MANY_UNITS = 1500  # above which one clock must do: planning builds orders for many numbers of slices
 
-_Id = tuple[int, int]
-"""(micro_batch_id, slice_id)."""
-
 
 @dataclass(slots=True)
 class _Lane:
@@ -47,16 +44,16 @@ class _Lane:
     chunk_id: int
     part_id: int
     limit: int
-    ahead: list[_Id]
-    back: list[_Id]
+    ahead: list[SliceKey]
+    back: list[SliceKey]
     before: _Lane | None = None  # the place of the part before, in this direction
     after: _Lane | None = None
     live: int = 0
     num_forwards: int = 0  # that have run; plain numbers, for planning asks often
     num_backwards: int = 0
     num_weights: int = 0
-    forward_ends: dict[_Id, int] = field(default_factory=dict)
-    backward_ends: dict[_Id, int] = field(default_factory=dict)
+    forward_ends: dict[SliceKey, int] = field(default_factory=dict)
+    backward_ends: dict[SliceKey, int] = field(default_factory=dict)
 
     def forward_ready_at(self) -> int | None:
         """Return when the input of the next F was there; None where it cannot run yet."""
@@ -69,15 +66,31 @@ class _Lane:
             return None
         return self.forward_ends[unit] if self.after is None else self.after.backward_ends.get(unit)
 
+    def start(self, kind: Kind, end: int, splits_backward: bool) -> PlacedUnit:
+        """Run the next unit of a kind."""
+        if kind is Kind.FORWARD:
+            unit = self.ahead[self.num_forwards]
+            self.num_forwards += 1
+            self.forward_ends[unit] = end
+            self.live += 1
+        elif kind is Kind.BACKWARD:
+            unit = self.back[self.num_backwards]
+            self.num_backwards += 1
+            self.backward_ends[unit] = end
+        else:
+            unit = self.back[self.num_weights]
+            self.num_weights += 1
+        if kind is (Kind.WEIGHT if splits_backward else Kind.BACKWARD):
+            self.live -= 1
+        return kind, *unit, self.chunk_id
 
-_Rule = Callable[[tuple[int, _Lane]], tuple[int, ...]]
-"""Of several B that can run, (since when, where), the least one by this runs first."""
 
-_RULES: tuple[_Rule, ...] = (
+_RULES: tuple[Callable[[tuple[int, _Lane]], tuple[int, ...]], ...] = (
     lambda ready: (ready[0], -ready[1].part_id),
     lambda ready: (ready[1].part_id,),
     lambda ready: (-ready[1].part_id,),
 )
+"""Of several B that can run, (since when, where), the least one by such a rule runs first."""
 
 
 def list_schedule(
@@ -114,10 +127,8 @@ def _clock(slots: Slots) -> dict[Kind, int]:
 
 def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
     """Return how long orders take."""
-    clock, last_part_id = _clock(slots), max(placement.values())
-    forward_ends: dict[tuple[int, int, int], int] = {}  # (part, micro-batch, slice)
-    backward_ends: dict[tuple[int, int, int], int] = {}
-    forward, backward, weight = (clock.get(kind, 0) for kind in _KINDS)
+    lengths, last_part_id = dict(zip(_KINDS, slots, strict=True)), max(placement.values())
+    ends: dict[tuple[Kind, int, int, int], int] = {}  # (kind, part, micro-batch, slice)
     at, free_at = [0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
@@ -125,26 +136,23 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots
         for stage_id, order in enumerate(orders):
             while at[stage_id] < len(order):
                 kind, m, s, chunk = order[at[stage_id]]
-                part_id = placement[stage_id, chunk]
-                if kind is Kind.FORWARD:
-                    ready = forward_ends.get((part_id - 1, m, s)) if part_id else 0
-                    if ready is None:
-                        break
-                    end = forward_ends[part_id, m, s] = max(free_at[stage_id], ready) + forward
-                elif kind is Kind.BACKWARD:
-                    ready = backward_ends.get((part_id + 1, m, s)) if part_id < last_part_id else 0
-                    if ready is None:
-                        break
-                    end = backward_ends[part_id, m, s] = max(free_at[stage_id], ready) + backward
-                else:
-                    end = free_at[stage_id] + weight
-                free_at[stage_id] = end
+                part_id, ready = placement[stage_id, chunk], 0
+                if kind is Kind.FORWARD and part_id > 0:
+                    ready = ends.get((kind, part_id - 1, m, s), -1)
+                elif kind is Kind.BACKWARD and part_id < last_part_id:
+                    ready = ends.get((kind, part_id + 1, m, s), -1)
+                if ready < 0:
+                    break  # what it needs has not run yet
+                free_at[stage_id] = max(free_at[stage_id], ready) + lengths[kind]
+                ends[kind, part_id, m, s] = free_at[stage_id]
                 at[stage_id] += 1
                 moved = True
     return max(free_at)
 
 
-def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> list[list[PlacedUnit]]:
+def _play(
+    lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: Callable[..., tuple[int, ...]]
+) -> list[list[PlacedUnit]]:
     """Return what each stage ran."""
     splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
@@ -160,7 +168,7 @@ def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> l
         chosen = [_choose(lanes[stage_id], now, splits_backward, rule) for stage_id in stages]
         for kind, lane in (choice for choice in chosen if choice is not None):
             end = free_at[lane.stage_id] = now + slots[kind]
-            orders[lane.stage_id].append(_start(kind, lane, end, splits_backward))
+            orders[lane.stage_id].append(lane.start(kind, end, splits_backward))
             left -= 1
             if end not in woken:
                 woken[end] = set()
@@ -190,7 +198,9 @@ def _lanes(
     return lanes
 
 
-def _choose(lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule) -> tuple[Kind, _Lane] | None:
+def _choose(
+    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: Callable[..., tuple[int, ...]]
+) -> tuple[Kind, _Lane] | None:
     ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
         return Kind.BACKWARD, min(ready, key=rule)[1]
@@ -201,21 +211,3 @@ def _choose(lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
     if splits_backward and pending:
         return Kind.WEIGHT, min(pending, key=lambda lane: lane.back[lane.num_weights])
     return None
-
-
-def _start(kind: Kind, lane: _Lane, end: int, splits_backward: bool) -> PlacedUnit:
-    if kind is Kind.FORWARD:
-        unit = lane.ahead[lane.num_forwards]
-        lane.num_forwards += 1
-        lane.forward_ends[unit] = end
-        lane.live += 1
-    elif kind is Kind.BACKWARD:
-        unit = lane.back[lane.num_backwards]
-        lane.num_backwards += 1
-        lane.backward_ends[unit] = end
-    else:
-        unit = lane.back[lane.num_weights]
-        lane.num_weights += 1
-    if kind is (Kind.WEIGHT if splits_backward else Kind.BACKWARD):
-        lane.live -= 1
-    return kind, *unit, lane.chunk_id

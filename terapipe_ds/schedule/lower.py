@@ -19,12 +19,12 @@ RECEIVE_AHEAD = 2
 Orders = Sequence[Sequence[Action]]
 """Per stage, its computations in the order they run."""
 
-CLOSING = (Action(Kind.REDUCE_TIED_GRADS), Action(Kind.REDUCE_GRADS), Action(Kind.OPTIMIZER_STEP))
+_CLOSING = (Action(Kind.REDUCE_TIED_GRADS), Action(Kind.REDUCE_GRADS), Action(Kind.OPTIMIZER_STEP))
 _RECEIVE = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
 _SEND = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRAD}
 COMPUTE_OF = {message: kind for table in (_RECEIVE, _SEND) for kind, message in table.items()}
 """Message -> the computation that gives or needs it."""
-DIRECTION = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+_DIRECTION = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}
 """Activations go to the next part, gradients to the one before."""
 
 
@@ -44,18 +44,17 @@ class StageSchedule:
         return 0
 
 
-def lower(orders: Orders, num_parts: int, forward_only: bool, receive_ahead: int) -> tuple[StageSchedule, ...]:
+def lower(orders: Orders, num_parts: int, forward_only: bool) -> tuple[StageSchedule, ...]:
     """Return every stage's actions.
 
-    The receive of a computation is posted before the one `receive_ahead` places earlier. A link connects two parts;
+    The receive of a computation is posted before the one `RECEIVE_AHEAD` places earlier. A link connects two parts;
     where both are on one stage there is no wire, hence no send and no receive, and the engine hands the tensor over.
     Raises `ScheduleError` where the neighbour of a computation is nowhere in the schedule.
     """
-    if receive_ahead < 0:
-        raise ScheduleError(f"receive_ahead is {receive_ahead}: give 0 (just in time) or a number of computations")
-    wiring = Wiring(orders, num_parts, forward_only)
+    wiring = Wiring(orders, num_parts)
+    closing = () if forward_only else _CLOSING
     return tuple(
-        StageSchedule(stage_id, tuple(_lower_stage(wiring, stage_id, receive_ahead)), peak_live_slices(order))
+        StageSchedule(stage_id, tuple(_lower_stage(wiring, stage_id, order, closing)), peak_live_slices(order))
         for stage_id, order in enumerate(orders)
     )
 
@@ -63,55 +62,50 @@ def lower(orders: Orders, num_parts: int, forward_only: bool, receive_ahead: int
 class Wiring:
     """Which messages and data a computation needs, by the places of all computations."""
 
-    def __init__(self, orders: Orders, num_parts: int, forward_only: bool) -> None:
-        self.orders, self.last_part_id, self.forward_only = orders, num_parts - 1, forward_only
+    def __init__(self, orders: Orders, num_parts: int) -> None:
+        self.last_part_id = num_parts - 1
         self.homes = {action.key: stage_id for stage_id, order in enumerate(orders) for action in order}
-
-    @property
-    def closing(self) -> tuple[Action, ...]:
-        """The end of every lowered list."""
-        return () if self.forward_only else CLOSING
 
     def reads_batch(self, action: Action) -> bool:
         """Return whether the computation reads the batch: the first part its inputs, the last one its labels."""
         return action.kind is Kind.FORWARD and action.part_id in (0, self.last_part_id)
 
-    def receive(self, action: Action, stage_id: int) -> tuple[Action, ...]:
-        """Return the receive that feeds a computation; () at an end of the pipeline or within one stage."""
-        return self._message(action, stage_id, _RECEIVE, -DIRECTION.get(action.kind, 0))
+    def receive(self, action: Action, stage_id: int) -> Action | None:
+        """Return the receive that feeds a computation; None at an end of the pipeline or within one stage."""
+        return self._message(action, stage_id, _RECEIVE, -_DIRECTION[action.kind])
 
-    def send(self, action: Action, stage_id: int) -> tuple[Action, ...]:
-        """Return the send of what a computation gives; () at an end of the pipeline or within one stage."""
-        return self._message(action, stage_id, _SEND, DIRECTION.get(action.kind, 0))
+    def send(self, action: Action, stage_id: int) -> Action | None:
+        """Return the send of what a computation gives; None at an end of the pipeline or within one stage."""
+        return self._message(action, stage_id, _SEND, _DIRECTION[action.kind])
 
-    def _message(self, action: Action, stage_id: int, kinds: dict[Kind, Kind], to_part: int) -> tuple[Action, ...]:
+    def _message(self, action: Action, stage_id: int, kinds: dict[Kind, Kind], to_part: int) -> Action | None:
         peer_part_id = action.part_id + to_part
         if action.kind not in kinds or not 0 <= peer_part_id <= self.last_part_id:
-            return ()
+            return None
         peer_stage_id = self.homes.get((action.kind, peer_part_id, *action.unit))
         if peer_stage_id is None:
             unit = f"stage {stage_id}: {action} of part {action.part_id}"
             raise ScheduleError(f"{unit} has no counterpart on part {peer_part_id}: add it")
         if peer_stage_id == stage_id:
-            return ()
-        kind = kinds[action.kind]
-        return (Action(kind, *action.unit, action.part_id, action.chunk_id, peer_stage_id, peer_part_id),)
+            return None
+        return Action(kinds[action.kind], *action.unit, action.part_id, action.chunk_id, peer_stage_id, peer_part_id)
 
 
-def _lower_stage(wiring: Wiring, stage_id: int, receive_ahead: int) -> Iterator[Action]:
-    order = wiring.orders[stage_id]
+def _lower_stage(
+    wiring: Wiring, stage_id: int, order: Sequence[Action], closing: tuple[Action, ...]
+) -> Iterator[Action]:
     receives = [wiring.receive(action, stage_id) for action in order]
     loaded: set[int] = set()
     for index, action in enumerate(order):
-        first = index + receive_ahead if index else 0  # what would come before entry 0 is posted at entry 0
-        for receive in receives[first : index + receive_ahead + 1]:
-            yield from receive
+        first = index + RECEIVE_AHEAD if index else 0  # what would come before entry 0 is posted at entry 0
+        yield from filter(None, receives[first : index + RECEIVE_AHEAD + 1])
         if wiring.reads_batch(action) and action.micro_batch_id not in loaded:
             loaded.add(action.micro_batch_id)
             yield Action(Kind.LOAD, action.micro_batch_id, part_id=action.part_id, chunk_id=action.chunk_id)
         yield action
-        yield from wiring.send(action, stage_id)
-    yield from wiring.closing
+        if (send := wiring.send(action, stage_id)) is not None:
+            yield send
+    yield from closing
 
 
 def peak_live_slices(order: Sequence[Action]) -> int:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from .action import Action, ScheduleError
-from .lower import RECEIVE_AHEAD, StageSchedule, lower, peak_live_slices
+from .lower import StageSchedule, lower, peak_live_slices
 
 _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error shows on each side of the place
 
@@ -53,10 +53,6 @@ class Schedule:
         """Return what the engine of this stage runs: computations, loads, messages, reduces and the step."""
         return self._stages[self._checked(stage_id)]
 
-    def lowered(self, receive_ahead: int = RECEIVE_AHEAD) -> tuple[StageSchedule, ...]:
-        """Return what every stage runs, with receives posted `receive_ahead` computations early; see `lower`."""
-        return lower(self.orders, self.num_parts, self.forward_only, receive_ahead)
-
     def peak_live_slices(self) -> tuple[int, ...]:
         """Return, per stage, the most slices at once whose F has run and whose last of B and W has not."""
         return tuple(peak_live_slices(order) for order in self.orders)
@@ -68,7 +64,7 @@ class Schedule:
 
     @cached_property
     def _stages(self) -> tuple[StageSchedule, ...]:
-        return self.lowered()
+        return lower(self.orders, self.num_parts, self.forward_only)
 
     def _checked(self, stage_id: int) -> int:
         if not 0 <= stage_id < self.num_stages:

@@ -55,7 +55,10 @@ def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -
         lines.append("")
     if shown < count.num_slots:
         lines += [f"({count.num_slots - shown} more slots are not shown; the CSV form has every entry)", ""]
-    return "\n".join([*lines, *_footer(schedule, count)])
+    if not schedule.forward_only:  # without a backward nothing is kept for one, and this would be mistaken for memory
+        lines.append(f"peak live slices  {' '.join(map(str, schedule.peak_live_slices()))}")
+    idle = f"{count.num_idle} of {count.num_stages * count.num_slots} slots idle"
+    return "\n".join([*lines, f"bubble            {idle} ({100 * count.bubble_fraction:.1f} %)"])
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
@@ -88,24 +91,14 @@ def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
 
 def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
-    each = f"{slices[0]} each" if len(set(slices)) == 1 else " + ".join(map(str, slices[:8]))
-    more = " + ..." if len(set(slices)) > 1 and len(slices) > 8 else ""
+    each = " + ".join([*map(str, slices[:8]), *["..."] * (len(slices) > 8)])
+    counts = {"stage": schedule.num_stages, "micro-batch": schedule.num_micro_batches, "slice": sum(slices)}
+    words = [_many(number, noun) for noun, number in counts.items()]
+    words[-1] += f" ({slices[0]} each)" if len(set(slices)) == 1 else f" ({each})"
     mode = ", forward only" if schedule.forward_only else ""
-    return (
-        f"{schedule.name}{mode}: {_many(schedule.num_stages, 'stage')}, "
-        f"{_many(schedule.num_micro_batches, 'micro-batch')}, {_many(sum(slices), 'slice')} ({each}{more}), "
-        f"{_many(count.num_slots, 'slot')}"
-    )
+    return f"{schedule.name}{mode}: {', '.join(words)}, {_many(count.num_slots, 'slot')}"
 
 
 def _many(count: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{'' if count == 1 else plural}"
-
-
-def _footer(schedule: Schedule, count: SlotCount) -> list[str]:
-    peaks = " ".join(map(str, schedule.peak_live_slices()))
-    total = count.num_stages * count.num_slots
-    bubble = f"bubble            {count.num_idle} of {total} slots idle ({100 * count.bubble_fraction:.1f} %)"
-    # Without a backward nothing is kept for one, and the count of forwards would be mistaken for memory.
-    return [bubble] if schedule.forward_only else [f"peak live slices  {peaks}", bubble]

@@ -1,21 +1,22 @@
 """Proof that a schedule can run: every rule, checked on the very lists that the engine executes.
 
 `validate` checks in this order: the shape of the schedule, that every unit runs exactly once, the order
-within each stage, the lowered lists (loads, sends, receives), and that no stage waits for ever.
+within each stage, the messages of the lowered lists, and that no stage waits for ever.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NoReturn
 
-from .action import COMPUTE_KINDS, Action, Kind, ScheduleError
+from .action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, ComputeKey, Kind, ScheduleError
+from .lower import COMPUTE_OF
 from .schedule import Schedule
-from .validate_lowered import check_lowered
 
-Key = tuple[Kind, int, int, int]
-"""(kind, part_id, micro_batch_id, slice_id), as `Action.key`."""
+_Link = tuple[Kind, int, int, int, int]
+"""A wire in one direction: (F or B, source stage, source part, destination stage, destination part)."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -28,11 +29,11 @@ def validate(schedule: Schedule) -> None:
     _check_once(schedule)
     for stage_id in range(schedule.num_stages):
         _check_stage_order(schedule, stage_id)
-    check_lowered(schedule, [schedule.for_stage(stage_id) for stage_id in range(schedule.num_stages)])
+    _check_messages(schedule)
     replay(schedule)
 
 
-def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[Key]:
+def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[ComputeKey]:
     """Yield the keys of the computations whose results `action` needs."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
     if action.kind is Kind.FORWARD:
@@ -50,16 +51,16 @@ def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> I
         yield Kind.BACKWARD, part_id, micro_batch_id, slice_id
 
 
-def in_run_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Key]]]:
+def in_run_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[ComputeKey]]]:
     """Yield (stage, computation, what it needs), those of a stage in its order, each after all that it needs.
 
     Stages run their orders strictly in sequence and wait for the data they need. Raises `ScheduleError` where they
     wait for one another for ever.
     """
     num_parts = schedule.num_parts
-    done: set[Key] = set()
+    done: set[ComputeKey] = set()
     at = [0] * len(schedule.orders)
-    waiting: dict[Key, list[int]] = defaultdict(list)
+    waiting: dict[ComputeKey, list[int]] = defaultdict(list)
     ready = list(range(len(schedule.orders)))
     while ready:
         stage_id = ready.pop()
@@ -85,7 +86,7 @@ def replay(schedule: Schedule) -> list[list[int]]:
 
     Raises `ScheduleError` on a deadlock.
     """
-    ends: dict[Key, int] = {}
+    ends: dict[ComputeKey, int] = {}
     starts: list[list[int]] = [[] for _ in schedule.orders]
     for stage_id, action, needs in in_run_order(schedule):
         free = starts[stage_id][-1] + 1 if starts[stage_id] else 0
@@ -133,7 +134,7 @@ def _misplaced(schedule: Schedule, stage_id: int, action: Action) -> str:
 
 
 def _check_once(schedule: Schedule) -> None:
-    seen: set[Key] = set()
+    seen: set[ComputeKey] = set()
     homes: dict[tuple[int, int], tuple[int, int]] = {}  # (part, micro-batch) -> (stage, chunk)
     for stage_id, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
@@ -158,7 +159,7 @@ def _check_once(schedule: Schedule) -> None:
                     schedule.fail_at(f"{unit} of part {part_id} is missing: add it before", stage_id, index)
 
 
-def _first_in_need(schedule: Schedule, stage_id: int, key: Key) -> int:
+def _first_in_need(schedule: Schedule, stage_id: int, key: ComputeKey) -> int:
     """Return where a stage first needs the result of a missing computation; past the end if nowhere."""
     order = schedule.orders[stage_id]
     needs = (set(dependencies(action, schedule.num_parts, schedule.num_slices)) for action in order)
@@ -167,7 +168,7 @@ def _first_in_need(schedule: Schedule, stage_id: int, key: Key) -> int:
 
 def _check_stage_order(schedule: Schedule, stage_id: int) -> None:
     """Check the dependencies within one part, which show as a wrong order rather than as a deadlock."""
-    done: set[Key] = set()
+    done: set[ComputeKey] = set()
     for index, action in enumerate(schedule.orders[stage_id]):
         for key in dependencies(action, schedule.num_parts, schedule.num_slices):
             kind, part_id, micro_batch_id, slice_id = key
@@ -184,7 +185,29 @@ def _rule(action: Action, first: Action) -> str:
     return f"within a micro-batch {action.kind.value} runs in {direction}"
 
 
-def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, Key]) -> NoReturn:
+def _check_messages(schedule: Schedule) -> None:
+    """Check that each link carries its messages in the order in which they are awaited."""
+    sends: dict[_Link, list[Action]] = defaultdict(list)
+    receives: dict[_Link, list[Action]] = defaultdict(list)
+    for stage in map(schedule.for_stage, range(schedule.num_stages)):
+        for action in stage.actions:
+            here, there = (stage.stage_id, action.part_id), (action.peer_stage_id, action.peer_part_id)
+            if action.kind in SEND_KINDS:
+                sends[COMPUTE_OF[action.kind], *here, *there].append(action)
+            elif action.kind in RECV_KINDS:
+                receives[COMPUTE_OF[action.kind], *there, *here].append(action)
+    for link in {**sends, **receives}:
+        kind, source, _, destination, _ = link
+        for number, (sent, received) in enumerate(zip_longest(sends[link], receives[link])):
+            if sent is None or received is None or sent.unit != received.unit:
+                stage_id, message = (source, sent) if received is None else (destination, received)
+                keys = [action.key for action in schedule.orders[stage_id]]
+                reason = f"{received or 'no receive'} is message {number} of its link, but stage {source} sends"
+                reason += f" {sent or 'nothing'} there: give both the same order"
+                schedule.fail_at(reason, stage_id, keys.index((kind, message.part_id, *message.unit)))
+
+
+def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, ComputeKey]) -> NoReturn:
     """Follow who waits for whom until a stage comes up again, and show that circle."""
     homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
     chain = [min(waits)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from terapipe_ds.simulator.costs import SimulationError as SimulationError
+from terapipe_ds.simulator.costs import UnitCosts as UnitCosts
 from terapipe_ds.simulator.replay import Replay as Replay
-from terapipe_ds.simulator.replay import SimulationError as SimulationError
-from terapipe_ds.simulator.replay import UnitCosts as UnitCosts
 from terapipe_ds.simulator.replay import simulate as simulate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,19 +37,15 @@ class UnitCosts:
     share: float = 1.0
 
     def forward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of the forward of `tokens` tokens after `prefix` others."""
         return self.share * tokens / self.sequence_length
 
     def backward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of the backward, weight gradients included."""
         return self.share * 2 * tokens / self.sequence_length
 
     def weight_s(self, tokens: int, prefix: int) -> float:
-        """Return, of `backward_s`, the seconds of the weight gradients."""
         return self.share * tokens / self.sequence_length
 
     def send_s(self, tokens: int) -> float:
-        """Return the seconds that a message of `tokens` tokens is on its link."""
         return self.send_share * tokens / self.sequence_length
 
 
@@ -93,8 +89,8 @@ def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Spa
             `weight_s` above its `backward_s`.
     """
     needed: dict[int, set[int]] = {}
-    for cost, mine in zip(parts, rows, strict=True):
-        needed.setdefault(id(cost), set()).update(mine)
+    for cost, rows_of_part in zip(parts, rows, strict=True):
+        needed.setdefault(id(cost), set()).update(rows_of_part)
     tables: dict[int, Seconds] = {}
     for part_id, cost in enumerate(parts):
         if id(cost) not in tables:
@@ -102,22 +98,18 @@ def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Spa
     return np.stack([tables[id(cost)] for cost in parts])
 
 
-def _table(cost: Any, whose: str, rows: Iterable[int], spans: Sequence[Span]) -> Seconds:
+def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seconds:
     table = np.zeros((len(_METHODS) + 1, len(spans)))
-    wanted = set(rows)
-    if SPLIT_BACKWARD in wanted:
-        wanted |= {BACKWARD, WEIGHT}
-    for row in sorted(wanted - {SPLIT_BACKWARD}):
+    is_split = SPLIT_BACKWARD in rows
+    for row in sorted(rows - {SPLIT_BACKWARD} | ({BACKWARD, WEIGHT} if is_split else set())):
         name = _METHODS[row]
-        method = getattr(cost, name, None)
-        if method is not None:
-            seconds = _ask(method, bool(getattr(cost, "vectorized", False)), spans, takes_prefix=row != SEND)
-            table[row] = _checked(seconds, f"{whose}, {name}", spans)
+        if hasattr(cost, name):
+            table[row] = _checked(_ask(cost, row, spans), f"{whose}, {name}", spans)
         elif row == WEIGHT:
             raise SimulationError(f"the schedule has W but {whose} have no weight_s(tokens, prefix): add it")
         elif row != SEND:
             raise SimulationError(f"{whose} ({type(cost).__name__}) have no {name}(tokens, prefix): add it")
-    if SPLIT_BACKWARD in wanted:
+    if is_split:
         table[SPLIT_BACKWARD] = table[BACKWARD] - table[WEIGHT]
         for span, left_s in zip(spans, table[SPLIT_BACKWARD], strict=True):
             if left_s < 0:
@@ -127,26 +119,23 @@ def _table(cost: Any, whose: str, rows: Iterable[int], spans: Sequence[Span]) ->
     return table
 
 
-def _ask(method: Callable[..., Any], vectorized: bool, spans: Sequence[Span], takes_prefix: bool) -> list[Any]:
-    if not takes_prefix:
-        distinct = list(dict.fromkeys(tokens for tokens, _ in spans))
-        answers = method(np.array(distinct)) if vectorized else [method(tokens) for tokens in distinct]
-        by_tokens = dict(zip(distinct, _spread(answers, len(distinct)) if vectorized else answers, strict=True))
-        return [by_tokens[tokens] for tokens, _ in spans]
-    if not vectorized:
-        return [method(tokens, prefix) for tokens, prefix in spans]
-    tokens, prefixes = np.array(spans).T
-    return _spread(method(tokens, prefixes), len(spans))
-
-
-def _spread(answer: Any, count: int) -> list[Any]:
-    """Return an array of answers as a list; one number stands for all."""
-    array = np.asarray(answer)
-    if array.shape not in ((), (count,)):
-        raise SimulationError(
-            f"vectorized costs gave an array of shape {array.shape} for {count} pairs: give one number per pair"
-        )
-    return list(np.broadcast_to(array, (count,)).tolist())
+def _ask(cost: Any, row: int, spans: Sequence[Span]) -> list[Any]:
+    """Return one answer per span; costs that are vectorized may give one number for all."""
+    method = getattr(cost, _METHODS[row])
+    arguments = [(tokens,) for tokens, _ in spans] if row == SEND else spans
+    distinct = list(dict.fromkeys(arguments))
+    if getattr(cost, "vectorized", False):
+        array = np.asarray(method(*np.array(distinct).T))
+        if array.shape not in ((), (len(distinct),)):
+            raise SimulationError(
+                f"vectorized costs gave an array of shape {array.shape} for {len(distinct)} pairs: give one number per"
+                " pair"
+            )
+        answers = np.broadcast_to(array, (len(distinct),)).tolist()
+    else:
+        answers = [method(*argument) for argument in distinct]
+    by_argument = dict(zip(distinct, answers, strict=True))
+    return [by_argument[argument] for argument in arguments]
 
 
 def _checked(seconds: Sequence[Any], whose: str, spans: Sequence[Span]) -> Seconds:

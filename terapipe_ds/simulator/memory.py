@@ -4,134 +4,96 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+from typing import Protocol
 
 from terapipe_ds.schedule import Action, Kind, Schedule
 
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""`spans[micro_batch_id][slice_id]` is (start, stop)."""
 ByteSteps = tuple[tuple[float, int], ...]
 """(from this time on, bytes), times ascending."""
 
 _Held = tuple[str, int, int, int]
+"""(method that says its bytes, part, micro-batch, slice; -1 for what the slices of a micro-batch share)."""
 
 
-def during_and_after(
-    schedule: Schedule, spans: Sequence[Sequence[tuple[int, int]]], memory: Any
-) -> list[list[tuple[int, int]]]:
-    """Return, per stage and computation in order, the bytes while it runs, and those once it has run.
+class Memory(Protocol):
+    """What the simulator asks; `planner.memory.MemoryModel` says what each share is."""
 
-    `spans[micro_batch_id][slice_id]` is (start, stop). `memory` has `static_bytes(part_id)`,
-    `store_bytes(part_id, sequence_length)`, `store_grad_bytes(part_id, sequence_length)`, `slice_bytes(part_id,
-    tokens, prefix)` and `working_bytes(part_id, tokens, prefix)`. Three more are asked where it has them:
-    `gradient_bytes(part_id)`; `whole_bytes(part_id, sequence_length)`, which takes the place of the two of the
-    store for a micro-batch that is one slice; `weight_bytes(part_id, tokens, prefix)`, what is left of a slice
-    between its B and its W.
+    def static_bytes(self, part_id: int) -> int: ...
+    def gradient_bytes(self, part_id: int) -> int: ...
+    def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
+    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int: ...
+    def whole_bytes(self, part_id: int, sequence_length: int) -> int: ...
+    def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
+    def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
+    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
 
-    A slice counts from its F to the end of its B; then what its W needs, if it has one (all of it, where memory does
-    not say). The store of a micro-batch counts from its first F to its last B on the part, the gradients of the store
-    from its first B to its last. Without backward a slice counts while its F runs, and the store until the F of the
-    last slice: an evaluation keeps nothing else. The gradients of a part's parameters come while its first B runs, as
-    much as what the slice kept goes, and stay.
+
+def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory) -> list[int]:
+    """Return what a stage holds before its first computation, and then two numbers per computation of its order: the
+    bytes while it runs, and those once it has run.
+
+    A slice counts from its F to the end of its B; then what its W needs, if it has one. The store of a micro-batch
+    counts from its first F to its last B on the part, the gradients of the store from its first B to its last; for a
+    micro-batch that is one slice `whole_bytes` takes the place of both. Without backward a slice counts while its F
+    runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
+    parameters come while its first B runs, as much as what the slice kept goes, and stay.
     """
-    return [
-        _of_stage(order, static_bytes(schedule, stage_id, memory), spans, memory)
-        for stage_id, order in enumerate(schedule.orders)
-    ]
-
-
-def _of_stage(
-    order: Sequence[Action], static: int, spans: Sequence[Sequence[tuple[int, int]]], memory: Any
-) -> list[tuple[int, int]]:
-    first: dict[_Held, int] = {}
+    order = schedule.orders[stage_id]
+    parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
+    split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     last: dict[_Held, int] = {}
+    gained: Counter[int] = Counter()  # index in the order -> bytes, when that computation starts
+    after: Counter[int] = Counter()  # the same, once it has run
     for index, action in enumerate(order):
-        whole = len(spans[action.micro_batch_id]) == 1 and hasattr(memory, "whole_bytes")
-        for held in _held_for(action, whole, hasattr(memory, "weight_bytes")):
-            first.setdefault(held, index)
+        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1):
+            if held not in last:
+                gained[index] += _size(held, spans, memory)
             last[held] = index
-    gained, lost = [0] * len(order), [0] * len(order)
-    for held, begin in first.items():
-        size = _size(held, spans, memory)
-        gained[begin] += size
-        lost[last[held]] += size
-    bytes_of = []
-    now = static
-    changes = _changes_after(order, spans, memory)
+        if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
+            size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
+            after[index] += size if action.kind is Kind.BACKWARD else -size
+    for held, index in last.items():
+        after[index] -= _size(held, spans, memory)
+    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
+    for part_id, index in backwards.items():
+        after[index] += memory.gradient_bytes(part_id)
+    now = sum(map(memory.static_bytes, parts))
+    numbers = [now]
     for index, action in enumerate(order):
-        now += gained[index]
         start, stop = spans[action.micro_batch_id][action.slice_id]
-        after = now - lost[index] + changes[index]
-        during = max(now, after) + memory.working_bytes(action.part_id, stop - start, start)
-        now = after
-        bytes_of.append((during, now))
-    return bytes_of
+        now += gained[index]
+        numbers.append(max(now, now + after[index]) + memory.working_bytes(action.part_id, stop - start, start))
+        now += after[index]
+        numbers.append(now)
+    return numbers
 
 
-def _changes_after(order: Sequence[Action], spans: Sequence[Sequence[tuple[int, int]]], memory: Any) -> Counter[int]:
-    """Return index in the order -> change in bytes once that computation has run: the gradients of parameters, which
-    come with a part's first B, and what W needs, added at its B and removed at its W."""
-    changes: Counter[int] = Counter()
-    if hasattr(memory, "gradient_bytes"):
-        backwards = [(action.part_id, i) for i, action in enumerate(order) if action.kind is Kind.BACKWARD]
-        for part_id, index in dict(reversed(backwards)).items():
-            changes[index] += memory.gradient_bytes(part_id)
-    if hasattr(memory, "weight_bytes"):
-        split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
-        for index, action in enumerate(order):
-            if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
-                size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
-                changes[index] += size if action.kind is Kind.BACKWARD else -size
-    return changes
+def _held_for(action: Action, is_whole: bool) -> list[_Held]:
+    """Return what has to be there while an action runs; W needs no keys and values any more."""
+    if action.kind is Kind.WEIGHT:
+        return []
+    shared = ["whole_bytes"] if is_whole else ["store_bytes"]
+    if action.kind is Kind.BACKWARD and not is_whole:
+        shared.append("store_grad_bytes")
+    of_slice = "slice_bytes", action.part_id, *action.unit
+    return [of_slice, *((method, action.part_id, action.micro_batch_id, -1) for method in shared)]
 
 
-def _held_for(action: Action, whole: bool, says_weights: bool) -> list[_Held]:
-    """Return what has to be there while an action runs, as (method that says its bytes, part, micro-batch, slice)."""
-    part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
-    if action.kind is Kind.WEIGHT:  # keys and values are of no use any more
-        return [] if says_weights else [("slice_bytes", part_id, micro_batch_id, slice_id)]
-    held = [("slice_bytes", part_id, micro_batch_id, slice_id)]
-    held.append(("whole_bytes" if whole else "store_bytes", part_id, micro_batch_id, -1))
-    if action.kind is Kind.BACKWARD and not whole:
-        held.append(("store_grad_bytes", part_id, micro_batch_id, -1))
-    return held
-
-
-def _size(held: _Held, spans: Sequence[Sequence[tuple[int, int]]], memory: Any) -> int:
+def _size(held: _Held, spans: Spans, memory: Memory) -> int:
     method, part_id, micro_batch_id, slice_id = held
     start, stop = spans[micro_batch_id][slice_id]
     size: int = getattr(memory, method)(part_id, *((stop - start, start) if slice_id >= 0 else (stop,)))
     return size
 
 
-def peaks(schedule: Schedule, bytes_of: list[list[tuple[int, int]]], memory: Any) -> tuple[int, ...]:
-    """Return the most bytes of every stage."""
-    return tuple(
-        max([static_bytes(schedule, stage_id, memory), *(during for during, _ in mine)])
-        for stage_id, mine in enumerate(bytes_of)
-    )
+def over_time(numbers: Sequence[int], times: Sequence[tuple[float, float]]) -> ByteSteps:
+    """Return the numbers of `bytes_of_stage` over time; `times` has start and end of each computation.
 
-
-def step_functions(
-    schedule: Schedule,
-    bytes_of: list[list[tuple[int, int]]],
-    memory: Any,
-    times: Sequence[Sequence[tuple[float, float]]],
-) -> tuple[ByteSteps, ...]:
-    """Return bytes over time; `times` has start and end of each computation. What takes no time does not show."""
-    functions = []
-    for stage_id, mine in enumerate(bytes_of):
-        steps = {0.0: static_bytes(schedule, stage_id, memory)}
-        for (during, after), (start_s, end_s) in zip(mine, times[stage_id], strict=True):
-            steps[start_s] = during
-            steps[end_s] = after
-        changes: list[tuple[float, int]] = []
-        for time_s, number in steps.items():
-            if not changes or changes[-1][1] != number:
-                changes.append((time_s, number))
-        functions.append(tuple(changes))
-    return tuple(functions)
-
-
-def static_bytes(schedule: Schedule, stage_id: int, memory: Any) -> int:
-    """Return what the parts of a stage hold all along."""
-    parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    return sum(memory.static_bytes(part_id) for part_id in sorted(parts))
+    What takes no time does not show, nor what changes nothing.
+    """
+    moments = [0.0, *(time_s for span in times for time_s in span)]
+    steps = dict(zip(moments, numbers, strict=True))
+    return tuple(next(same) for _, same in groupby(steps.items(), key=lambda step: step[1]))

@@ -20,8 +20,8 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, validate
-from terapipe_ds.schedule.lower import DIRECTION
-from terapipe_ds.schedule.validate import Key, in_run_order
+from terapipe_ds.schedule.lower import Wiring
+from terapipe_ds.schedule.validate import in_run_order
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,
@@ -30,31 +30,28 @@ from terapipe_ds.simulator.costs import (
     WEIGHT,
     SimulationError,
     Span,
-    UnitCosts,
     costs_per_part,
     plan_per_micro_batch,
     tabulate,
 )
-from terapipe_ds.simulator.memory import during_and_after, peaks, step_functions
+from terapipe_ds.simulator.memory import Memory, bytes_of_stage, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
-__all__ = ["Replay", "SimulationError", "UnitCosts", "simulate"]
-
-_SEND_KIND = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRAD}
+Plans = SlicePlan | Sequence[SlicePlan]
+"""How the sequences are cut: one plan for all micro-batches, or one per micro-batch."""
 
 
 def simulate(
     schedule: Schedule,
-    plan: SlicePlan | Sequence[SlicePlan],
+    plan: Plans,
     costs: Any,
     *,
-    memory: Any = None,
+    memory: Memory | None = None,
     overlap: bool = True,
 ) -> Timeline:
     """Return what one batch of `schedule` does when, from time 0 on.
 
     Args:
-        plan: how the sequences are cut; one plan, or one per micro-batch.
         costs: `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`, optionally `send_s(tokens)` (of the
             sending part; without it links cost nothing) and `weight_s(tokens, prefix)` (of the backward, what W
             takes); one object for all parts or a list with one per part.
@@ -91,12 +88,9 @@ class Replay:
     def __init__(self, schedule: Schedule) -> None:
         """Raises ScheduleError where the schedule cannot run."""
         self.schedule = schedule
-        self.num_parts = schedule.num_parts
-        self._peak_live_slices = schedule.peak_live_slices()
-        self._homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
+        self._num_parts = schedule.num_parts
         self._check_complete()
-        self._nodes = self._in_run_order()
-        self._number_nodes()
+        self._find_nodes()
         self._find_links()
 
     @staticmethod
@@ -105,111 +99,101 @@ class Replay:
         """Return the replay of a schedule, built when it is first asked for; the latest few are kept."""
         return Replay(schedule)
 
-    def makespan(self, plan: SlicePlan | Sequence[SlicePlan], costs: Any, *, overlap: bool = True) -> float:
+    def makespan(self, plan: Plans, costs: Any, *, overlap: bool = True) -> float:
         """Return `run(...).makespan_s` without the events: for a search over many plans."""
         _, _, seconds, sends = self._durations(plan, costs)
         return max(self._pass(seconds, sends, overlap).ends)
 
-    def peak_bytes(self, plan: SlicePlan | Sequence[SlicePlan], memory: Any) -> tuple[int, ...]:
+    def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
         """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
-        spans = [one.spans() for one in plan_per_micro_batch(plan, self.schedule.num_slices)]
-        return peaks(self.schedule, during_and_after(self.schedule, spans, memory), memory)
+        return tuple(map(max, self._bytes_of_stages(plan_per_micro_batch(plan, self.schedule.num_slices), memory)))
 
-    def run(
-        self, plan: SlicePlan | Sequence[SlicePlan], costs: Any, *, memory: Any = None, overlap: bool = True
-    ) -> Timeline:
+    def run(self, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True) -> Timeline:
         """Return what `simulate` does."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
         times = self._pass(seconds, sends, overlap)
-        computed = [self._computation(i, times) for i in range(len(self._nodes))]
-        sent = {i: self._transfer(i, times) for i, link in enumerate(self._links) if link >= 0 and has_sends[i]}
-        events = sorted([*computed, *sent.values()], key=lambda event: (event.start_s, event.stage_id))
+        computed = [self._event(i, node, times.starts[i], times.ends[i]) for i, node in enumerate(self._nodes)]
+        sent = {
+            i: self._event(i, message, times.send_starts[i], times.sent[i])
+            for i, message in enumerate(self._messages)
+            if message is not None and has_sends[i]
+        }
         peak_bytes, bytes_over_time = None, None
         if memory is not None:
-            bytes_of = during_and_after(self.schedule, [one.spans() for one in plans], memory)
-            peak_bytes = peaks(self.schedule, bytes_of, memory)
-            bytes_over_time = step_functions(self.schedule, bytes_of, memory, self._spans_of_stages(times))
-        path = self._critical_path(times, computed, sent, overlap)
-        head = self.schedule.num_stages, tuple(events), self.schedule.name, self._peak_live_slices, peak_bytes
-        return Timeline(*head, critical_path=path, bytes_over_time=bytes_over_time)
+            numbers = self._bytes_of_stages(plans, memory)
+            spans: list[list[tuple[float, float]]] = [[] for _ in numbers]
+            for stage_id, start_s, end_s in zip(self._stages, times.starts, times.ends, strict=True):
+                spans[stage_id].append((start_s, end_s))
+            peak_bytes, bytes_over_time = tuple(map(max, numbers)), tuple(map(over_time, numbers, spans))
+        return Timeline(
+            self.schedule.num_stages,
+            tuple(sorted([*computed, *sent.values()], key=lambda event: (event.start_s, event.stage_id))),
+            self.schedule.name,
+            self.schedule.peak_live_slices(),
+            peak_bytes,
+            bytes_over_time,
+            self._critical_path(times, computed, sent, overlap),
+        )
 
     # --- what the schedule alone decides
 
-    def _in_run_order(self) -> list[Action]:
-        """Return all computations, those of a stage in its order, each after those that it needs."""
-        try:
-            return [action for _, action, _ in in_run_order(self.schedule)]
-        except ScheduleError:
-            validate(self.schedule)  # says best what is wrong with it
-            raise
-
     def _check_complete(self) -> None:
         """Check that every computation is there once, at its part's place; `validate` says best what is wrong."""
-        schedule = self.schedule
-        counts = enumerate(schedule.num_slices)
-        units = [(part_id, m, s) for m, count in counts for s in range(count) for part_id in range(self.num_parts)]
-        kinds = (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-        missing = {(kind, *unit) for unit in units for kind in kinds[:2]} - self._homes.keys()
-        unknown = self._homes.keys() - {(kind, *unit) for unit in units for kind in kinds}
-        placed = (
-            schedule.placement.get((stage_id, action.chunk_id)) == action.part_id
-            for stage_id, order in enumerate(schedule.orders)
-            for action in order
-        )
-        once = len(self._homes) == sum(map(len, schedule.orders))
-        if not (units and once and not missing and not unknown and all(placed)):
+        schedule, parts = self.schedule, range(self._num_parts)
+        placed = [(stage_id, action) for stage_id, order in enumerate(schedule.orders) for action in order]
+        keys = {action.key for _, action in placed}
+        units = [(part_id, m, s) for m, n in enumerate(schedule.num_slices) for s in range(n) for part_id in parts]
+        kinds = (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, Kind.BACKWARD)
+        needed = {(kind, *unit) for kind in kinds for unit in units}
+        weights = set() if schedule.forward_only else {(Kind.WEIGHT, *unit) for unit in units}
+        at_home = all(schedule.placement.get((stage_id, a.chunk_id)) == a.part_id for stage_id, a in placed)
+        if not (needed and needed <= keys <= needed | weights and at_home and len(keys) == len(placed)):
             validate(schedule)
             raise SimulationError(f"schedule {schedule.name!r} cannot be replayed: check it with validate()")
 
-    def _input_of(self, action: Action) -> Key | None:
-        """Return the computation of another part whose result an action waits for. W takes what its B has kept."""
-        part_id = action.part_id - DIRECTION.get(action.kind, 0)
-        known = action.kind in DIRECTION and 0 <= part_id < self.num_parts
-        return (action.kind, part_id, *action.unit) if known else None
-
-    def _number_nodes(self) -> None:
-        """Find, per node: its stage, the node it needs (or a last one that is done at 0), its part, unit and row."""
+    def _find_nodes(self) -> None:
+        """Find all computations, those of a stage in its order, each after those that it needs; and per node: its
+        stage, part, unit, row of the table, and the node of another part that it needs (or a last one, done at 0)."""
+        try:
+            placed = list(in_run_order(self.schedule))
+        except ScheduleError:
+            validate(self.schedule)  # says best what is wrong with it
+            raise
+        self._nodes = [action for _, action, _ in placed]
+        self._stages = [stage_id for stage_id, _, _ in placed]
         number = {action.key: i for i, action in enumerate(self._nodes)}
+        inputs = ((number[key] for key in needs if key[1] != action.part_id) for _, action, needs in placed)
+        self._inputs = [next(keys, len(placed)) for keys in inputs]
         split = {(a.part_id, a.unit) for a in self._nodes if a.kind is Kind.WEIGHT}
-        starts = np.cumsum([0, *self.schedule.num_slices]).tolist()
         rows = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}
-        self._stages = [self._homes[action.key] for action in self._nodes]
-        self._inputs: list[int] = []
-        row_of: list[int] = []
-        for action in self._nodes:
-            needs = self._input_of(action)
-            self._inputs.append(len(self._nodes) if needs is None else number[needs])
-            is_split = action.kind is Kind.BACKWARD and (action.part_id, action.unit) in split
-            row_of.append(SPLIT_BACKWARD if is_split else rows[action.kind])
-        self._rows = np.array(row_of)
+        splits = [a.kind is Kind.BACKWARD and (a.part_id, a.unit) in split for a in self._nodes]
+        self._rows = np.where(splits, SPLIT_BACKWARD, [rows[action.kind] for action in self._nodes])
         self._parts = np.array([action.part_id for action in self._nodes])
+        starts = np.cumsum([0, *self.schedule.num_slices]).tolist()
         self._units = np.array([starts[action.micro_batch_id] + action.slice_id for action in self._nodes])
 
     def _find_links(self) -> None:
-        """Find, per node, the number of the link on which its result leaves, -1 where it stays on its stage."""
-        numbers: dict[Key, int] = {}  # (kind, part, stage, stage at the other end)
+        """Find, per node, the message that takes its result to another stage, and the number of its link or -1."""
+        wiring = Wiring(self.schedule.orders, self._num_parts)
+        numbers: dict[tuple[object, ...], int] = {}
+        self._messages: list[Action | None] = []
         self._links: list[int] = []
-        self._peers: list[tuple[int, int]] = []  # (stage, part) at the other end
-        for action, stage_id in zip(self._nodes, self._stages, strict=True):
-            peer_part_id = action.part_id + DIRECTION.get(action.kind, 0)
-            peer = self._homes.get((action.kind, peer_part_id, *action.unit), stage_id)
-            self._peers.append((peer, peer_part_id))
-            key = (action.kind, action.part_id, stage_id, peer)
-            self._links.append(-1 if peer == stage_id else numbers.setdefault(key, len(numbers)))
+        self._rows_of_parts: list[set[int]] = [set() for _ in range(self._num_parts)]
+        for action, stage_id, row in zip(self._nodes, self._stages, self._rows.tolist(), strict=True):
+            message = wiring.send(action, stage_id)
+            self._messages.append(message)
+            self._rows_of_parts[action.part_id] |= {row} if message is None else {row, SEND}
+            link = (action.kind, action.part_id, stage_id, -1 if message is None else message.peer_stage_id)
+            self._links.append(-1 if message is None else numbers.setdefault(link, len(numbers)))
         self._num_links = len(numbers)
         self._sends = np.array(self._links) >= 0
-        self._rows_of_parts: list[set[int]] = [set() for _ in range(self.num_parts)]
-        for part_id, row, sends in zip(self._parts.tolist(), self._rows.tolist(), self._sends.tolist(), strict=True):
-            self._rows_of_parts[part_id] |= {row, SEND} if sends else {row}
 
     # --- one replay
 
-    def _durations(
-        self, plan: SlicePlan | Sequence[SlicePlan], costs: Any
-    ) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
+    def _durations(self, plan: Plans, costs: Any) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
         """Return the plans, and per node: whether messages of its part take time, its seconds, those of its message."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
-        parts = costs_per_part(costs, self.num_parts)
+        parts = costs_per_part(costs, self._num_parts)
         numbers: dict[Span, int] = {}
         span_of_unit = [
             numbers.setdefault((length, start), len(numbers))
@@ -250,30 +234,19 @@ class Replay:
 
     # --- what is made of it
 
-    def _computation(self, i: int, times: _Times) -> TimelineEvent:
-        return self._event(i, self._nodes[i], times.starts[i], times.ends[i])
-
-    def _transfer(self, i: int, times: _Times) -> TimelineEvent:
-        action = self._nodes[i]
-        send = Action(_SEND_KIND[action.kind], *action.unit, action.part_id, action.chunk_id, *self._peers[i])
-        return self._event(i, send, times.send_starts[i], times.sent[i])
+    def _bytes_of_stages(self, plans: Sequence[SlicePlan], memory: Memory) -> list[list[int]]:
+        spans = [plan.spans() for plan in plans]
+        return [bytes_of_stage(self.schedule, k, spans, memory) for k in range(self.schedule.num_stages)]
 
     def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
         what = str(action), *action.unit, action.kind.value
         return TimelineEvent(self._stages[i], *what, start_s, end_s, action.chunk_id)
 
-    def _spans_of_stages(self, times: _Times) -> list[list[tuple[float, float]]]:
-        """Return, per stage, start and end of its computations in their order."""
-        spans: list[list[tuple[float, float]]] = [[] for _ in self.schedule.orders]
-        for stage_id, start, end in zip(self._stages, times.starts, times.ends, strict=True):
-            spans[stage_id].append((start, end))
-        return spans
-
     def _critical_path(
         self, times: _Times, computed: list[TimelineEvent], sent: dict[int, TimelineEvent], overlap: bool
     ) -> tuple[CriticalStep, ...]:
         """Walk back from the last end: each step starts in the moment in which the one before it ends."""
-        before_on_stage, before_on_link = self._predecessors()
+        before_on_stage, before_on_link = _previous(self._stages), _previous(self._links)
         node, on_link = max(range(len(computed)), key=times.ends.__getitem__), False
         steps: list[CriticalStep] = []
         while node >= 0:
@@ -296,15 +269,12 @@ class Replay:
             node = before
         return tuple(reversed(steps))
 
-    def _predecessors(self) -> tuple[list[int], list[int]]:
-        """Return, per node, the one before it on its stage and the one before it on its link; -1 for none."""
-        on_stage: dict[int, int] = {}
-        on_link: dict[int, int] = {}
-        stages, links = [], []
-        for i, (stage_id, link) in enumerate(zip(self._stages, self._links, strict=True)):
-            stages.append(on_stage.get(stage_id, -1))
-            links.append(on_link.get(link, -1) if link >= 0 else -1)
-            on_stage[stage_id] = i
-            if link >= 0:
-                on_link[link] = i
-        return stages, links
+
+def _previous(groups: Sequence[int]) -> list[int]:
+    """Return, per node, the last one before it of the same group; -1 for none."""
+    latest: dict[int, int] = {}
+    previous = []
+    for node, group in enumerate(groups):
+        previous.append(latest.get(group, -1))
+        latest[group] = node
+    return previous

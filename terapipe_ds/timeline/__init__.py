@@ -4,22 +4,10 @@
 timelines of one schedule side by side.
 """
 
-from terapipe_ds.timeline.timeline import (
-    COMPUTE_KINDS,
-    CriticalStep,
-    Timeline,
-    TimelineError,
-    TimelineEvent,
-    parse_file_name,
-    timeline_file_name,
-)
-
-__all__ = [
-    "COMPUTE_KINDS",
-    "CriticalStep",
-    "Timeline",
-    "TimelineError",
-    "TimelineEvent",
-    "parse_file_name",
-    "timeline_file_name",
-]
+from terapipe_ds.timeline.timeline import COMPUTE_KINDS as COMPUTE_KINDS
+from terapipe_ds.timeline.timeline import CriticalStep as CriticalStep
+from terapipe_ds.timeline.timeline import Timeline as Timeline
+from terapipe_ds.timeline.timeline import TimelineError as TimelineError
+from terapipe_ds.timeline.timeline import TimelineEvent as TimelineEvent
+from terapipe_ds.timeline.timeline import parse_file_name as parse_file_name
+from terapipe_ds.timeline.timeline import timeline_file_name as timeline_file_name

@@ -20,7 +20,7 @@ class CompareError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class Quantity:
     """One quantity as predicted and as measured.
 
     `what`: makespan_s and bubble_fraction of the step; busy_s, wait_s and bubble_fraction of a stage; duration_s,
@@ -57,10 +57,10 @@ class Row:
 class Comparison:
     """The table. `summary` has the step and its stages, `actions` three rows per computation in predicted order."""
 
-    summary: tuple[Row, ...]
-    actions: tuple[Row, ...]
+    summary: tuple[Quantity, ...]
+    actions: tuple[Quantity, ...]
 
-    def of_actions(self, what: str, kind: str | None = None) -> list[Row]:
+    def of_actions(self, what: str, kind: str | None = None) -> list[Quantity]:
         """Return the rows of one quantity of all computations, or of those of one kind."""
         return [row for row in self.actions if row.what == what and kind in (None, row.kind)]
 
@@ -73,7 +73,7 @@ class Comparison:
         """Return the median of measured minus predicted start."""
         return statistics.median(row.difference for row in self.of_actions("start_s"))
 
-    def sections(self) -> dict[str, list[Row]]:
+    def sections(self) -> dict[str, list[Quantity]]:
         """Return the rows worth reading: the summary, and the actions that differ most in length, wait and start."""
         longer = [row for row in self.of_actions("wait_s") if row.difference > 0]
         return {
@@ -114,25 +114,23 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         CompareError: other numbers of stages, other computations, or another order on a stage.
     """
     if predicted.num_stages != measured.num_stages:
-        raise CompareError(
-            f"not the same schedule: {predicted.num_stages} stages predicted, {measured.num_stages} measured;"
-            " simulate the schedule that ran"
-        )
+        counts = f"{predicted.num_stages} stages predicted, {measured.num_stages} measured"
+        raise CompareError(f"not the same schedule: {counts}; simulate the schedule that ran")
     both = _by_stage(predicted, "predicted"), _by_stage(measured, "measured")
     _check_same(*both)
     summary = [
-        Row("makespan_s", predicted.makespan_s, measured.makespan_s),
-        Row("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
+        Quantity("makespan_s", predicted.makespan_s, measured.makespan_s),
+        Quantity("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
     ]
-    actions: list[Row] = []
+    actions: list[Quantity] = []
     zeros_s = [min(event.start_s for stage in stages for event in stage.values()) for stages in both]
     for stage_id, bubbles in enumerate(zip(predicted.bubbles(), measured.bubbles(), strict=True)):
-        rows = _rows_of(stage_id, both[0][stage_id], both[1][stage_id], zeros_s)
+        rows = _rows_of(stage_id, [stages[stage_id] for stages in both], zeros_s)
         for kind in COMPUTE_KINDS:
             if durations := [row for row in rows if (row.what, row.kind) == ("duration_s", kind)]:
-                summary.append(Row("busy_s", *_sums(durations), stage_id, kind=kind))
-        summary.append(Row("wait_s", *_sums(row for row in rows if row.what == "wait_s"), stage_id))
-        summary.append(Row("bubble_fraction", *bubbles, stage_id))
+                summary.append(Quantity("busy_s", *_sums(durations), stage_id, kind=kind))
+        summary.append(Quantity("wait_s", *_sums(row for row in rows if row.what == "wait_s"), stage_id))
+        summary.append(Quantity("bubble_fraction", *bubbles, stage_id))
         actions += rows
     starts = {(row.stage_id, row.action): row.predicted for row in actions if row.what == "start_s"}
     actions.sort(key=lambda row: starts[row.stage_id, row.action])
@@ -154,53 +152,53 @@ def _by_stage(timeline: Timeline, which: str) -> list[dict[str, TimelineEvent]]:
 
 
 def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[str, TimelineEvent]]) -> None:
-    only = []
+    problems = []
     for which, these, others in (("predicted", predicted, measured), ("measured", measured, predicted)):
         names = [f"stage {k} {name}" for k, stage in enumerate(these) for name in stage if name not in others[k]]
         if names:
             more = ", ..." if len(names) > 3 else ""
-            only.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
-    if only:
-        raise CompareError(f"not the same schedule: {'; '.join(only)}; simulate the schedule and the plan that ran")
-    for stage_id, stages in enumerate(zip(predicted, measured, strict=True)):
-        for index, (one, other) in enumerate(zip(*stages, strict=True)):
-            if one != other:
-                raise CompareError(
-                    f"not the same schedule: computation {index} of stage {stage_id} is {one} as predicted, {other} as"
-                    " measured; simulate the schedule that ran"
-                )
+            problems.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
+    problems = (
+        problems
+        or [
+            f"computation {index} of stage {stage_id} is {one} as predicted, {other} as measured"
+            for stage_id, stages in enumerate(zip(predicted, measured, strict=True))
+            for index, (one, other) in enumerate(zip(*stages, strict=True))
+            if one != other
+        ][:1]
+    )
+    if problems:
+        raise CompareError(f"not the same schedule: {'; '.join(problems)}; simulate the schedule and the plan that ran")
 
 
-def _rows_of(
-    stage_id: int, predicted: dict[str, TimelineEvent], measured: dict[str, TimelineEvent], zeros_s: list[float]
-) -> list[Row]:
+def _rows_of(stage_id: int, both: list[dict[str, TimelineEvent]], zeros_s: list[float]) -> list[Quantity]:
     """Return duration, start and wait of every computation of a stage."""
     ends_s = list(zeros_s)
     rows = []
-    for name, event in predicted.items():
-        values: dict[str, list[float]] = {"duration_s": [], "start_s": [], "wait_s": []}
-        for which, ran in enumerate((event, measured[name])):
-            values["duration_s"].append(ran.end_s - ran.start_s)
-            values["start_s"].append(ran.start_s - zeros_s[which])
-            values["wait_s"].append(max(ran.start_s - ends_s[which], 0.0))
+    for name, event in both[0].items():
+        values = []
+        for which, ran in enumerate(stage[name] for stage in both):
+            wait_s = max(ran.start_s - ends_s[which], 0.0)
+            values.append((ran.end_s - ran.start_s, ran.start_s - zeros_s[which], wait_s))
             ends_s[which] = max(ends_s[which], ran.end_s)
-        rows += [Row(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
+        for what, predicted, measured in zip(("duration_s", "start_s", "wait_s"), *values, strict=True):
+            rows.append(Quantity(what, predicted, measured, stage_id, name, event.kind))
     return rows
 
 
-def _sums(rows: Iterable[Row]) -> tuple[float, float]:
+def _sums(rows: Iterable[Quantity]) -> tuple[float, float]:
     rows = list(rows)
     return math.fsum(row.predicted for row in rows), math.fsum(row.measured for row in rows)
 
 
-def _factor(row: Row) -> float:
+def _factor(row: Quantity) -> float:
     """Return how far a ratio is from 1, on a scale on which twice and half are as far."""
     if row.predicted == row.measured:
         return 0.0
     return abs(math.log(row.measured / row.predicted)) if min(row.predicted, row.measured) > 0 else math.inf
 
 
-def _line(row: Row, indent: str) -> str:
+def _line(row: Quantity, indent: str) -> str:
     if row.what == "bubble_fraction":
         return f"{indent + row.name:<22}{100 * row.predicted:>12.1f}{100 * row.measured:>12.1f}"
     return f"{indent + row.name:<22}{row.predicted:>12.6g}{row.measured:>12.6g}{_ratio(row.ratio):>8}"

@@ -33,7 +33,6 @@ def draw_timelines(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLi
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise TimelineError(f"cannot draw to {os.fspath(path)!r}: end the name in .png, .svg or .pdf")
-    _check_drawable(titled)
     try:
         import matplotlib
     except ImportError as error:
@@ -48,7 +47,8 @@ def draw_timelines(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLi
 
 def build_figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
     """Return the picture of `draw_timelines` as a matplotlib figure, for a page that holds several."""
-    _check_drawable(titled)
+    if not any(timeline.computations() for _, timeline in titled):
+        raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")
     from matplotlib.figure import Figure
 
     timelines = [timeline for _, timeline in titled]
@@ -63,23 +63,19 @@ def build_figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
     figure = Figure(figsize=(width, height), facecolor="white")
     top = height
     unit, scale = _time_unit(span_s)
+    points_per_s = 72 * body_width / (1.012 * span_s)
     for (title, timeline), body in zip(titled, bodies, strict=True):
         top -= _TOP + body
         axes = figure.add_axes((_LEFT / width, top / height, body_width / width, body / height))
         axes.set_xlim(0, 1.012 * span_s * scale)
         axes.set_ylim(timeline.num_stages - 0.5, -0.5)
-        _draw_boxes(axes, timeline, scale, points_per_s=72 * body_width / (1.012 * span_s))
-        _write_labels(axes, timeline, scale, 72 * body_width / (1.012 * span_s), along=0.95 * 72 * 0.82 * row_height)
+        _draw_boxes(axes, timeline, scale, points_per_s)
+        _write_labels(axes, timeline, scale, points_per_s, along=0.95 * 72 * 0.82 * row_height)
         _decorate(axes, timeline, title, f"{timeline.makespan_s * scale:.4g} {unit}")
     axes.tick_params(axis="x", labelbottom=True)
     axes.set_xlabel(f"time ({unit})", fontsize=9, color=MUTED)
     _legend(figure, timelines)
     return figure
-
-
-def _check_drawable(titled: Sequence[tuple[str, Timeline]]) -> None:
-    if not any(timeline.computations() for _, timeline in titled):
-        raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, scale: float, points_per_s: float) -> None:

@@ -98,12 +98,11 @@ class Timeline:
                     f"{event.action[:40]} is on stage {event.stage_id} of {self.num_stages} stages: number them from 0"
                 )
         for what in ("peak_live_slices", "peak_bytes", "bytes_over_time"):
-            entries = getattr(self, what)
-            if entries is None:
-                continue
-            object.__setattr__(self, what, tuple(entries))
-            if len(entries) != self.num_stages:
-                raise TimelineError(f"{what} has {len(entries)} entries for {self.num_stages} stages: give one each")
+            if (entries := getattr(self, what)) is not None:
+                object.__setattr__(self, what, tuple(entries))
+                if len(entries) != self.num_stages:
+                    reason = f"{what} has {len(entries)} entries for {self.num_stages} stages: give one each"
+                    raise TimelineError(reason)
 
     def computations(self) -> list[TimelineEvent]:
         """Return the events that are F, B or W."""
@@ -158,7 +157,7 @@ class Timeline:
         return json.dumps(head, allow_nan=False)[:-1] + f', "events": [\n  {events}\n]}}\n'
 
     @classmethod
-    def from_json(cls, text: str) -> Timeline:
+    def from_json(cls, text: str | bytes) -> Timeline:
         """Read what `to_json` wrote. Raise `TimelineError` on anything else, naming what is wrong."""
         try:
             file = parse_as(_File, text)
@@ -178,11 +177,9 @@ class Timeline:
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
         """Read a file that `save` wrote; errors name the file."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_bytes())
         except TimelineError as error:
             raise TimelineError(f"{os.fspath(path)}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise TimelineError(f"{os.fspath(path)}: not a timeline, no text in UTF-8: {error}; {_GIVE}") from error
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:

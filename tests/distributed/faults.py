@@ -454,7 +454,7 @@ def gradients_never_sent(lower_stage: Any, *args: Any) -> Any:
     return _lowered_without(lower_stage, {"SEND_GRAD"}, *args)
 
 
-@fault("schedule", EQUAL, "lowering forgets the reduction of gradients", "schedule.lower:_lower_stage")
+@fault("schedule", REPLICAS, "lowering forgets the reduction of gradients", "schedule.lower:_lower_stage")
 def reduction_forgotten(lower_stage: Any, *args: Any) -> Any:
     return _lowered_without(lower_stage, {"REDUCE_GRADS", "REDUCE_TIED_GRADS"}, *args)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds.plan import PlanError, SlicePlan
 
-lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
+lengths = st.lists(st.integers(1, 500), min_size=1, max_size=40)
 
 
 def test_spans_starts_and_sizes() -> None:
@@ -18,12 +18,9 @@ def test_spans_starts_and_sizes() -> None:
     assert plan.starts == (0, 512, 896)
     assert plan.spans() == ((0, 512), (512, 896), (896, 1024))
     assert [plan.span(i) for i in range(3)] == list(plan.spans())
-
-
-def test_a_span_outside_is_an_index_error() -> None:
-    for slice_id in (-1, 2):
-        with pytest.raises(IndexError, match=f"slice_id {slice_id} of a plan of 2 slices"):
-            SlicePlan((1, 1)).span(slice_id)
+    for slice_id in (-1, 3):
+        with pytest.raises(IndexError, match=f"slice_id {slice_id} of a plan of 3 slices"):
+            plan.span(slice_id)
 
 
 def test_plans_are_values() -> None:
@@ -47,13 +44,10 @@ def test_impossible_lengths(bad: object) -> None:
     ("sequence_length", "num_slices", "granularity", "expected"),
     [
         (2048, 8, 64, (256,) * 8),
-        (2048, 1, 64, (2048,)),
         (10, 3, 1, (4, 3, 3)),
         (640, 4, 64, (192, 192, 128, 128)),  # ten granules
         (100, 2, 64, (64, 36)),  # the last granule is partial
-        (130, 2, 64, (128, 2)),
         (129, 3, 64, (64, 64, 1)),  # a single token last
-        (64, 1, 64, (64,)),
         (1, 1, 1, (1,)),
     ],
 )
@@ -90,20 +84,11 @@ def test_equal_names_the_argument(bad: object) -> None:
 
 
 @given(lengths)
-def test_spans_cover_the_sequence(values: list[int]) -> None:
+def test_spans_cover_the_sequence_and_plans_come_back(values: list[int]) -> None:
     plan = SlicePlan(tuple(values))
-    covered = [token for start, stop in plan.spans() for token in (start, stop)]
-    assert covered[0] == 0
-    assert covered[-1] == plan.sequence_length == sum(values)
-    assert covered[1:-1:2] == covered[2::2]
+    assert [token for start, stop in plan.spans() for token in range(start, stop)] == list(range(sum(values)))
     assert plan.starts == tuple(start for start, _ in plan.spans())
-
-
-@given(lengths)
-def test_json_round_trip(values: list[int]) -> None:
-    plan = SlicePlan(tuple(values))
-    assert SlicePlan.from_json(plan.to_json()) == plan
-    assert SlicePlan.from_json(plan.to_json().encode()) == plan
+    assert plan == SlicePlan.from_json(plan.to_json()) == SlicePlan.from_json(plan.to_json().encode())
 
 
 @pytest.mark.parametrize("text", [

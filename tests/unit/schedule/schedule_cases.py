@@ -9,28 +9,25 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Action, Kind, Schedule, build
+from terapipe_ds.schedule import SCHEDULE_NAMES, Action, Schedule, build
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "schedules.json").read_text(encoding="utf-8")
 )
 
-names = st.sampled_from([name for name in SCHEDULE_NAMES if name not in CHUNKED_SCHEDULES])
-"""The schedules with one part per stage."""
-stage_counts = st.integers(1, 7)
-
 
 @st.composite
-def chunked_schedules(draw: st.DrawFn, max_slices: int = 4) -> Schedule:
-    """Any of those whose stages hold several chunks, of a small shape."""
-    name = draw(st.sampled_from([name for name in SCHEDULE_NAMES if name in CHUNKED_SCHEDULES]))
-    num_slices = draw(st.lists(st.integers(1, max_slices), min_size=1, max_size=5))
-    num_stages = draw(st.integers(1, 2)) * 2 if name.startswith("chimera") else draw(st.integers(1, 4))
-    chunks = draw(st.integers(2, 3)) if "interleaved" in name else 2
-    forward_only = draw(st.integers(0, 4)) == 0
+def schedules(draw: st.DrawFn, max_slices: int = 6, can_evaluate: bool = True) -> Schedule:
+    """Any schedule by name, of a small shape; where it can, one of five is an evaluation."""
+    name = draw(st.sampled_from(SCHEDULE_NAMES))
+    num_slices = draw(st.lists(st.integers(1, max_slices), min_size=1, max_size=6))
+    num_stages = draw(st.integers(1, 3)) * 2 if name.startswith("chimera") else draw(st.integers(1, 7))
+    chunks = draw(st.integers(1, 3)) if "interleaved" in name else 1
+    forward_only = can_evaluate and draw(st.integers(0, 4)) == 0
     return build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks)
 
 
+stage_counts = st.integers(1, 7)
 even_shapes = st.tuples(stage_counts, st.integers(1, 6), st.integers(1, 6))
 """(stages, micro-batches, slices of each)."""
 ragged_shapes = st.tuples(stage_counts, st.lists(st.integers(1, 6), min_size=1, max_size=6))
@@ -40,6 +37,21 @@ ragged_shapes = st.tuples(stage_counts, st.lists(st.integers(1, 6), min_size=1, 
 def golden_order(name: str, stages: str = "stages") -> list[list[str]]:
     orders = GOLDEN[name][stages]
     return [orders[str(stage_id)] for stage_id in range(len(orders))]
+
+
+def torch_order(num_stages: int, m: int, rank: int, warm_up: int, chunks: int = 1, **more: Any) -> list[str]:
+    """The order of torch's own schedules: one part per rank, or a loop of several chunks."""
+    from torch.distributed.pipelining import schedules
+
+    actions: Any = schedules._get_1f1b_rank_ops(
+        chunks, num_stages, warm_up, m * chunks - warm_up, warm_up, rank,
+        lambda step: (step // num_stages) % chunks * num_stages + rank,
+        lambda step: (chunks - 1 - (step - warm_up) // num_stages % chunks) * num_stages + rank,
+        **more,
+    )  # fmt: skip
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+    texts = [(a, f"{letters[a.computation_type.name]}{a.microbatch_index}.0") for a in actions if a is not None]
+    return [text + f"c{a.stage_index // num_stages}" * (chunks > 1) for a, text in texts]
 
 
 def by_hand(
@@ -64,12 +76,6 @@ def zero_bubble() -> Schedule:
     return by_hand(golden_order("seq1f1b_zb_p4_m2_s4"))
 
 
-def interleaved() -> Schedule:
-    """Seq1F1B with two parts per stage, as published."""
-    placement = {(stage, chunk): chunk * 2 + stage for stage in range(2) for chunk in range(2)}
-    return by_hand(golden_order("seq1f1b_i_p2_m4_s2_v2"), placement)
-
-
 def bidirectional() -> Schedule:
     """Chimera as published: every part stands at two places, each micro-batch goes through one of them."""
     orders = []
@@ -88,17 +94,8 @@ def v_shaped() -> Schedule:
     return by_hand([first, second], placement)
 
 
-OTHER_KINDS = {
-    "zero_bubble": zero_bubble,
-    "interleaved": interleaved,
-    "bidirectional": bidirectional,
-    "v_shaped": v_shaped,
-}
+OTHER_KINDS = {"zero_bubble": zero_bubble, "bidirectional": bidirectional, "v_shaped": v_shaped}
 
 
 def with_orders(schedule: Schedule, orders: list[list[Action]]) -> Schedule:
     return dataclasses.replace(schedule, orders=tuple(map(tuple, orders)))
-
-
-def computations(schedule: Schedule, stage_id: int, kind: Kind) -> list[Action]:
-    return [action for action in schedule.orders[stage_id] if action.kind is kind]

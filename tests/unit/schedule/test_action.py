@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import contextlib
 import pickle
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build
+from terapipe_ds.schedule import Action, Kind, ScheduleError, build
 
 ids = st.integers(0, 10**6)
 computations = st.builds(
@@ -42,18 +41,27 @@ def test_actions_print_short(action: Action, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "F0", "F0.", "f0.0", "F0.0c", "F-1.0", "F01.0", "F0.0 ", "X0.0", "SA0.3>1", "F0.0\n", "F٣.0", "F1e3.0"],
+    [
+        "F" + "9" * 5000 + ".0",
+        "",
+        "F",
+        "F0",
+        "F0.",
+        "f0.0",
+        "F0.0c",
+        "F-1.0",
+        "F01.0",
+        "F0.0 ",
+        "X0.0",
+        "SA0.3>1",
+        "F0.0\n",
+        "F٣.0",
+        "F1e3.0",
+    ],
 )
 def test_other_text_does_not_parse(text: str) -> None:
     with pytest.raises(ScheduleError, match="cannot read"):
         Action.parse(text)
-
-
-@given(st.text(max_size=12))
-@example("F" + "9" * 5000 + ".0")
-def test_parsing_raises_nothing_but_its_own_error(text: str) -> None:
-    with contextlib.suppress(ScheduleError):
-        assert str(Action.parse(text)) == text.removesuffix("c0")
 
 
 def test_deepspeed_finds_what_it_needs() -> None:
@@ -78,15 +86,6 @@ def test_schedules_are_values() -> None:
     assert first.for_stage(0) is first.for_stage(0)
     with pytest.raises(AttributeError):
         first.name = "other"  # type: ignore[misc]
-
-
-def test_the_chunk_is_printed_only_where_stages_hold_several() -> None:
-    one = build("gpipe", 1, 1, 1)
-    assert one.compute_order(0) == ["F0.0", "B0.0"]
-    orders = ((Action(Kind.FORWARD, 0, 0, 0, 0), Action(Kind.FORWARD, 0, 0, 1, 1)),)
-    two = Schedule("two", 1, 1, (1,), 2, True, orders, {(0, 0): 0, (0, 1): 1})
-    assert two.compute_order(0) == ["F0.0c0", "F0.0c1"]
-    assert two.num_parts == 2
 
 
 @pytest.mark.parametrize("stage_id", [-1, 2])

@@ -4,15 +4,26 @@ import inspect
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
-from schedule_cases import GOLDEN, by_hand, even_shapes, golden_order, names, ragged_shapes, zero_bubble
+from schedule_cases import (
+    GOLDEN,
+    by_hand,
+    even_shapes,
+    golden_order,
+    ragged_shapes,
+    schedules,
+    torch_order,
+    zero_bubble,
+)
 
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import (
     CHUNKED_SCHEDULES,
     SCHEDULE_NAMES,
-    SPLIT_SCHEDULES,
     Kind,
+    Schedule,
     ScheduleError,
     build,
     generate,
@@ -20,6 +31,7 @@ from terapipe_ds.schedule import (
     validate,
 )
 from terapipe_ds.schedule.show import count_slots
+from terapipe_ds.simulator import UnitCosts, simulate
 
 
 @pytest.mark.parametrize(
@@ -70,23 +82,30 @@ def test_1f1b_equals_deepspeeds_schedule(num_stages: int) -> None:
             assert sliced.compute_order(stage_id) == expanded
 
 
-@given(names, ragged_shapes)
-def test_every_schedule_of_every_shape_is_valid(name: str, shape: tuple[int, list[int]]) -> None:
-    num_stages, num_slices = shape
-    schedule = build(name, num_stages, len(num_slices), num_slices)
-    validate(schedule)  # among others: it ends, no stage waits for ever
-    kinds = 3 if name in SPLIT_SCHEDULES else 2
-    assert sum(map(len, schedule.orders)) == num_stages * kinds * sum(num_slices)
-    assert schedule.num_slices == tuple(num_slices)
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("chimera", 2)])
+@given(even_shapes)
+def test_whole_micro_batches_are_expanded_to_their_slices(name: str, chunks: int, shape: tuple[int, int, int]) -> None:
+    num_stages, m, s = shape
+    num_stages *= 1 + (name == "chimera")
+    whole, sliced = (build(name, num_stages, m, n, chunks_per_stage=chunks) for n in (1, s))
+    for stage_id in range(num_stages):
+        expected = [
+            cell.replace(".0", f".{i}")
+            for cell in whole.compute_order(stage_id)
+            for i in (range(s) if cell[0] == "F" else reversed(range(s)))
+        ]
+        assert sliced.compute_order(stage_id) == expected
 
 
-@given(names, ragged_shapes)
-def test_forward_only_runs_all_forwards_in_order(name: str, shape: tuple[int, list[int]]) -> None:
-    num_stages, num_slices = shape
-    schedule = build(name, num_stages, len(num_slices), num_slices, forward_only=True)
-    validate(schedule)
-    expected = [f"F{m}.{s}" for m, count in enumerate(num_slices) for s in range(count)]
-    assert all(schedule.compute_order(stage_id) == expected for stage_id in range(num_stages))
+@given(schedules())
+def test_an_evaluation_has_all_forwards_in_order(schedule: Schedule) -> None:
+    shape = schedule.num_stages, schedule.num_micro_batches, schedule.num_slices
+    chunks = 1 if schedule.name == "zbv" else schedule.chunks_per_stage
+    evaluation = build(schedule.name, *shape, forward_only=True, chunks_per_stage=chunks)
+    expected = [(Kind.FORWARD, m, s) for m, count in enumerate(schedule.num_slices) for s in range(count)]
+    for part_id in range(schedule.num_parts):
+        of_part = [[(a.kind, *a.unit) for a in order if a.part_id == part_id] for order in evaluation.orders]
+        assert [units for units in of_part if units] == [expected]
 
 
 @given(even_shapes)
@@ -95,6 +114,7 @@ def test_peaks_of_live_slices(shape: tuple[int, int, int]) -> None:
     stages = range(num_stages)
     assert build("gpipe", *shape).peak_live_slices() == (m * s,) * num_stages
     assert build("terapipe", *shape).peak_live_slices() == (m * s,) * num_stages
+    assert count_slots(build("terapipe", *shape)).num_slots == 2 * (m * s + num_stages - 1)
     assert build("1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i, m) * s for i in stages)
     assert build("seq1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i + s - 1, m * s) for i in stages)
 
@@ -108,33 +128,21 @@ def test_a_slice_is_live_until_the_last_of_its_b_and_w() -> None:
     assert schedule.peak_live_slices() == (3,)
 
 
-@given(even_shapes)
-def test_length_in_unit_slots(shape: tuple[int, int, int]) -> None:
-    num_stages, m, s = shape
-    for name in ("gpipe", "terapipe", "1f1b"):
-        assert count_slots(build(name, *shape)).num_slots >= 2 * (m * s + num_stages - 1)
-    assert count_slots(build("terapipe", *shape)).num_slots == 2 * (m * s + num_stages - 1)
-
-
 @given(ragged_shapes)
 def test_seq1f1b_with_unequal_numbers_of_slices(shape: tuple[int, list[int]]) -> None:
     num_stages, num_slices = shape
     schedule = build("seq1f1b", num_stages, len(num_slices), num_slices)
     total = sum(num_slices)
-    last = [action.kind for action in schedule.orders[-1]]
     peak_of_last = schedule.peak_live_slices()[-1]
-    for stage_id, order in enumerate(schedule.orders):
-        kinds = [action.kind for action in order]
+    ahead = []  # per stage, for each backward, how many forwards run before it
+    for order in schedule.orders:
+        backwards = [index for index, action in enumerate(order) if action.kind is Kind.BACKWARD]
+        ahead.append([index - number for number, index in enumerate(backwards)])
+    for stage_id, counts in enumerate(ahead):
         lead = num_stages - 1 - stage_id
-        assert kinds.index(Kind.BACKWARD) == min(num_slices[0] + lead, total)
+        assert counts[0] == min(num_slices[0] + lead, total)
+        assert counts == [min(count + lead, total) for count in ahead[-1]], "`lead` ahead of the last stage all along"
         assert schedule.peak_live_slices()[stage_id] <= min(peak_of_last + lead, total)
-        for k in range(total):  # before its k-th backward a stage is `lead` forwards ahead of the last stage
-            assert _forwards_before(kinds, k) == min(_forwards_before(last, k) + lead, total)
-
-
-def _forwards_before(kinds: list[Kind], backward: int) -> int:
-    index = [i for i, kind in enumerate(kinds) if kind is Kind.BACKWARD][backward]
-    return index - backward
 
 
 def test_a_longer_micro_batch_does_not_empty_the_pipeline() -> None:
@@ -176,17 +184,11 @@ def test_counts_are_whole_numbers_of_at_least_one(bad: Any) -> None:
             build("gpipe", *arguments)
 
 
-def test_numpy_counts_are_counts() -> None:
-    import numpy as np
-
-    assert build("1f1b", np.int64(2), np.int32(2), np.array([2, 3])) == build("1f1b", 2, 2, [2, 3])
-
-
 def test_a_slice_count_for_every_micro_batch() -> None:
-    with pytest.raises(ScheduleError, match="3 entries: give one to each of 2 micro-batches"):
-        build("gpipe", 2, 2, [1, 1, 1])
-    with pytest.raises(ScheduleError, match="0 entries"):
-        build("gpipe", 2, 2, [])
+    for counts in ([1, 1, 1], []):
+        with pytest.raises(ScheduleError, match=f"{len(counts)} entries: give one to each of 2 micro-batches"):
+            build("gpipe", 2, 2, counts)
+    assert build("1f1b", np.int64(2), np.int32(2), np.array([2, 3])) == build("1f1b", 2, 2, [2, 3])
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -208,3 +210,61 @@ def test_the_warm_ups_of_dapple(num_stages: int) -> None:
             for stage_id in range(num_stages):
                 assert schedule.compute_order(stage_id).index("B0.0") == min(warm_up(stage_id), m)
         assert build("dapple", num_stages, m, 2).orders == build("1f1b", num_stages, m, 2).orders
+
+
+# --- backwards that are split in B and W
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+def test_zb_h1_equals_torchs_order(num_stages: int) -> None:
+    """That of ZB1P, from K micro-batches on. With fewer no stage is full: ours fills the waits at the end earlier."""
+    for num_micro_batches in (num_stages, num_stages + 1, 2 * num_stages, 3 * num_stages + 2):
+        schedule = build("zb-h1", num_stages, num_micro_batches, 1)
+        for rank in range(num_stages):
+            warm_up = min(num_stages - 1 - rank, num_micro_batches)
+            more = {"num_1f1b_microbatches": rank, "enable_zero_bubble": True}
+            assert schedule.compute_order(rank) == torch_order(num_stages, num_micro_batches, rank, warm_up, **more)
+
+
+def test_zb_h1_as_in_figure_3_of_its_paper() -> None:
+    """Qi et al., arXiv 2401.10241: K = 4, m = 8, F = B = W = 1 slot; bubbles (K-1)(F+B-W) = 3 slots a stage."""
+    schedule = build("zb-h1", 4, 8, 1)
+    last = "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 W5 W6 W7"
+    assert [name.removesuffix(".0") for name in schedule.compute_order(3)] == last.split()
+    assert schedule.peak_live_slices() == (4, 4, 4, 4)
+    timeline = simulate(schedule, SlicePlan((4,)), UnitCosts(4))
+    assert timeline.makespan_s == pytest.approx(8 * 3 + 3)
+    assert simulate(build("1f1b", 4, 8, 1), SlicePlan((4,)), UnitCosts(4)).makespan_s == pytest.approx(8 * 3 + 9)
+
+
+@given(even_shapes)
+def test_what_is_between_f_and_w_stays_within_the_formula(shape: tuple[int, int, int]) -> None:
+    num_stages, _, s = shape
+    assert max(build("seq1f1b-zb", *shape).peak_live_slices()) <= num_stages + s - 1
+    assert max(build("zb-h1", *shape).peak_live_slices()) <= num_stages * s
+    for name, base in (("seq1f1b-zb", "seq1f1b"), ("zb-h1", "1f1b")):
+        peak, peak_of_base = (max(build(each, *shape).peak_live_slices()) for each in (name, base))
+        assert peak == peak_of_base, "stage 0 of the base has as many"
+
+
+@given(ragged_shapes)
+def test_f_and_b_stand_as_without_w_and_each_b_has_one_w(shape: tuple[int, list[int]]) -> None:
+    num_stages, num_slices = shape
+    for name, base in (("seq1f1b-zb", "seq1f1b"), ("zb-h1", "1f1b")):
+        schedule, unsplit = (build(each, num_stages, len(num_slices), num_slices) for each in (name, base))
+        validate(schedule)
+        for order, plain in zip(schedule.orders, unsplit.orders, strict=True):
+            assert [a for a in order if a.kind is not Kind.WEIGHT] == list(plain)
+            backwards = [a.unit for a in order if a.kind is Kind.BACKWARD]
+            assert [a.unit for a in order if a.kind is Kind.WEIGHT] == backwards, "in the order of the B"
+
+
+@given(even_shapes)
+def test_no_slower_and_with_waits_to_fill_faster(shape: tuple[int, int, int]) -> None:
+    num_stages, m, s = shape
+    plan, costs = SlicePlan.equal(60, s), UnitCosts(60)
+    for name, base in (("seq1f1b-zb", "seq1f1b"), ("zb-h1", "1f1b")):
+        split, plain = (simulate(build(each, *shape), plan, costs).makespan_s for each in (name, base))
+        assert split <= plain + 1e-9
+        if num_stages > 1 and m > num_stages:
+            assert split < plain - 1e-9

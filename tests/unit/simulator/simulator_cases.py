@@ -5,69 +5,52 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Kind, Schedule, build
-from tests.unit.schedule.schedule_cases import OTHER_KINDS, chunked_schedules, names
+from terapipe_ds.schedule import Kind, Schedule
+from tests.unit.schedule.schedule_cases import OTHER_KINDS, schedules
 
 
 class Table:
     """Costs that are different for every pair, and that count how often they are asked."""
 
-    def __init__(self, seed: int, send: bool = True) -> None:
-        self.seed, self.asked = seed, []  # type: int, list[Any]
-        if send:
-            self.send_s = self._send_s
+    METHODS = {"forward_s": ("f", 1.0), "backward_s": ("b", 2.0), "weight_s": ("w", 0.6), "send_s": ("s", 1.0)}
 
-    def _number(self, *key: Any) -> float:
+    def __init__(self, seed: int, send: bool = True) -> None:
+        self.seed, self.sends, self.asked = seed, send, []  # type: int, bool, list[Any]
+        for name, (kind, _) in self.METHODS.items():
+            if send or kind != "s":
+                setattr(self, name, functools.partial(self._ask, kind))
+
+    def _ask(self, *key: Any) -> float:
         assert all(type(value) is int for value in key[1:])
         assert key not in self.asked
         self.asked.append(key)
-        return self.value(*key)
+        return self.seconds(*key)
 
-    def value(self, *key: Any) -> float:
-        """Between 0.5 and 1.5."""
-        return 0.5 + (hash((self.seed, *map(ord, key[0]), *key[1:])) % 1009) / 1009
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self._number("f", tokens, prefix)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self._number("b", tokens, prefix)
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return 0.6 * self._number("w", tokens, prefix)
-
-    def _send_s(self, tokens: int) -> float:
-        return self._number("s", tokens)
-
-    def seconds(self, kind: str, tokens: int, prefix: int) -> float:
-        """Without counting."""
-        if kind == "s":
-            return self.value("s", tokens) if hasattr(self, "send_s") else 0.0
-        return {"f": 1, "b": 2, "w": 0.6}[kind] * self.value(kind, tokens, prefix)
+    def seconds(self, kind: str, tokens: int, prefix: int = 0) -> float:
+        """Between a half and one and a half of the kind's seconds, without counting."""
+        if kind == "s" and not self.sends:
+            return 0.0
+        key = tokens, 0 if kind == "s" else prefix
+        return dict(self.METHODS.values())[kind] * (0.5 + (hash((self.seed, ord(kind), *key)) % 1009) / 1009)
 
 
-class Memory:
-    """Bytes that tell all kinds of things apart."""
-
-    def static_bytes(self, part_id: int) -> int:
-        return 1_000_000 + part_id
-
-    def store_bytes(self, part_id: int, sequence_length: int) -> int:
-        return 1000 * sequence_length + part_id
-
-    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int:
-        return 3000 * sequence_length + part_id
-
-    def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        return 500 * tokens + prefix + part_id
-
-    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        return 70 * tokens + 11 * prefix + part_id
+MEMORY: Any = SimpleNamespace(
+    static_bytes=lambda part_id: 1_000_000 + part_id,
+    gradient_bytes=lambda part_id: 200_000 + part_id,
+    whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
+    store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
+    store_grad_bytes=lambda part_id, sequence_length: 3000 * sequence_length + part_id,
+    slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
+    weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
+    working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
+)
+"""Bytes that tell all kinds of things apart."""
 
 
 @dataclasses.dataclass
@@ -81,19 +64,9 @@ class Case:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    if draw(st.integers(0, 3)) == 0:
-        return OTHER_KINDS[draw(st.sampled_from(sorted(OTHER_KINDS)))]()
-    if draw(st.integers(0, 2)) == 0:
-        return draw(chunked_schedules())
-    num_slices = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    forward_only = draw(st.integers(0, 4)) == 0
-    return build(draw(names), draw(st.integers(1, 5)), len(num_slices), num_slices, forward_only=forward_only)
-
-
-@st.composite
 def cases(draw: st.DrawFn) -> Case:
-    schedule = draw(schedules())
+    other = draw(st.sampled_from([None, None, None, *OTHER_KINDS.values()]))
+    schedule = other() if other else draw(schedules(max_slices=4))
     lengths = st.integers(1, 5)
     plans = [SlicePlan(draw(st.lists(lengths, min_size=n, max_size=n))) for n in schedule.num_slices]
     seeds = draw(st.lists(st.integers(0, 99), min_size=schedule.num_parts, max_size=schedule.num_parts))
@@ -115,9 +88,8 @@ def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
         action = schedule.orders[stage][index]
         start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
         of = functools.partial(case.costs[action.part_id].seconds, tokens=stop - start, prefix=start)
-        if kind or action.kind is not Kind.BACKWARD:
-            return of(kind or {"F": "f", "W": "w"}[action.kind.value])
-        return of("b") - of("w") if (action.part_id, action.unit) in split else of("b")
+        is_split = not kind and action.kind is Kind.BACKWARD and (action.part_id, action.unit) in split
+        return of("b") - of("w") if is_split else of(kind or action.kind.value.lower())
 
     def other(stage: int, index: int, direction: int) -> tuple[int, int] | None:
         action = schedule.orders[stage][index]
@@ -156,37 +128,42 @@ def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
     for stage, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
             found[stage, str(action)] = compute(stage, index)
-            if leaves(stage, index) and hasattr(case.costs[action.part_id], "send_s"):
+            if leaves(stage, index) and case.costs[action.part_id].sends:
                 found[stage, f"send of {action}"] = send(stage, index)
     return found
 
 
 def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[float, float]]) -> int:
     """Bytes of a stage in a moment, each thing by its own rule; ``times`` of the stage's computations."""
-    order, memory = case.schedule.orders[stage], Memory()
-    spans = [plan.spans() for plan in case.plans]
-    lengths = [plan.sequence_length for plan in case.plans]
-    total = sum(
-        memory.static_bytes(part)
-        for part in {part for (home, _), part in case.schedule.placement.items() if home == stage}
-    )
+    order, memory = case.schedule.orders[stage], MEMORY
+    parts = {part for (home, _), part in case.schedule.placement.items() if home == stage}
 
-    def lasts(select: Any) -> bool:
-        mine = [times[i] for i, action in enumerate(order) if select(action)]
-        return bool(mine) and min(s for s, _ in mine) <= time_s < max(e for _, e in mine)
+    def indices(part: int, kinds: str, *unit: int) -> list[int]:
+        mine = [(i, a) for i, a in enumerate(order) if a.part_id == part and a.kind.value in kinds]
+        return [i for i, a in mine if a.unit[: len(unit)] == unit]
 
-    for part in {action.part_id for action in order}:
-        for m, plan in enumerate(case.plans):
-            runs = lambda a, p=part, m=m: a.kind is not Kind.WEIGHT and (a.part_id, a.micro_batch_id) == (p, m)  # noqa: E731
-            if lasts(runs):
-                total += memory.store_bytes(part, lengths[m])
-            backward = lambda a, p=part, m=m: a.kind is Kind.BACKWARD and (a.part_id, a.micro_batch_id) == (p, m)  # noqa: E731
-            total += memory.store_grad_bytes(part, lengths[m]) if lasts(backward) else 0
-            for s in range(plan.num_slices):
-                if lasts(lambda a, p=part, unit=(m, s): (a.part_id, a.unit) == (p, unit)):
-                    total += memory.slice_bytes(part, plan.lengths[s], spans[m][s][0])
+    def held(now: float) -> int:
+        """While a computation runs `now` is its index, and half more once it has run."""
+        total = sum(map(memory.static_bytes, parts))
+        for part in parts:
+            total += memory.gradient_bytes(part) * any(now > i for i in indices(part, "B"))
+            for m, plan in enumerate(case.plans):
+                running, backward = indices(part, "FB", m), indices(part, "B", m)
+                is_whole, length = plan.num_slices == 1, plan.sequence_length
+                if running and running[0] <= now <= running[-1]:
+                    total += memory.whole_bytes(part, length) if is_whole else memory.store_bytes(part, length)
+                if backward and not is_whole and backward[0] <= now <= backward[-1]:
+                    total += memory.store_grad_bytes(part, length)
+                for s, (start, stop) in enumerate(plan.spans()):
+                    of_slice, weight = indices(part, "FB", m, s), indices(part, "W", m, s)
+                    if of_slice and of_slice[0] <= now <= of_slice[-1]:
+                        total += memory.slice_bytes(part, stop - start, start)
+                    if weight and of_slice[-1] < now <= weight[0]:
+                        total += memory.weight_bytes(part, stop - start, start)
+        return total
+
     for i, action in enumerate(order):
-        start, stop = spans[action.micro_batch_id][action.slice_id]
         if times[i][0] <= time_s < times[i][1]:
-            total += memory.working_bytes(action.part_id, stop - start, start)
-    return total
+            start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
+            return max(held(i), held(i + 0.5)) + memory.working_bytes(action.part_id, stop - start, start)
+    return held(sum(end_s <= time_s for _, end_s in times) - 0.5)

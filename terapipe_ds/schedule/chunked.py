@@ -1,0 +1,195 @@
+"""The schedules whose stages hold several chunks, by placement; `placement` draws how the parts are laid out.
+
+The tables show unit time slots (F, B and W take one each) of 2 stages: the looped ones with 2 chunks, for 2
+micro-batches of one slice and for one of 3 slices; the V for 2 micro-batches of one slice; the bidirectional ones for 2
+micro-batches of 2 slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, islice
+
+from terapipe_ds.plan import split_evenly
+
+from .action import Kind, ScheduleError
+from .list_schedule import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
+from .one_f_one_b import PlacedUnit, Unit, backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
+from .placement import bidirectional, v_shape
+
+# -- a loop: a unit goes round the stages v times
+
+
+# stage 0  F0.0c0 F1.0c0 F0.0c1 F1.0c1 .      B0.0c1 .      B1.0c1 B0.0c0 B1.0c0
+# stage 1  .      F0.0c0 F1.0c0 F0.0c1 B0.0c1 F1.0c1 B1.0c1 B0.0c0 B1.0c0 .
+def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
+    """1F1B over v chunks by whole micro-batches, each expanded to its slices (Narayanan et al., arXiv 2104.04473).
+
+    Equals Megatron's order where that exists (m a multiple of K, one slice). `num_chunks` 1 is plain `1f1b`.
+    """
+    if num_chunks == 1:
+        return on_chunk_0(one_f_one_b(num_stages, num_slices))
+    whole = _with_leads(num_stages, (1,) * len(num_slices), num_chunks)
+    return [
+        [(kind, m, s, chunk) for kind, m, _, chunk in order for s in slices_of(kind, num_slices[m])] for order in whole
+    ]
+
+
+# stage 0  F0.0c0 F0.1c0 F0.2c0 F0.0c1 F0.1c1 F0.2c1 .      .      B0.2c1 B0.1c1 B0.0c1 B0.2c0 B0.1c0 B0.0c0
+# stage 1  .      F0.0c0 F0.1c0 F0.2c0 F0.0c1 F0.1c1 F0.2c1 B0.2c1 B0.1c1 B0.0c1 B0.2c0 B0.1c0 B0.0c0 .
+def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
+    """1F1B over v chunks by slices (Seq1F1B-I of arXiv 2406.03488). `num_chunks` 1 is plain `seq1f1b`.
+
+    Equals its authors' order where that exists (m * s a multiple of K, s a divisor of K).
+    """
+    if num_chunks == 1:
+        return on_chunk_0(seq1f1b(num_stages, num_slices))
+    return _with_leads(num_stages, num_slices, num_chunks)
+
+
+def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[PlacedUnit]:
+    """Return every forward in the order in which each stage of a loop runs them: groups of units, chunk by chunk.
+
+    A group has at least K units, so that its first unit is back from the last stage when stage 0 has run the last one;
+    all orders are the same, so that stages cannot wait for one another.
+    """
+    groups = _groups(forwards(num_slices), num_stages)
+    return [(*unit, chunk) for group in groups for chunk in range(num_chunks) for unit in group]
+
+
+def _with_leads(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
+    """Return orders in which all stages run the forwards in one order and the backwards in one order.
+
+    What differs is the lead: stage i stays 2(K - 1 - i) forwards ahead of the last stage, Megatron's warm-up, one for
+    the way down and one for the way back. Groups of K units or more keep that lead from waiting for itself: the next
+    chunk's forward on stage 0 comes K or more places after the one that it needs from the last stage. Where there are
+    fewer than K units they are one group, whose forwards of all chunks but the last come before every backward.
+    """
+    groups = _groups(backwards(num_slices), num_stages)
+    back = [(*unit, chunk) for group in groups for chunk in reversed(range(num_chunks)) for unit in group]
+    leads = [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)]
+    return with_leads(looped_forwards(num_stages, num_slices, num_chunks), back, leads)
+
+
+def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
+    """Return as many groups of at least K units as there are, equal or nearly, larger first; one for fewer units."""
+    rest = iter(units)
+    return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]
+
+
+# -- a V: the parts go down the stages and back up, so that stage k holds parts k and 2K - 1 - k
+
+
+# stage 0  F0.0c0 F1.0c0 .      F0.0c1 B0.0c1 W0.0c1 F1.0c1 B1.0c1 B0.0c0 W0.0c0 W1.0c1 B1.0c0 W1.0c0
+# stage 1  .      F0.0c0 F0.0c1 F1.0c0 F1.0c1 B0.0c1 B0.0c0 W0.0c0 B1.0c1 B1.0c0 W0.0c1 W1.0c0 W1.0c1
+def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> list[list[PlacedUnit]]:
+    """Zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
+
+    Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
+    of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of `seq1f1b`,
+    which holds K + s - 1 of them. Orders come from list scheduling with these limits, and are short whether W is a
+    half or three tenths of a backward; `slots`, what F, B and W take in whole numbers, as (4, 5, 3), asks for those
+    that are short at these times.
+
+    Raises `ScheduleError` where `slots` is anything else.
+    """
+    times: Sequence[Slots] = SPLIT
+    if slots is not None:
+        given = tuple(slots) if isinstance(slots, list | tuple) else ()
+        if len(given) != 3 or not all(type(length) is int and length > 0 for length in given):
+            raise ScheduleError(f"slots is {slots!r}: give what F, B and W take as three whole numbers, as (4, 5, 3)")
+        times = [given]
+    placement = v_shape(num_stages)
+    most = max(num_slices)
+    limits = {
+        (stage_id, chunk): (2 * num_stages - 1 - part_id if chunk == 0 else 2 * num_stages - part_id) + most - 1
+        for (stage_id, chunk), part_id in placement.items()
+    }
+    return list_schedule(placement, num_slices, limits, times=times)
+
+
+def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
+    """Return every forward: the n-th unit at slot p + 2n of part p.
+
+    The two parts of a stage differ by an odd number, so that they never meet in a slot, and no stage waits.
+    """
+    units = forwards(num_slices)
+    orders = []
+    for stage_id in range(num_stages):
+        parts = (stage_id, 2 * num_stages - 1 - stage_id)
+        slots = {
+            part_id + 2 * n: (Kind.FORWARD, m, s, chunk)
+            for chunk, part_id in enumerate(parts)
+            for n, (_, m, s) in enumerate(units)
+        }
+        orders.append([unit for _, unit in sorted(slots.items())])
+    return orders
+
+
+# -- bidirectional: half of the micro-batches go down the stages (chunk 0), half up (chunk 1), in each other's gaps
+
+
+def directions(num_stages: int, num_micro_batches: int) -> list[int]:
+    """Return, per micro-batch, its chunk: 0 where it goes down, 1 where it goes up.
+
+    Each basic unit of K micro-batches has K / 2 of each, those down first; a smaller last unit splits likewise, with
+    one more down where it is odd.
+    """
+    chunks: list[int] = []
+    while (left := min(num_stages, num_micro_batches - len(chunks))) > 0:
+        chunks += [0] * (left - left // 2) + [1] * (left // 2)
+    return chunks
+
+
+# stage 0  F0.0c0 F0.1c0 F1.0c1 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
+# stage 1  F1.0c1 F1.1c1 F0.0c0 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
+def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
+    """Chimera (Li and Hoefler, SC'21, arXiv 2107.06925), each F and B expanded to its slices.
+
+    The j-th micro-batch of a direction in its basic unit runs F at slot k + 2j and B at slot 2K - 1 - k + 2j of that
+    direction's stage k, unit u 2K * u slots later. K is even, so that the two directions never meet in a slot.
+    """
+    placement = bidirectional(num_stages)
+    slots: list[dict[int, tuple[Kind, int, int]]] = [{} for _ in range(num_stages)]
+    chunks = directions(num_stages, len(num_slices))
+    for m, chunk in enumerate(chunks):
+        start = m - m % num_stages  # of its basic unit
+        late = 2 * start + 2 * chunks[start:m].count(chunk)
+        for stage_id in range(num_stages):
+            part_id = placement[stage_id, chunk]
+            slots[stage_id][part_id + late] = Kind.FORWARD, m, chunk
+            slots[stage_id][2 * num_stages - 1 - part_id + late] = Kind.BACKWARD, m, chunk
+    return [
+        [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(mine.items()) for s in slices_of(kind, num_slices[m])]
+        for mine in slots
+    ]
+
+
+# stage 0  F0.0c0 F1.0c1 F0.1c0 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
+# stage 1  F1.0c1 F0.0c0 F1.1c1 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
+def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
+    """`chimera` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
+
+    Orders come from list scheduling at B = 2F, where the k-th stage of a direction holds at most 2(K - k) + s - 1 live
+    slices of that direction, s of the micro-batch that has most: 2(K + s) on each stage, not K * s. Where `chimera`
+    itself stays within these limits and is shorter, it is taken; with one slice per micro-batch always.
+    """
+    most = max(num_slices)
+    if most == 1:
+        return chimera(num_stages, num_slices)
+    placement = bidirectional(num_stages)
+    limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
+    ways = directions(num_stages, len(num_slices))
+    found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
+    whole = chimera(num_stages, num_slices)
+    fits = all(
+        _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)
+    )
+    (times,) = UNSPLIT
+    return whole if fits and num_slots(whole, placement, times) < num_slots(found, placement, times) else found
+
+
+def _peak(order: list[PlacedUnit], chunk_id: int) -> int:
+    """Return the most live slices of one chunk."""
+    live = (1 if kind is Kind.FORWARD else -1 for kind, _, _, chunk in order if chunk == chunk_id)
+    return max(accumulate(live, initial=0))

@@ -15,7 +15,7 @@ from tests.zoo import ZOO, Member
 WRONG = 1e-6  # by so much at least an unhealthy member differs where nothing checks it
 SAMPLE = (
     "softmax_by_hand", "attention_over_packed_rows", "DetachedCache", "PositionedEmbedding", "token_shift",
-    "TransposedConvolution", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
+    "torch_ConvTranspose1d", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
     "by_root_of_count", "mask_in_a_tuple", "AsWideAsLong", "Checkpointed", "MaskedLoss", "MemoryByTorch",
     "long_label_smoothing",
 )  # fmt: skip

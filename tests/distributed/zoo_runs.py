@@ -70,7 +70,7 @@ def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> No
 
 
 def _build(member: Member, terapipe: dict[str, Any] | None, stages: int = 2) -> Any:
-    return build(member.layers(), terapipe, stages=stages, loss_fn=member.loss_fn, **member.engine)
+    return build(member.layers, terapipe, stages=stages, loss_fn=member.loss_fn, **member.engine)
 
 
 def _trained(member: Member, terapipe: dict[str, Any] | None, data: list[Batch], stages: int = 2) -> Run:

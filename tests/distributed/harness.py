@@ -19,14 +19,16 @@ import pickle
 import shutil
 import signal
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.distributed.worker import rank_main
 
@@ -61,7 +63,7 @@ class RankReport:
         text = f"rank {self.rank}: {self.status}"
         for title, body in (("", self.detail), ("output", self.output)):
             if body.strip():
-                text += f"\n{title and f'-- {title}:'}\n" + _indented(body)
+                text += f"\n{title and f'-- {title}:'}\n" + textwrap.indent(body.strip(), "    ")
         return text
 
 
@@ -162,8 +164,7 @@ class RankPool:
         # A rank may answer and then die: what it said counts.
         with contextlib.suppress(EOFError, OSError):
             if self._connections[rank].poll():
-                status, result = pickle.loads(self._connections[rank].recv_bytes())
-                return ("ok", result) if status == "ok" else ("raised", result)
+                return pickle.loads(self._connections[rank].recv_bytes())
         self._processes[rank].join(GRACE_S)
         return "died", f"exit code {self._processes[rank].exitcode}"
 
@@ -254,23 +255,5 @@ def rank_pool(world_size: int) -> RankPool:
 def ensure_server() -> None:
     """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with _environment(SERVER_ENVIRONMENT):
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
         forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.strip().splitlines())

@@ -59,20 +59,7 @@ def test_the_engine_refuses_orders_that_the_proof_would_refuse(mutation: str, me
         rank_pool(2).run(train_mutated, case=CASE, mutation=mutation, timeout_s=60)
 
 
-# -- who collects gradients ----------------------------------------------------------------------------------
-
-
-def count_products(engine: Any) -> list[int]:
-    """Count the weight gradients of each W that `engine` runs from now on."""
-    counted: list[int] = []
-    compute = engine.weight_gradients.compute
-
-    def counting(*args: Any) -> int:
-        counted.append(compute(*args))
-        return counted[-1]
-
-    engine.weight_gradients.compute = counting
-    return counted
+# -- the same bits -------------------------------------------------------------------------------------------
 
 
 def job_bits(schedules: tuple[str, str]) -> float:

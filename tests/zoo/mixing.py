@@ -149,15 +149,6 @@ def windows(inner: nn.Module, x: Tensor, pad: int = 2) -> Tensor:
     return over_tokens(x, lambda y: inner(F.pad(y, (pad, 0))))[:, : x.shape[1]]
 
 
-def images(inner: nn.Module, x: Tensor) -> Tensor:
-    """As [B, 1, C, T]."""
-    return over_tokens(x, lambda y: inner(F.pad(y, (2, 0))[:, None])[:, 0])
-
-
-def unfolded(inner: nn.Module, x: Tensor) -> Tensor:
-    return inner(F.pad(x, (0, 0, 2, 0))[:, None]).transpose(1, 2) @ fixed(3 * WIDTH, WIDTH, seed=30)
-
-
 def by_cell(inner: nn.Module, x: Tensor) -> Tensor:
     state, states = None, []
     for token in x.unbind(1):
@@ -176,18 +167,13 @@ def norm(inner: nn.Module, x: Tensor) -> Tensor:
 
 for make, use in (
     (partial(nn.Conv1d, WIDTH, WIDTH, 3), windows),
-    (partial(nn.Conv2d, 1, 1, 3, padding=(1, 0)), images),
     (partial(nn.ConvTranspose1d, WIDTH, WIDTH, 3), partial(windows, pad=0)),
     (partial(nn.MaxPool1d, 3, stride=1), windows),
-    (partial(nn.AvgPool1d, 3, stride=1), windows),
-    (partial(nn.Unfold, (3, WIDTH)), unfolded),
     (partial(nn.GroupNorm, 3, WIDTH), norm),
     (partial(nn.BatchNorm1d, WIDTH, track_running_stats=False), norm),
     (partial(nn.InstanceNorm1d, WIDTH), norm),
-    (partial(nn.RNN, WIDTH, WIDTH, batch_first=True), recurrent),
     (partial(nn.GRU, WIDTH, WIDTH, batch_first=True), recurrent),
     (partial(nn.LSTM, WIDTH, WIDTH, batch_first=True), recurrent),
-    (partial(nn.GRUCell, WIDTH, WIDTH), by_cell),
     (partial(nn.LSTMCell, WIDTH, WIDTH), by_cell),
 ):
     kind = make.func.__name__

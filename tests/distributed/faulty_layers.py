@@ -135,40 +135,23 @@ class DetachedPrefix(Base):
 
 
 class _Dropped(torch.autograd.Function):
-    """What sliced attention gives back for keys and values, without or with twice the share of later slices."""
+    """What sliced attention gives back for keys and values, without the share of later slices."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, k: Tensor) -> Tensor:
         return k.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         active = active_slice()
-        last = active is None or active.stop == active.sequence_length
-        return grad if last else grad * ctx.factor, None
+        return grad if active is None or active.stop == active.sequence_length else 0 * grad
 
 
 class WrongOwnBackward(Base):
     """The gradients of keys and values of all slices but the last are dropped."""
 
-    factor = 0.0
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sliced_attention(q, _Dropped.apply(k, self.factor), _Dropped.apply(v, self.factor), self.index)
-
-
-class RecomputeAppends(Base):
-    """A cache of its own that its second forward, under activation checkpointing, appends to once more."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        active = active_slice()
-        if active is None or active.is_whole:
-            return softmax_attention(q, k, v)
-        if active.mode != "recompute" and active.start == 0:
-            self.scale = 0
-        self.scale += 1  # stands for what has been appended
-        return sliced_attention(q, k, v * (self.scale - active.slice_id), self.index)
+        return sliced_attention(q, _Dropped.apply(k), _Dropped.apply(v), self.index)
 
 
 class OverwrittenGradient(Base):

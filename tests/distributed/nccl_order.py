@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -20,15 +18,14 @@ LENGTH = 24
 NUM_MICRO_BATCHES = 4
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """Hold how far a training was from the stock engine's, and what was posted meanwhile."""
 
-    differences: dict[str, float] = field(default_factory=dict)
-    evaluation_error: float = 0.0
-    messages: int = 0
-    connections: tuple[tuple[int, int, int], ...] = ()
-    synchronized_while_posted: tuple[str, ...] = ()
+    differences: dict[str, float]
+    evaluation_error: float
+    messages: int
+    connections: tuple[tuple[int, int, int], ...]
+    synchronized_while_posted: tuple[str, ...]
 
 
 def train_over_nccl(
@@ -59,30 +56,17 @@ def train_over_nccl(
     )
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
     make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
-    data = _mixed_batches() if mixed else engines.batches(3, num_micro_batches=NUM_MICRO_BATCHES, length=LENGTH)
+    draw = tuple_models.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
+    data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
-    with emulated_nccl(eager, patience_s) as nccl, _few_rounds():
+    few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # what is measured is not looked at
+    with emulated_nccl(eager, patience_s) as nccl, few_rounds:
         ours, evaluated = _train(make, section, data, stages=stages, **options)
         seen = tuple(nccl.synchronized_while_posted)
     options.pop("module", None)  # recomputing changes no number, and the stock engine cannot do so with an embedding
     stock, expected = _train(make, None, data, stages=1, **options)
-    return Trained(
-        engines.differences(ours, stock),
-        engines.error_of(evaluated, expected),
-        nccl.messages,
-        tuple(nccl.connections),
-        seen,
-    )
-
-
-def _mixed_batches() -> list[engines.Batch]:
-    seeds = range(NUM_MICRO_BATCHES)
-    return [[tuple_models.guided_micro_batch(100 * step + seed) for seed in seeds] for step in range(3)]
-
-
-def _few_rounds() -> contextlib.AbstractContextManager[Any]:
-    """Measure as few rounds as possible: no test here looks at what is measured."""
-    return mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
+    errors = engines.differences(ours, stock), engines.error_of(evaluated, expected)
+    return Trained(*errors, nccl.messages, tuple(nccl.connections), seen)
 
 
 def _train(

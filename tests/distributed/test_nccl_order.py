@@ -47,14 +47,10 @@ def assert_right(ranks: list[Trained]) -> None:
         assert len(set(rank.connections)) == len(rank.connections)
 
 
-def parameters() -> Iterator[Any]:
-    for case in EVERYTHING:
-        stages, schedule, slices, eager = case
-        marks = () if case in SAMPLE else full
-        yield pytest.param(*case, id=f"{stages}-{schedule}-{slices}-{'eager' if eager else 'lazy'}", marks=marks)
-
-
-@pytest.mark.parametrize(("stages", "schedule", "slices", "eager"), list(parameters()))
+@pytest.mark.parametrize(
+    ("stages", "schedule", "slices", "eager"),
+    [pytest.param(*case, marks=() if case in SAMPLE else full) for case in EVERYTHING],
+)
 def test_every_schedule(stages: int, schedule: str, slices: Any, eager: bool) -> None:
     assert_right(rank_pool(stages).run(train_over_nccl, schedule=schedule, stages=stages, slices=slices, eager=eager))
 
@@ -85,8 +81,7 @@ def test_other_layouts(name: str, eager: bool) -> None:
 # -- what the emulator finds -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def links_measured_over_the_first_group() -> Iterator[None]:
+def links_measured_over_the_first_group() -> contextlib.AbstractContextManager[Any]:
     """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
     measure = auto_planner.measure_parts
 
@@ -94,8 +89,7 @@ def links_measured_over_the_first_group() -> Iterator[None]:
         wires = _OverFirst(wires, next(iter(groups.by_wire.values())))
         return measure(engine, layout, groups, wires, *rest)
 
-    with mock.patch.object(auto_planner, "measure_parts", over_the_first_group):
-        yield
+    return mock.patch.object(auto_planner, "measure_parts", over_the_first_group)
 
 
 class _OverFirst(Wires):
@@ -137,21 +131,19 @@ def kernels_loaded_at_first() -> Iterator[None]:
     """The first time that a slice runs, its kernels are loaded, which waits for all that is at work on the device."""
     forward, loaded = DecoderLayer.forward, set()
 
-    def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
-        active = active_slice()
-        kernel = self.training, hidden.shape, active and active.start
+    def load(kernel: Any, gradient: Any = None) -> None:
         if kernel not in loaded:
             loaded.add(kernel)
             get_accelerator().synchronize()
+
+    def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
+        active = active_slice()
+        kernel = self.training, hidden.shape, active and active.start
+        load(kernel)
         hidden = forward(self, hidden)
         if hidden.requires_grad:
             hidden.register_hook(functools.partial(load, ("backward", *kernel)))
         return hidden
-
-    def load(kernel: Any, gradient: Any) -> None:
-        if kernel not in loaded:
-            loaded.add(kernel)
-            get_accelerator().synchronize()
 
     with mock.patch.object(DecoderLayer, "forward", load_and_run):
         yield
@@ -171,10 +163,8 @@ LOADING = {"slices": 3, "changes": {"verify": "off"}}  # a check of the first ba
     "seq1f1b", *(pytest.param(name, marks=full) for name in SCHEDULE_NAMES if name != "seq1f1b")
 ])  # fmt: skip
 def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None:
-    trained = rank_pool(2).run(
-        train_with, fault=kernels_loaded_on_devices, schedule=schedule, stages=2, eager=True, **LOADING
-    )
-    assert_right(trained)
+    job = {"schedule": schedule, "stages": 2, "eager": True, **LOADING}
+    assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
 
 
 def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:

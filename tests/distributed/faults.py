@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+from tests.distributed.cases import Case
+from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import Configuration
 
 UNEVEN = Configuration(slices=(5, 4, 3), masked=True, tied=True)
@@ -588,3 +590,17 @@ def loss_that_shifts() -> Iterator[None]:
 
     with mock.patch.object(single_process, "_loss", shifting):
         yield
+
+
+# -- against the stock engine ----------------------------------------------------------------------------------------
+
+
+def train_broken(case: Case, fault: str | None) -> RankRecord:
+    """Train a case by our engine, broken, on every rank. The engine's own check of the first batch is off: it would
+    refuse wrong weights, and it is the comparison that is looked at."""
+    from terapipe_ds.runtime.verify import FirstBatchCheck
+    from tests.distributed.training import train_case
+
+    broken = contextlib.nullcontext() if fault is None else FAULTS[fault].broken()
+    with broken, mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None):
+        return train_case(case, system="terapipe")

@@ -65,6 +65,10 @@ class History:
         return last[0][1] if last and last[0][0] == "end" else None
 
 
+def histories_in(folder: Path) -> list[History]:
+    return [History.read(folder / f"rank{rank}.log") for rank in range(2)]
+
+
 def problems(histories: list[History], reference: list[History]) -> list[str]:
     """What is wrong with a chain of attempts."""
     found = []
@@ -163,7 +167,7 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
             each.mkdir()
         never_saves = replace(training, save_every=training.steps + 1)
         pool.run(job_train, training=never_saves, folder=str(reference))
-        expected = [History.read(reference / f"rank{rank}.log") for rank in range(2)]
+        expected = histories_in(reference)
         was_starting = True
         while report.kills < wanted:
             was_starting = not was_starting and rng.random() < 0.25  # never twice: each resume shows steps
@@ -180,20 +184,15 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
                     break
             report.kills += 1
             report.phases[killer.struck] += 1
-            report.wrong += _problems_of(folder, expected, training)
+            report.wrong += problems(histories_in(folder), expected)
             if report.wrong:
                 break
         if report.kills == wanted and not report.wrong:
             pool.run(job_train, training=training, folder=str(folder))  # its first line is its beginning
-        report.wrong += _problems_of(folder, expected, training)
+        report.wrong += problems(histories_in(folder), expected)
         report.right = 0 if report.wrong else report.kills
     pool.close()
     return report
-
-
-def _problems_of(folder: Path, expected: list[History], training: Training) -> list[str]:
-    histories = [History.read(folder / f"rank{rank}.log") for rank in range(2)]
-    return [f"{training}: {text}" for text in problems(histories, expected)]
 
 
 def main() -> None:
@@ -211,7 +210,7 @@ def main() -> None:
         found = chain(training, rng, wanted)
         total.kills, total.right = total.kills + found.kills, total.right + found.right
         total.phases += found.phases
-        total.wrong += found.wrong
+        total.wrong += [f"{training}: {text}" for text in found.wrong]
         print(f"{training}: {found.kills} kills {dict(found.phases)}, {found.right} right resumes", flush=True)
     print(f"{total.kills} kills {dict(total.phases)}: {total.right} right resumes; {time.monotonic() - begin_s:.0f} s")
     for text in total.wrong:

@@ -21,8 +21,8 @@ from tests.distributed.engines import (
     step_error,
     train,
 )
+from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
-from tests.distributed.mutations import MUTATIONS
 
 VERIFY = section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = section(slices=[9, 5, 9])
@@ -42,7 +42,7 @@ def fault_of(fault: str) -> tuple[str, str]:
 
 def mutated_weights() -> tuple[str, str]:
     """The same where the engine weighs the slices' losses alike; labels are masked."""
-    with MUTATIONS["unweighted_losses"](), engine_of(gpt_layers(), VERIFY) as engine:
+    with FAULTS["unweighted_losses"].broken(), engine_of(gpt_layers(), VERIFY) as engine:
         return step_error(engine)
 
 

@@ -27,8 +27,8 @@ from tests.distributed.engines import (
     train,
     violations,
 )
+from tests.distributed.faults import train_broken
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.mutations import train_mutated
 from tests.distributed.training import train_case
 
 CASE = Case(stages=2, micro_batches=4, plan="uneven", schedule="seq1f1b-zb")
@@ -47,16 +47,16 @@ def test_four_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "message"),
+    ("fault", "message"),
     [
         ("weight_before_backward", "ran before its B"),
         ("weight_runs_twice", "is not live"),
         ("weight_never_runs", "still holds slices|did not run in this batch"),
     ],
 )
-def test_the_engine_refuses_orders_that_the_proof_would_refuse(mutation: str, message: str) -> None:
+def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
-        rank_pool(2).run(train_mutated, case=CASE, mutation=mutation, timeout_s=60)
+        rank_pool(2).run(train_broken, case=CASE, fault=fault, timeout_s=60)
 
 
 # -- the same bits -------------------------------------------------------------------------------------------

@@ -255,19 +255,18 @@ class Comparison:
 
     what: str
     losses: float
-    parameters: float | None
+    parameters: float
     limit: float
     parameter_limit: float
 
     @property
     def holds(self) -> bool:
-        return self.losses <= self.limit and (self.parameters or 0.0) <= self.parameter_limit
+        return self.losses <= self.limit and self.parameters <= self.parameter_limit
 
     def __str__(self) -> str:
-        parameters = "" if self.parameters is None else f"   parameters {self.parameters:.1e}"
         verdict = "equal" if self.holds else "DIFFERENT"
-        more = f" and {self.parameter_limit:.0e}" if self.parameter_limit != self.limit else ""
-        return f"  {self.what:<44} losses {self.losses:.1e}{parameters}   allowed {self.limit:.0e}{more}   {verdict}"
+        allowed = f"allowed {self.limit:.0e} and {self.parameter_limit:.0e}"
+        return f"  {self.what:<44} losses {self.losses:.1e}   parameters {self.parameters:.1e}   {allowed}   {verdict}"
 
 
 def compare(
@@ -275,7 +274,7 @@ def compare(
 ) -> Comparison:
     """Compare `run` with the same steps of `reference`; with `ended`, at the same step, the parameters as well."""
     losses = max(_relative(loss, reference.losses.get(step, math.nan)) for step, loss in run.losses.items())
-    parameters = None
+    parameters = 0.0
     if ended:
         assert run.parameters.keys() == reference.parameters.keys(), (what, list(run.parameters)[:3])
         largest = max(float(value.abs().max()) for value in reference.parameters.values())
@@ -293,19 +292,15 @@ def _relative(value: float, reference: float) -> float:
 def check(case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> bool:
     """Make all runs of a case, print their differences, and return whether all are within the limits."""
     runs = Runs(case, upstream, folder, data)
-    stock = runs.train("stock", sliced=False)
-    sliced = runs.train("sliced", sliced=True)
-    saved = runs.train("saved", sliced=True, until=SAVED)
-    with_slices = runs.train("saved-sliced", sliced=True, load="saved")
-    without = runs.train("saved-stock", sliced=False, load="saved")
-    print(f"{case.name}: slices {case.section['slices']}, {2 * case.tensor} ranks")
     everyone = {
-        "stock": stock,
-        "sliced": sliced,
-        "saved at 6": saved,
-        "sliced from 6": with_slices,
-        "stock from 6": without,
+        "stock": runs.train("stock", sliced=False),
+        "sliced": runs.train("sliced", sliced=True),
+        "saved at 6": runs.train("saved", sliced=True, until=SAVED),
+        "sliced from 6": runs.train("saved-sliced", sliced=True, load="saved"),
+        "stock from 6": runs.train("saved-stock", sliced=False, load="saved"),
     }
+    stock, sliced, saved, with_slices, without = everyone.values()
+    print(f"{case.name}: slices {case.section['slices']}, {2 * case.tensor} ranks")
     for name, run in everyone.items():
         steps = " ".join(f"{run.losses[step]:.7f}" if step in run.losses else " " * 9 for step in range(1, STEPS + 1))
         print(f"  {name:<14} {run.engine:<15} {steps}")

@@ -177,28 +177,24 @@ class RankPool:
         missing = [rank for rank in range(self.world_size) if rank not in replies]
         self._dump_stacks(missing)
         self._kill()
-        outputs = self._outputs()
         reports = []
-        for rank in range(self.world_size):
+        for rank, output in enumerate(self._outputs()):
             status, detail = replies.get(rank, ("stopped", "") if failed else ("timed out", timeout_text))
-            reports.append(RankReport(rank, status, detail if status != "ok" else "", outputs[rank]))
+            reports.append(RankReport(rank, status, detail if status != "ok" else "", output))
         first = failed[0] if failed else missing[0]
         self._discard()
         return RankFailure(job, reports[first], reports)
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         """Make ranks that hang write where they are into their log."""
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None and self._processes[rank].is_alive():
-                os.kill(pid, signal.SIGUSR1)
+        for pid in (self.pids[rank] for rank in ranks if self._processes[rank].is_alive()):
+            os.kill(pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.2)
 
     def _kill(self) -> None:
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
         for process in self._processes:
             process.join()
 

@@ -414,8 +414,7 @@ def test_what_is_new_is_measured_once_and_what_is_set_by_hand_never() -> None:
 def _replicas_with_other_lengths() -> list[int]:
     """Train two pipelines whose batches differ in length: both learn of both lengths."""
     with engine_of(gpt_layers(), _auto()) as engine:
-        replica = engine.grid.get_data_parallel_rank()
-        train(engine, batches(1, length=LENGTH if replica == 0 else 31))
+        train(engine, batches(1, length=31 if engine.grid.get_data_parallel_rank() else LENGTH))
         return [sum(engine.slice_plan(length).lengths) for length in (LENGTH, 31)]  # type: ignore[attr-defined]
 
 

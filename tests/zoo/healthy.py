@@ -89,6 +89,7 @@ add("WholeDecoder", gpt_layers())
 add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))
 add("OwnReentrantCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)))
 add("AttentionOverHeads", stack(AttentionOverHeads))
+add("AttentionOverHeadsRecomputed", stack(AttentionOverHeads), engine=checkpointed(AttentionOverHeads))
 
 # -- each token for itself, whatever the sizes are alike -------------------------------------------------------------
 
@@ -131,6 +132,16 @@ class NarrowConvolution(Weighted, inner=lambda: nn.Conv1d(WIDTH, WIDTH, 1)):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+@beside()
+class FeatureConvolution(Weighted, inner=lambda: nn.Conv1d(1, 1, 3, padding=1)):
+    """A convolution over features, which says that it is no affair of tokens."""
+
+    slice_safe = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.flatten(0, 1).unsqueeze(1)).view_as(x)
 
 
 @beside()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.zoo.layers import LONG, WIDTH, Weighted, fixed, seeded
 from tests.zoo.members import AFTER, EARLY, FIRST, layer, update
 
-BY_TYPE = "layers that mix the tokens of a sequence"
+BY_TYPE = "on rank 1: layers that mix the tokens of a sequence"
 
 
 def over_tokens(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -177,4 +177,16 @@ for make, use in (
     (partial(nn.LSTMCell, WIDTH, WIDTH), by_cell),
 ):
     kind = make.func.__name__
-    layer(BY_TYPE, kind, error="TeraPipeConfigError")(**{f"torch_{kind}": LayerSpec(OfTorch, make, use)})
+    layer(BY_TYPE, kind, "slice_safe = True", error="TeraPipeConfigError")(
+        **{f"torch_{kind}": LayerSpec(OfTorch, make, use)}
+    )
+
+
+@layer("(TokenConvolution): output of tokens")
+class TokenConvolution(Weighted, inner=lambda: nn.Conv1d(WIDTH, WIDTH, 3)):
+    """It claims to be right in slices, which saves it from the refusal by its type, and begins anew in each of them."""
+
+    slice_safe = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + windows(self.inner, x)

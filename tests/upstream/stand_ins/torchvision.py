@@ -1,4 +1,4 @@
-"""Replace torchvision for DeepSpeed's tests where it is not installed: random images, the same in every process."""
+"""Replace torchvision for other projects where it is not installed: random images, the same in every process."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ class FakeData(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(self.random_offset + index)
         image = torch.rand(self.image_size, generator=generator)
         return self.transform(image), int(torch.randint(self.num_classes, (1,), generator=generator))
+
+
+VisionDataset = FakeData  # Megatron-DeepSpeed imports its vision models with everything else
 
 
 class Compose(torch.nn.Sequential):

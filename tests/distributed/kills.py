@@ -150,17 +150,12 @@ def _left_by_a_save(folder: Path) -> str:
     return "older one not removed" if list(folder.glob(".*.replaced")) else "nothing half"
 
 
-@dataclass
-class Report:
-    kills: int = 0
-    right: int = 0
-    phases: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+def chain(training: Training, rng: random.Random, wanted: int) -> tuple[Counter[str], list[str]]:
+    """Up to `wanted` kills of one training, each followed by a resume; fewer where it comes to its end.
 
-
-def chain(training: Training, rng: random.Random, wanted: int) -> Report:
-    """Up to ``wanted`` kills of one training, each followed by a resume; fewer where it comes to its end."""
-    report, pool = Report(), RankPool(2)
+    Returns how often it was struck doing what, and what is wrong.
+    """
+    phases, wrong, pool = Counter[str](), [], RankPool(2)
     with tempfile.TemporaryDirectory(prefix="terapipe-kills-") as name:
         reference, folder = Path(name, "reference"), Path(name, "killed")
         for each in (reference, folder):
@@ -169,7 +164,7 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
         pool.run(job_train, training=never_saves, folder=str(reference))
         expected = histories_in(reference)
         was_starting = True
-        while report.kills < wanted:
+        while phases.total() < wanted and not wrong:
             was_starting = not was_starting and rng.random() < 0.25  # never twice: each resume shows steps
             pool.start()
             for rank in range(pool.world_size):
@@ -179,20 +174,16 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
                 try:
                     pool.run(job_train, training=training, folder=str(folder))
                 except RankFailure as failure:
-                    report.wrong += [] if "exit code -9" in str(failure) else [str(failure)]
+                    wrong += [] if "exit code -9" in str(failure) else [str(failure)]
                 else:
                     break
-            report.kills += 1
-            report.phases[killer.struck] += 1
-            report.wrong += problems(histories_in(folder), expected)
-            if report.wrong:
-                break
-        if report.kills == wanted and not report.wrong:
+            phases[killer.struck] += 1
+            wrong += problems(histories_in(folder), expected)
+        if phases.total() == wanted and not wrong:
             pool.run(job_train, training=training, folder=str(folder))  # its first line is its beginning
-        report.wrong += problems(histories_in(folder), expected)
-        report.right = 0 if report.wrong else report.kills
+        wrong += problems(histories_in(folder), expected)
     pool.close()
-    return report
+    return phases, wrong
 
 
 def main() -> None:
@@ -201,21 +192,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-training", type=int, default=6, help="kills of one training, then comes the next kind")
     arguments = parser.parse_args()
-    rng, begin_s, total = random.Random(arguments.seed), time.monotonic(), Report()
+    rng, begin_s, total, wrong = random.Random(arguments.seed), time.monotonic(), Counter[str](), []
     for index in range(10 * arguments.kills):
-        wanted = min(arguments.per_training, arguments.kills - total.kills)
-        if wanted == 0 or total.wrong:
+        wanted = min(arguments.per_training, arguments.kills - total.total())
+        if wanted == 0 or wrong:
             break
         training = TRAININGS[(index + arguments.seed) % len(TRAININGS)]
-        found = chain(training, rng, wanted)
-        total.kills, total.right = total.kills + found.kills, total.right + found.right
-        total.phases += found.phases
-        total.wrong += [f"{training}: {text}" for text in found.wrong]
-        print(f"{training}: {found.kills} kills {dict(found.phases)}, {found.right} right resumes", flush=True)
-    print(f"{total.kills} kills {dict(total.phases)}: {total.right} right resumes; {time.monotonic() - begin_s:.0f} s")
-    for text in total.wrong:
+        phases, wrong = chain(training, rng, wanted)
+        total += phases
+        print(f"{training}: {phases.total()} kills {dict(phases)}{', WRONG' if wrong else ''}", flush=True)
+    print(f"{total.total()} kills {dict(total)}; {time.monotonic() - begin_s:.0f} s")
+    for text in wrong:
         print(f"WRONG: {text}")
-    raise SystemExit(1 if total.wrong or total.right != arguments.kills else 0)
+    raise SystemExit(1 if wrong or total.total() != arguments.kills else 0)
 
 
 if __name__ == "__main__":

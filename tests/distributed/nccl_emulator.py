@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -160,29 +161,27 @@ class Emulator:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        """Do as torch's own function does."""
-        return self._do("isend", tensor, dst, group, tag)
-
-    def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        """Do as torch's own function does."""
-        return self._do("irecv", tensor, src, group, tag)
-
-    def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """Do as torch's own function does, which over NCCL returns when the current stream waits."""
-        self._do("send", tensor.clone(), dst, group, tag)
-
-    def recv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> int:
-        """Do as torch's own function does."""
-        work = self._do("recv", tensor, src, group, tag)
-        if isinstance(work, Work):
-            work.wait()
-        return src
-
-    def _do(self, name: str, tensor: Tensor, peer: int, group: Any, tag: int) -> Any:
+    def _call(
+        self,
+        name: str,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        *,
+        src: int | None = None,
+    ) -> Any:
+        """Do as torch's function `name` does. A send returns when the current stream would wait for it."""
+        peer = src if dst is None else dst
         if not self._is_nccl(group):
             return _REAL[name](tensor, peer, group, tag=tag)
-        return self._post(name.endswith("send"), tensor, peer, group)
+        work = self._post(name.endswith("send"), tensor.clone() if name == "send" else tensor, peer, group)
+        if name == "recv":
+            work.wait()
+        return {"send": None, "recv": peer}.get(name, work)
+
+    send, recv = partialmethod(_call, "send"), partialmethod(_call, "recv")
+    isend, irecv = partialmethod(_call, "isend"), partialmethod(_call, "irecv")
 
     def synchronize(self, *device: Any) -> None:
         """Wait for all operations that this rank has posted, as a wait for the whole device does."""

@@ -56,9 +56,8 @@ def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: 
 @pytest.mark.full
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_kills_at_random_points(training: Training) -> None:
-    report = chain(training, random.Random(str(training)), wanted=9)
-    assert report.wrong == []
-    assert report.right == report.kills
+    phases, wrong = chain(training, random.Random(str(training)), wanted=9)
+    assert wrong == [] and phases.total() > 0
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------

@@ -302,14 +302,10 @@ def test_the_profile_of_something_else_is_refused_on_every_rank(
         assert ("measure" if key is not None else profile_file.name) in message
 
 
-def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
-    """Measured by one engine, given to the next one of the same model and config."""
-    with engine_of(gpt_layers(dtype=dtype), _auto(cache_dir=folder), **options) as engine:
+def _planned_from(path: str, layers: dict[str, Any], **options: Any) -> tuple[int, ...]:
+    with engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine:
         train(engine, batches(1))
-    torch.distributed.barrier()
-    (file,) = Path(folder).iterdir()
-    with engine_of(gpt_layers(dtype=dtype), _auto(profile=str(file)), **options) as engine:
-        return bool(train(engine, batches(1)).returned)
+        return engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -324,15 +320,10 @@ def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
 @pytest.mark.sample(1)
 def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
     """What DeepSpeed changes while it builds an engine has been changed when profiles are compared."""
-    assert on_ranks(2, _own_profile, folder=str(tmp_path), dtype=dtype, options=options) == [True, True]
-
-
-def _planned_from(path: str) -> tuple[int, ...]:
-    terapipe = _auto(profile=path)
-    options = {"module": {"partition_method": "parameters"}}  # as the command cuts, and DeepSpeed by default
-    with engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
-        train(engine, batches(1))
-        return engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
+    model = {"layers": {"dtype": dtype}, **options}
+    (measured, plan), _ = on_ranks(2, _measured_in, folder=str(tmp_path), count=1, **model)
+    (file,) = tmp_path.iterdir()
+    assert measured == [1] and on_ranks(2, _planned_from, path=str(file), **model) == [plan] * 2
 
 
 def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
@@ -348,7 +339,8 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
         check=True,
         timeout=240,
     )
-    plans = on_ranks(2, _planned_from, path=str(path))
+    cut = {"partition_method": "parameters"}  # as the command cuts, and DeepSpeed by default
+    plans = on_ranks(2, _planned_from, path=str(path), layers={"dtype": "float32"}, module=cut)
     assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
 
 

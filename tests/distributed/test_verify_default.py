@@ -6,8 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
@@ -28,6 +26,8 @@ from tests.distributed.engines import (
     step_error,
 )
 from tests.distributed.harness import rank_pool
+from tests.zoo.layers import cross_entropy
+from tests.zoo.losses import masked_mean, mean_of_all_tokens, shifting
 
 
 class OnlyTrained(nn.Module):
@@ -65,47 +65,6 @@ class MeanSquare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
-
-
-# -- losses, some of which cannot add up over slices; `tests/zoo/losses.py` has many more ------------------------------
-
-
-def advantages(logits: Tensor, labels: Tensor) -> Tensor:
-    """A policy's loss, whose weights cancel out over the batch: next to zero, with gradients that are not."""
-    chosen = logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    sign = torch.ones_like(chosen)
-    sign[1::2] = -1
-    return (sign * (chosen - chosen.detach())).mean()
-
-
-class Plain(nn.Module):
-    """Cross entropy as a module of one's own."""
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def masked_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """Megatron's labels: (labels, loss_mask)."""
-    target, mask = labels
-    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    return (losses * mask.flatten()).sum() / mask.sum()
-
-
-# name -> (loss_fn, loss_reduction or None, with labels masked)
-REFUSED: dict[str, tuple[Any, str | None, bool]] = {
-    "root": (faulty_layers.root_loss, None, True),
-    "shifting": (faulty_layers.shifting_loss, None, True),
-    "mean over all": (faulty_layers.mean_loss, None, True),
-    "mean over valid called mean": (Plain(), "mean", True),
-    "mean over valid called sum": (Plain(), "sum", True),
-}
-RIGHT: dict[str, tuple[Any, str | None, bool]] = {
-    "module": (Plain(), None, True),
-    "mean over all, said": (faulty_layers.mean_loss, "mean", True),
-    "weights": (tuple_models.WeightedLoss(), None, False),
-    "advantages": (advantages, "mean", False),
-}
 
 
 class Said(NamedTuple):
@@ -159,14 +118,6 @@ def long(masked_until: int = 0, **options: Any) -> Said:
     return on_ranks(data, **{"dtype": "float32", "slices": 8, **options})
 
 
-def of_loss(loss_fn: Any, reduction: str | None, masked: bool) -> Said:
-    data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
-    if not isinstance(loss_fn, tuple_models.WeightedLoss):
-        (data,) = batches(1, masked=masked)
-    changes = {} if reduction is None else {"loss_reduction": reduction}
-    return on_ranks(data, loss_fn=loss_fn, slices=[9, 5, 9], verify="off", **changes)
-
-
 class TestLayers:
     def test_a_layer_of_ones_own_is_compared_and_refused(self) -> None:
         kind, text, *_ = on_ranks(extra=(faulty_layers.HiddenPlainAttention,), dtype="float32")
@@ -184,7 +135,7 @@ class TestLayers:
         assert kind == "" and log.startswith("verify: the loss agrees") and log.endswith("layers were not compared")
 
     def test_but_not_with_a_loss_of_ones_own(self) -> None:
-        kind, _, log, _ = on_ranks(loss_fn=Plain())
+        kind, _, log, _ = on_ranks(loss_fn=cross_entropy)
         assert kind == "" and log.startswith("verify: 7 layers and the loss agree")
 
     def test_a_model_that_computes_its_loss_itself(self) -> None:
@@ -195,31 +146,18 @@ class TestLayers:
 
 def evaluated_tuples() -> str:
     data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
-    with engine_of(gpt_layers(), section(), loss_fn=masked_loss) as engine:
+    with engine_of(gpt_layers(), section(), loss_fn=masked_mean) as engine:
         engine.eval_batch(iter(data), compute_loss=False)  # needs no labels
         return raised_by(lambda: engine.eval_batch(iter(data)))[0]
 
 
 class TestLosses:
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_refused(self, name: str) -> None:
-        kind, text, *_ = of_loss(*REFUSED[name])
-        assert kind == "VerifyError" and "\n  loss_fn: the " in text
-        assert "slice_weight(labels)" in text
-        suggested = 'set terapipe.loss_reduction to "' in text
-        assert suggested == name.startswith("mean over"), text  # no advice that the gradients speak against
-
-    @pytest.mark.parametrize("name", RIGHT)
-    def test_right(self, name: str) -> None:
-        kind, _, log, _ = of_loss(*RIGHT[name])
-        assert kind == "" and log.startswith("verify: the loss agrees on 3 slices")
-
     def test_tuples_of_labels_are_refused_in_evaluation(self) -> None:
         assert rank_pool(2).run(evaluated_tuples) == ["TeraPipeConfigError"] * 2
 
     def test_a_reduction_that_is_said_is_compared(self) -> None:
         data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
-        kind, text, *_ = on_ranks(data, loss_fn=masked_loss, loss_reduction="mean_valid")
+        kind, text, *_ = on_ranks(data, loss_fn=masked_mean, loss_reduction="mean_valid")
         assert kind == "VerifyError" and "no terapipe.loss_reduction" in text
 
 
@@ -278,7 +216,7 @@ class TestBatchesWithoutLabels:
         ("loss", "reduction", "is_right"),
         [
             (gpt.gpt_loss, "sum", False),
-            (faulty_layers.shifting_loss, "mean_valid", False),
+            (shifting, "mean_valid", False),
             (gpt.gpt_loss, "mean_valid", True),
         ],
     )
@@ -306,10 +244,10 @@ class TestLabelsThatAreIgnoredLater:
     @pytest.mark.parametrize(
         ("changes", "loss", "fits"),
         [
-            ({}, faulty_layers.mean_loss, "mean"),
+            ({}, mean_of_all_tokens, "mean"),
             ({"loss_reduction": "mean"}, gpt.gpt_loss, "mean_valid"),
             ({}, gpt.gpt_loss, None),
-            ({"loss_reduction": "mean"}, faulty_layers.mean_loss, None),
+            ({"loss_reduction": "mean"}, mean_of_all_tokens, None),
         ],
     )
     def test_a_reduction_is_compared_again_in_the_third_step(
@@ -327,5 +265,5 @@ class TestLabelsThatAreIgnoredLater:
 
     def test_another_micro_batch_of_the_first_batch(self) -> None:
         data = [micro_batch(0, masked=False), micro_batch(1, masked=True)]
-        kind, text, *_ = on_ranks(data, loss_fn=faulty_layers.mean_loss)
+        kind, text, *_ = on_ranks(data, loss_fn=mean_of_all_tokens)
         assert kind == "VerifyError" and 'set terapipe.loss_reduction to "mean"' in text

@@ -17,7 +17,9 @@ SAMPLE = (
     "softmax_by_hand", "attention_over_packed_rows", "DetachedCache", "PositionedEmbedding", "token_shift",
     "torch_ConvTranspose1d", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
     "by_root_of_count", "mask_in_a_tuple", "AsWideAsLong", "Checkpointed", "MaskedLoss", "MemoryByTorch",
-    "long_label_smoothing", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
+    "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
+    "PooledState",
+    "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

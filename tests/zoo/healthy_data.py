@@ -15,6 +15,7 @@ from tests.zoo.losses import (
     each,
     labels_as_input,
     masked_mean,
+    mean_of_all_tokens,
     mean_valid,
     soft_targets,
     summed,
@@ -112,7 +113,7 @@ add("ContinuousInputs", [Projection, SLICED, Mlp, Head], data=features)
 loss(terapipe={"loss_reduction": "sum"})(
     declared_sum=summed, declared_sum_by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels)
 )
-loss(terapipe={"loss_reduction": "mean"})(declared_mean=lambda logits, labels: each(logits, labels).mean())
+loss(terapipe={"loss_reduction": "mean"})(declared_mean=mean_of_all_tokens)
 loss(data=weighted_tokens, terapipe={"loss_reduction": "sum"})(
     declared_sum_of_a_tuple=lambda logits, labels: (each(logits, labels[0]) * labels[1]).sum()
 )
@@ -148,6 +149,15 @@ def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return mean_valid(logits, labels) + 0.01 * z.sum() / valid(labels).sum()
 
 
+@loss(terapipe={"loss_reduction": "mean"}, data=lambda seed: micro_batch(seed, masked=False))
+def advantages(logits: Tensor, labels: Tensor) -> Tensor:
+    """A policy's loss, whose weights cancel out over the batch: next to zero, with gradients that are not."""
+    chosen = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    sign = torch.ones_like(chosen)
+    sign[1::2] = -1
+    return (sign * (chosen - chosen.detach())).mean()
+
+
 def targets(seed: int) -> MicroBatch:
     return micro_batch(seed)[0], fixed(2, LENGTH, seed=seed, std=1.0)
 
@@ -181,6 +191,13 @@ class ClassWeights:
         return float(CLASS_WEIGHTS[labels[labels != IGNORE_INDEX]].sum())
 
 
+class LossModule(nn.Module):
+    """Cross entropy as a module of one's own."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels)
+
+
 def prompts_are_masked(seed: int) -> MicroBatch:
     """The first slices have no label at all."""
     tokens, labels = micro_batch(seed)
@@ -190,5 +207,6 @@ def prompts_are_masked(seed: int) -> MicroBatch:
 
 add("MaskedLoss", stack(), loss_fn=MaskedLoss(), data=weighted_tokens)
 add("ClassWeights", stack(), loss_fn=ClassWeights())
+add("LossModule", stack(), loss_fn=LossModule())
 add("PromptsAreMasked", stack(SLICED), data=prompts_are_masked)
 add("OwnLoss", with_own_loss(cross_entropy, SLICED), loss_fn=None, data=labels_as_input)

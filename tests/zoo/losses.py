@@ -15,8 +15,8 @@ from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import FirstOf
 
 LOSS = "loss_fn: the "
-REDUCTION = "loss_reduction"
-WEIGHT = "slice_weight"
+ANOTHER = 'set terapipe.loss_reduction to "'
+NONE = "no terapipe.loss_reduction"
 CLASS_WEIGHTS = torch.linspace(0.1, 2.0, VOCAB_SIZE, dtype=torch.float64)
 
 
@@ -54,6 +54,15 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).sum()
 
 
+def mean_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).mean()
+
+
+def shifting(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels are the inputs: token t is to predict t + 1."""
+    return mean_valid(logits[:, :-1], labels[:, 1:])
+
+
 def masked_mean(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
     return (each(logits, labels[0]) * labels[1]).sum() / labels[1].sum()
 
@@ -63,9 +72,9 @@ def with_class_weights(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(*flat, weight=CLASS_WEIGHTS, ignore_index=IGNORE_INDEX)
 
 
-loss(LOSS, REDUCTION)(
+loss(LOSS, ANOTHER)(
     summed=summed,
-    mean_of_all_tokens=lambda logits, labels: each(logits, labels).mean(),
+    mean_of_all_tokens=mean_of_all_tokens,
     by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels),
     # Divided by the longest sequence there may be.
     by_a_constant=lambda logits, labels: each(logits, labels).sum() / (2 * LENGTH),
@@ -73,29 +82,31 @@ loss(LOSS, REDUCTION)(
 loss(LOSS, data=last_is_masked)(
     by_rows_that_have_labels=lambda logits, labels: each(logits, labels).sum() / valid(labels).any(1).sum().clamp(min=1)
 )
-loss(LOSS, WEIGHT)(
+loss(LOSS, ANOTHER, terapipe={"loss_reduction": "mean"})(valid_called_mean=mean_valid)
+loss(LOSS, ANOTHER, terapipe={"loss_reduction": "sum"})(valid_called_sum=mean_valid)
+loss(LOSS, NONE)(
     by_root_of_count=lambda logits, labels: each(logits, labels).sum() / valid(labels).sum().sqrt(),
     class_weights=with_class_weights,
 )
-loss(REDUCTION, WEIGHT, data=weighted_tokens, error="TeraPipeConfigError")(
+loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")(
     mask_in_a_tuple=masked_mean, sum_of_a_tuple=lambda logits, labels: (each(logits, labels[0]) * labels[1]).sum()
 )
-loss(LOSS, WEIGHT, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask_in_a_tuple_called_mean=masked_mean)
+loss(LOSS, NONE, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask_in_a_tuple_called_mean=masked_mean)
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Small labels do not count either."""
     return mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX))
 
 
-loss(LOSS)(
+loss(LOSS, NONE)(
     # A mean over each sequence, then over the sequences.
     rows_then_mean=lambda logits, labels: (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean(),
     # One is added to the count, lest it be zero.
     more_than_the_count=lambda logits, labels: each(logits, labels).sum() / (valid(labels).sum() + 1),
     hardest_tokens=lambda logits, labels: each(logits, labels).flatten().topk(labels.numel() // 4).values.mean(),
-    shifting=lambda logits, labels: mean_valid(logits[:, :-1], labels[:, 1:]),
+    shifting=shifting,
     # The first four tokens of a sequence are a prompt.
     without_the_first_tokens=lambda logits, labels: mean_valid(logits[:, 4:], labels[:, 4:]),
     smooth_in_time=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.diff(dim=1).square().mean(),
@@ -104,44 +115,44 @@ loss(LOSS)(
     ),
     mean_and_sum=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.square().sum(),
     # A penalty that does not depend on the tokens at all.
-    with_a_constant=lambda logits, labels: each(logits, labels).mean() + 0.5 * valid(labels).sum(),
+    with_a_constant=lambda logits, labels: mean_of_all_tokens(logits, labels) + 0.5 * valid(labels).sum(),
 )
 
 
 # -- no weighted mean at all -----------------------------------------------------------------------------------------
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def root_mean_square(logits: Tensor, labels: Tensor) -> Tensor:
     return (each(logits, labels).square().sum() / valid(labels).sum()).sqrt()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def perplexity(logits: Tensor, labels: Tensor) -> Tensor:
     return (mean_valid(logits, labels) / 4).exp()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def batch_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     shares = logits.softmax(-1).mean((0, 1))
     return mean_valid(logits, labels) + 0.1 * (shares * shares.log()).sum()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     """Each token against all other tokens of the call."""
     states = F.normalize(logits.flatten(0, 1), dim=-1)
     return mean_valid(logits, labels) + F.cross_entropy(states @ states.mT, torch.arange(len(states)))
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Rewards without their mean, as policy gradients take them."""
     losses = each(logits, labels)
     return (losses * (losses - losses.mean()).detach()).mean()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def soft_dice(logits: Tensor, labels: Tensor) -> Tensor:
     right = (-each(logits, labels)).exp() * valid(labels)
     return 1 - 2 * right.sum() / (right.square().sum() + valid(labels).sum())

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from terapipe_ds.runtime.checkpoints.manifest import is_whole
 from tests.distributed.harness import RankFailure, RankPool
 from tests.distributed.killed_job import Training, job_train
 
@@ -125,7 +124,7 @@ class Killer:
         last = self._log.read_text().splitlines()[-1].split()[0] if self._log.exists() else "nothing"
         if self._while_starting and self._steps() == self._steps_before:
             return "resuming"
-        return f"saving, {_left_by_a_save(self._log.parent / 'saved')}" if last == "saving" else "training"
+        return "saving" if last == "saving" else "training"
 
     def _steps(self) -> int:
         return self._log.read_text().count("step ") if self._log.exists() else 0
@@ -138,16 +137,6 @@ class Killer:
         if not self._over.wait(self._share * (AFTER_START_S if self._while_starting else AFTER_FIRST_STEP_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-
-
-def _left_by_a_save(folder: Path) -> str:
-    """What a save that was killed has left: how far it had come, and the other rank after it."""
-    saving = list(folder.glob(".*.saving"))
-    if any(is_whole(path) for path in saving):
-        return "whole without a name"
-    if saving:
-        return "files in part"
-    return "older one not removed" if list(folder.glob(".*.replaced")) else "nothing half"
 
 
 def chain(training: Training, rng: random.Random, wanted: int) -> tuple[Counter[str], list[str]]:

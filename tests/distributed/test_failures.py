@@ -262,7 +262,7 @@ def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
     command = [
         *(sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--hostfile="),
         *("--num_gpus", str(ranks), "--master_port", str(_free_port()), "--enable_each_rank_log", str(logs)),
-        str(Path(__file__).parent / "failures" / "train.py"),
+        str(Path(__file__).parent / "failures" / "job.py"),
     ]
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ENVIRONMENT: job.to_json()}
     process = subprocess.Popen(

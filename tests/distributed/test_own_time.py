@@ -13,18 +13,25 @@ from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.profiling import all_parts
-from tests.distributed.engines import batches, build, error_of, gpt_layers, raised_by, run_training, section, train
+from tests.distributed.engines import (
+    ZERO1,
+    batches,
+    build,
+    error_of,
+    gpt_layers,
+    raised_by,
+    run_training,
+    section,
+    train,
+)
 from tests.distributed.harness import rank_pool
 
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 SETTINGS: dict[str, dict[str, Any]] = {  # each with another of DeepSpeed's optimizers
     "fp64": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16 with sums in fp32": {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
-    "fp32 with ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "fp32 with ZeRO 1": ZERO1,
+    "bf16": BF16,
+    "bf16 with sums in fp32": {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 
 

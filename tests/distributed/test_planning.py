@@ -208,23 +208,20 @@ def _measured_in(
     return measured, plan
 
 
-Measured = tuple[Path, list[Any]]
-
-
 @pytest.fixture(scope="module")
-def measured_twice(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A cache with one profile, which is to be copied, and what two engines did that were given it."""
     folder = tmp_path_factory.mktemp("profiles")
     return folder, on_ranks(2, _measured_in, folder=str(folder), count=2)
 
 
 @pytest.fixture
-def profile_file(measured_twice: Measured, tmp_path: Path) -> Path:
+def profile_file(measured_twice: tuple[Path, list[Any]], tmp_path: Path) -> Path:
     (file,) = shutil.copytree(measured_twice[0], tmp_path / "cache").glob("profile-*.json")
     return file
 
 
-def test_a_second_start_measures_nothing(measured_twice: Measured, profile_file: Path) -> None:
+def test_a_second_start_measures_nothing(measured_twice: tuple[Path, list[Any]], profile_file: Path) -> None:
     first, second = measured_twice[1]
     assert first[0] == second[0] == [1, 0] and first[1] == second[1]
     profile = Profile.load(profile_file)

@@ -196,25 +196,7 @@ class SlicedBackwards(Attention):
 @layer(AFTER)
 class LearnedPositions(Weighted, table=(LONG, WIDTH, 10)):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table[self.positions(x)]
-
-    def positions(self, x: Tensor) -> Tensor:
-        return torch.arange(x.size(1))
-
-
-@layer("table differs")
-class UntrainedPositions(LearnedPositions):
-    """They begin as zeros: before the first step nothing is wrong with outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.zeros_(self.table)
-
-
-@layer(EARLY)
-class PositionsFromTheEnd(LearnedPositions):
-    def positions(self, x: Tensor) -> Tensor:
-        return torch.arange(x.size(1)).flip(0)
+        return x + self.table[torch.arange(x.size(1))]
 
 
 class PositionedEmbedding(Embedding, positions=(LONG, WIDTH, 11)):

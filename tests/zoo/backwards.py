@@ -68,17 +68,6 @@ class RunningScale(nn.Module):
         return x / self.size
 
 
-@layer(EARLY)
-class CountsCalls(nn.Module):
-    """Warms up over the calls."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1.0 + 0.1 * self.calls)
-
-
 class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
     """Under activation checkpointing its second forward is another one: it counts."""
 
@@ -136,16 +125,6 @@ class ChoosingExperts(Experts):
         liking = self.liking(x)
         chosen = liking.topk(max(1, x.shape[1] // 4), dim=1).indices
         return torch.zeros_like(liking).scatter(1, chosen, 1.0) * liking
-
-
-@layer(EARLY)
-class SkippingLayer(Weighted, gate=(WIDTH, 82), inner=(WIDTH, WIDTH, 83)):
-    """Mixture of depths: half of the tokens go through the layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        liking = x @ self.gate
-        taken = liking >= liking.median(1, keepdim=True).values
-        return x + (taken * liking.sigmoid())[..., None] * (x @ self.inner)
 
 
 @layer(BACKWARD)

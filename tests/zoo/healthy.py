@@ -37,12 +37,6 @@ class Alibi(Sliced):
 
 
 @attention()
-class NormedQueries(Sliced):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sliced_attention(F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3, v, self.index, scale=1.0)
-
-
-@attention()
 class GatedHeads(Sliced):
     """One head of keys for all queries, and a gate on what comes out."""
 
@@ -109,12 +103,6 @@ class GatedMlp(
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
-
-
-@beside()
-class RootMeanSquare(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
 @beside()

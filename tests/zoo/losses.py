@@ -34,13 +34,6 @@ def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).sum() / valid(labels).sum()
 
 
-def last_is_masked(seed: int) -> MicroBatch:
-    """Rows end at different places, so that slices have different shares of the labels."""
-    tokens, labels = micro_batch(seed)
-    labels[1, 15:] = IGNORE_INDEX
-    return tokens, labels
-
-
 def weighted_tokens(seed: int) -> MicroBatch:
     """As Megatron: (labels, loss_mask)."""
     labels = micro_batch(seed, masked=False)[1]
@@ -78,9 +71,6 @@ loss(LOSS, ANOTHER)(
     by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels),
     # Divided by the longest sequence there may be.
     by_a_constant=lambda logits, labels: each(logits, labels).sum() / (2 * LENGTH),
-)
-loss(LOSS, data=last_is_masked)(
-    by_rows_that_have_labels=lambda logits, labels: each(logits, labels).sum() / valid(labels).any(1).sum().clamp(min=1)
 )
 loss(LOSS, ANOTHER, terapipe={"loss_reduction": "mean"})(valid_called_mean=mean_valid)
 loss(LOSS, ANOTHER, terapipe={"loss_reduction": "sum"})(valid_called_sum=mean_valid)
@@ -150,12 +140,6 @@ def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Rewards without their mean, as policy gradients take them."""
     losses = each(logits, labels)
     return (losses * (losses - losses.mean()).detach()).mean()
-
-
-@loss(LOSS, NONE)
-def soft_dice(logits: Tensor, labels: Tensor) -> Tensor:
-    right = (-each(logits, labels)).exp() * valid(labels)
-    return 1 - 2 * right.sum() / (right.square().sum() + valid(labels).sum())
 
 
 # -- of other labels, or where no loss_fn is --------------------------------------------------------------------------

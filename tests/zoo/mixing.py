@@ -45,14 +45,6 @@ update(EARLY)(
 update(AFTER)(first_token=lambda x: x + x[:, :1])
 
 
-@update(AFTER)
-def convolution_by_fourier(x: Tensor) -> Tensor:
-    tokens = x.shape[1]
-    kernel = 0.9 ** torch.arange(tokens, dtype=x.dtype)[:, None]
-    spectrum = torch.fft.rfft(x, 2 * tokens, dim=1) * torch.fft.rfft(kernel, 2 * tokens, dim=0)
-    return torch.fft.irfft(spectrum, 2 * tokens, dim=1)[:, :tokens]
-
-
 @update(FIRST)
 def token_shift(x: Tensor) -> Tensor:
     """As RWKV mixes a token with the one before."""
@@ -88,14 +80,6 @@ class TokenMixer(Weighted, tokens=(LONG, LONG, 62)):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.tokens[: x.shape[1], : x.shape[1]] @ x
-
-
-@layer(AFTER)
-class SpatialGate(Weighted, tokens=(LONG, LONG, 62)):
-    """As gMLP: a causal matrix over tokens gates."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1.0 + self.tokens[: x.shape[1], : x.shape[1]].tril() @ x)
 
 
 # -- states that run along the sequence ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A small training job, and the faults that strike one of its ranks in the middle of a batch.
 
-It is run by the ranks of `harness.RankPool` and, with `train.py`, by DeepSpeed's own launcher.
+It is run by the ranks of `harness.RankPool` and, as a script, by DeepSpeed's own launcher.
 """
 
 from __future__ import annotations
@@ -299,3 +299,19 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
 
 MEASURING = {"measuring": _in_forward, "hang_measuring": FAULTS["hang"]}
 """While slices are measured for a plan, instead of in a batch."""
+
+
+def main() -> None:
+    """Run the job that an environment variable holds, as a training script of the launcher."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    # DeepSpeed would compile this operator now, for a minute and behind a lock that outlives a killed rank.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for step, loss in enumerate(run(Job.from_json(os.environ[ENVIRONMENT])), start=1):
+        print(f"step {step}: loss {loss}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

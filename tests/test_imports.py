@@ -1,6 +1,6 @@
 """Who may import whom. Four rings; a module imports its own ring and the ones inside it, never one outside.
 
-The rules are read from the source with ``ast``, imports inside functions included; nothing needs installing.
+The rules are read from the source with `ast`, imports inside functions included; nothing needs installing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One imported module, as written somewhere in ``module``."""
+    """One imported module, as written somewhere in `module`."""
 
     module: str  # relative to the package: "runtime.engine", "" for the package itself
     target: str  # absolute: "terapipe_ds.plan", "torch.distributed"
@@ -125,7 +125,7 @@ def imports_in(module: str, path: Path, modules: set[str], exports: dict[str, st
 
 
 def lazy_exports(package: Path) -> dict[str, str]:
-    """The table ``_EXPORTS`` of the package's ``__init__``: public name -> module."""
+    """The table `_EXPORTS` of the package's `__init__`: public name -> module."""
     tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_EXPORTS":
@@ -186,7 +186,7 @@ def _breach_outside(module: str, ring: int, target: str, deferred: bool) -> str 
 
 
 def breaches(package: Path) -> list[str]:
-    """One line per breach: ``runtime/engine.py:12: ...``."""
+    """One line per breach: `runtime/engine.py:12: ...`."""
     files = modules_in(package)
     lines = []
     for found in imports_of(package):
@@ -296,7 +296,7 @@ FILES = (*INNER, "runtime.register", "models.gpt", "cli", "run", "bench.report")
 
 
 def made_up(root: Path, module: str, source: str) -> list[str]:
-    """The breaches of a package in which ``module`` has that source and every other file is empty."""
+    """The breaches of a package in which `module` has that source and every other file is empty."""
     package = root / "terapipe_ds"
     for name in FILES:
         path = package.joinpath(*name.split(".")).with_suffix(".py")

@@ -19,12 +19,6 @@ settings.register_profile("full", deadline=None, max_examples=1000)
 settings.load_profile("full" if FULL else "default")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 ALONE = {
     "test_bench", "test_failures", "test_hangs", "test_harness", "test_memory_growth", "test_memory_peaks",
     "test_tensor_parallel_runs", "test_watchdog",
@@ -69,8 +63,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in ALONE:
             item.add_marker("alone")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_gpu():
-        for item in gpu_items:
+    if gpu_items:
+        import torch
+
+        for item in gpu_items if not torch.cuda.is_available() else ():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     _leave_samples(items)
     for item in items:

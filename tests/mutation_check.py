@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -41,7 +41,6 @@ OURS = (
     "TeraPipeConfigError", "VerifyError",
 )  # fmt: skip
 """Errors that the engine raises because something is wrong; any other may come from the fault's own patch."""
-HAS_VERIFY = importlib.util.find_spec("terapipe_ds.runtime.verify") is not None
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def main(names: Sequence[str] | None = None) -> int:
 def _report(fault: Fault) -> bool:
     """Try a fault and print a line for each net that was tried; True where all of them caught it."""
     verdicts = [caught_by(fault)]
-    if fault.in_layers and HAS_VERIFY:
+    if fault.in_layers:
         verdicts.append(caught_by_verify(fault))
     for verdict in verdicts:
         print(f"{fault.name:<40} {fault.where:<10} {verdict.net}: {verdict.said}", flush=True)
@@ -86,19 +85,16 @@ def caught_by(fault: Fault) -> Verdict:
 
     Without the engine's own check of the first batch, which would come before either: `caught_by_verify` looks at it.
     """
-    configuration = fault.configuration
     try:
-        run = rank_pool(configuration.world_size).run(
-            train_case,
-            case=configuration,
-            fault=fault.name,
-            timeout_s=TIMEOUT_S,
-            **{"verify": "off", **fault.section},
-        )
+        run = _run(fault.configuration, fault=fault.name, **{"verify": "off", **fault.section})
     except RankFailure as failure:
         return _judged(_refusal(failure), fault)
-    violations = _violations(run, configuration, fault if fault.in_layers else None)
+    violations = _violations(run, fault.configuration, fault.name if fault.in_layers else None)
     return Verdict(COMPARISON, "; ".join(_short(line) for line in violations)) if violations else Verdict(SURVIVED, "")
+
+
+def _run(configuration: Case, **options: Any) -> list[RankRecord]:
+    return rank_pool(configuration.world_size).run(train_case, case=configuration, timeout_s=TIMEOUT_S, **options)
 
 
 def _judged(refusal: Verdict, fault: Fault) -> Verdict:
@@ -111,15 +107,8 @@ def _judged(refusal: Verdict, fault: Fault) -> Verdict:
 
 def caught_by_verify(fault: Fault) -> Verdict:
     """The slice-safety check must refuse the layer before the first step."""
-    configuration = fault.configuration
     try:
-        rank_pool(configuration.world_size).run(
-            train_case,
-            case=configuration,
-            fault=fault.name,
-            verify="first_batch",
-            timeout_s=TIMEOUT_S,
-        )
+        _run(fault.configuration, fault=fault.name, verify="first_batch")
     except RankFailure as failure:
         verdict = _refusal(failure)
         if "VerifyError" not in str(failure):
@@ -131,15 +120,14 @@ def caught_by_verify(fault: Fault) -> Verdict:
 
 def is_right(configuration: Case) -> bool:
     """Nothing is broken, and nothing is found."""
-    run = rank_pool(configuration.world_size).run(train_case, case=configuration)
-    found = _violations(run, configuration, None)
+    found = _violations(_run(configuration), configuration, None)
     if found:
         print(f"without a fault, {configuration}: {'; '.join(found)}")
     return not found
 
 
-def _violations(run: list[RankRecord], configuration: Case, fault: Fault | None) -> list[str]:
-    found = compare.errors(run, _reference(configuration, None if fault is None else fault.name))
+def _violations(run: list[RankRecord], configuration: Case, fault: str | None) -> list[str]:
+    found = compare.errors(run, _reference(configuration, fault))
     return compare.violations(found, compare.contract(configuration))
 
 

@@ -7,6 +7,7 @@ then, so that it breaks the same thing in the new place. No torch at import, so 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from tests.distributed.cases import Case
+from tests.distributed.compare import RankRecord
 
 UNEVEN = Case(slices=(5, 4, 3), masked=True, tied=True)
 EQUAL = Case(slices=3, kv_heads=2)
@@ -47,20 +49,28 @@ FAULTS: dict[str, Fault] = {}
 
 def fault(
     where: str, configuration: Case, says: str, *targets: str, **options: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter a fault by the name of a function.
+) -> Callable[..., Callable[..., Any]]:
+    """Enter a fault by the name of a function, which is decorated or given by keyword.
 
-    With `targets` ("attention.slice_store:SliceStore.write" of `terapipe_ds`) the function is called in place of each,
-    and takes the original before the arguments. Without, it is a generator that holds the fault at its yield.
+    With `targets` (f"{STORE}.write" of `terapipe_ds`) the function is called in place of each,
+    and takes the original before the arguments. Without, it holds the fault: decorated it is a generator that does so
+    at its yield, given by keyword it returns a context manager.
     """
 
-    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
-        hold = contextlib.contextmanager(function) if not targets else lambda: replaced(function, *targets)
-        FAULTS[name] = Fault(name, where, says, configuration, hold, **options)
+    def enter(function: Any = None, /, **functions: Callable[..., Any]) -> Any:
+        for name, each in (functions or {function.__name__: function}).items():
+            if targets:
+                hold = functools.partial(replaced, each, *targets)
+            else:
+                hold = each if functions else contextlib.contextmanager(each)
+            FAULTS[name] = Fault(name, where, says, configuration, hold, **options)
         return function
 
     return enter
+
+
+def nothing(*args: Any, **options: Any) -> None:
+    """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -81,6 +91,7 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(original, *args, **kwargs)
 
 
+STORE = "attention.slice_store:SliceStore"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
 SLICE_WEIGHTS = "runtime.engine.incoming_batch:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
@@ -167,41 +178,38 @@ def doubled_kv_gradient(add_grads: Any, self: Any, offset: int, dk: Any, dv: Any
     add_grads(self, offset, dk * factor, dv * factor, *args, **kwargs)
 
 
-@fault("store", UNEVEN, "dK is added to dV and dV to dK", ADD_GRADS)
-def swapped_kv_gradients(add_grads: Any, self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
-    add_grads(self, offset, dv, dk, *args, **kwargs)
+fault("store", UNEVEN, "dK is added to dV and dV to dK", ADD_GRADS)(
+    swapped_kv_gradients=lambda add_grads, self, offset, dk, dv, *rest, **more: add_grads(
+        self, offset, dv, dk, *rest, **more
+    )
+)
 
 
 @fault("store", UNEVEN, "from the second batch on the first slice finds the keys and values of the batch before")
 def stale_keys_and_values() -> Iterator[None]:
-    from terapipe_ds.attention.slice_store import SliceStore
-
-    write, assert_drained = SliceStore.write, SliceStore.assert_drained
     batches = []
 
-    def write_once(self: Any, active: Any, layer: Any, k: Any, v: Any) -> Any:
+    def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any) -> Any:
         if batches and active.start == 0:
             entry = self._lookup(active, layer, k)
             self._advance(entry, active)
             return entry
         return write(self, active, layer, k, v)
 
-    def count(self: Any) -> None:
+    def count(assert_drained: Any, self: Any) -> None:
         batches.append(1)
         assert_drained(self)
 
-    with mock.patch.object(SliceStore, "write", write_once), mock.patch.object(SliceStore, "assert_drained", count):
+    with replaced(write_once, f"{STORE}.write"), replaced(count, f"{STORE}.assert_drained"):
         yield
 
 
-@fault("store", ALL_FORWARD_FIRST, "micro-batches share one store", "attention.slice_store:SliceStore.write")
-def one_store_for_all_micro_batches(write: Any, self: Any, active: Any, *rest: Any) -> Any:
-    return write(self, active.replace(micro_batch_id=0), *rest)
-
-
-@fault("store", UNEVEN, "a micro-batch is never released", "attention.slice_store:SliceStore.release")
-def never_released(*args: Any) -> None:
-    """Do nothing."""
+fault("store", ALL_FORWARD_FIRST, "micro-batches share one store", f"{STORE}.write")(
+    one_store_for_all_micro_batches=lambda write, self, active, *rest: write(
+        self, active.replace(micro_batch_id=0), *rest
+    )
+)
+fault("store", UNEVEN, "a micro-batch is never released", f"{STORE}.release")(never_released=nothing)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -214,9 +222,9 @@ def unweighted_losses(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(1.0 / counted if weight > 0 else 0.0 for weight in weights)
 
 
-@fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", SLICE_WEIGHTS)
-def weights_of_tokens(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
-    return slice_weights(*args, **{**kwargs, "loss_reduction": "mean"})
+fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", SLICE_WEIGHTS)(
+    weights_of_tokens=lambda weigh, *args, **kwargs: weigh(*args, **{**kwargs, "loss_reduction": "mean"})
+)
 
 
 @fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches", SLICE_WEIGHTS)
@@ -225,19 +233,15 @@ def slices_counted_as_micro_batches(slice_weights: Any, *args: Any, **kwargs: An
     return tuple(weight / len(weights) for weight in weights)
 
 
-@fault(
+fault(
     "loss",
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
     "runtime.engine.batch_results:weighted_loss",
+)(empty_slices_not_left_out=lambda _, outputs, labels, weight, loss_fn: loss_fn(outputs, labels) * weight)
+fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(
+    evaluation_of_the_last_slice=lambda _, losses: losses[-1]
 )
-def empty_slices_not_left_out(_: Any, outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
-    return loss_fn(outputs, labels) * weight
-
-
-@fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")
-def evaluation_of_the_last_slice(_: Any, losses: Any) -> Any:
-    return losses[-1]
 
 
 @fault("loss", EQUAL, "labels are cut one token early", LABELS_OF)
@@ -288,31 +292,28 @@ def recomputed_with_the_first_slice(active_of: Any, self: Any, action: Any, mode
     return active.replace(start=0, stop=active.num_tokens) if mode == "recompute" else active
 
 
-@fault(
+fault(
     "engine",
     CHECKPOINTED,
     "layers are recomputed without a slice",
     f"{RUNNER}:push_slice",
     stopped_by="mat1 and mat2 shapes",
+)(
+    recomputed_without_a_slice=lambda push, active: (
+        contextlib.nullcontext() if active.mode == "recompute" else push(active)
+    )
 )
-def recomputed_without_a_slice(push_slice: Any, active: Any) -> Any:
-    return contextlib.nullcontext() if active.mode == "recompute" else push_slice(active)
-
-
-@fault("engine", UNEVEN, "tied gradients are not summed", REDUCE_TIED)
-def tied_gradients_not_reduced(*args: Any) -> None:
-    """Do nothing."""
+fault("engine", UNEVEN, "tied gradients are not summed", REDUCE_TIED)(tied_gradients_not_reduced=nothing)
+fault("engine", REPLICAS, "gradients are not averaged over replicas", REDUCE)(gradients_not_reduced=nothing)
+fault(
+    "engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does", CLIP_NORM
+)(norm_of_the_first_stage=nothing)
 
 
 @fault("engine", UNEVEN, "tied gradients are summed twice", REDUCE_TIED)
 def tied_gradients_reduced_twice(reduce: Any, self: Any) -> None:
     reduce(self)
     reduce(self)
-
-
-@fault("engine", REPLICAS, "gradients are not averaged over replicas", REDUCE)
-def gradients_not_reduced(*args: Any) -> None:
-    """Do nothing."""
 
 
 @fault("engine", replace(EQUAL, hook=True), "the module's hook before_reduce is not called")
@@ -337,16 +338,11 @@ def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, input
     return rows.t() @ inputs
 
 
-@fault(
-    "engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does", CLIP_NORM
+fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
+    dropped_weight=lambda compute, self, unit, around: (
+        len(self._waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
+    )
 )
-def norm_of_the_first_stage(*args: Any) -> None:
-    """Do nothing."""
-
-
-@fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)
-def dropped_weight(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
-    return len(self._waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
 
 
 @fault("engine", SPLIT, "the W of one slice adds its gradients twice", COMPUTE)
@@ -391,17 +387,15 @@ def _ordered(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[.
     return build_wrong
 
 
-@fault("schedule", UNEVEN, "backwards begin with the first slice; validate() is skipped")
-def backward_in_forward_order() -> Iterator[None]:
-    with _unproven(_ordered(_slices_ascending), BUILD):
-        yield
+fault("schedule", UNEVEN, "backwards begin with the first slice; validate() is skipped")(
+    backward_in_forward_order=lambda: _unproven(_ordered(_slices_ascending), BUILD)
+)
 
 
 @fault("schedule", UNEVEN, "the same, and the store does not check")
 def backward_in_forward_order_unnoticed() -> Iterator[None]:
     """Accumulators start at zero, as is usual where nothing guards the order, and micro-batches are released at the end
     of the batch."""
-    from terapipe_ds.attention.slice_store import SliceStore
 
     def begin_with_zeros(begin_backward: Any, self: Any, entry: Any, start: int, stop: int) -> None:
         fresh = entry.grads is None
@@ -413,50 +407,42 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
             release(self, part_id, micro_batch_id)
 
-    store = "attention.slice_store:SliceStore"
     with (
         _unproven(_ordered(_slices_ascending), BUILD),
-        replaced(begin_with_zeros, f"{store}.begin_backward"),
-        replaced(release_in_evaluation, f"{store}.release"),
-        mock.patch.object(SliceStore, "_check_backward"),
-        mock.patch.object(SliceStore, "assert_drained", SliceStore.reset),
+        replaced(begin_with_zeros, f"{STORE}.begin_backward"),
+        replaced(release_in_evaluation, f"{STORE}.release"),
+        replaced(nothing, f"{STORE}._check_backward"),
+        replaced(lambda _, store: store.reset(), f"{STORE}.assert_drained"),
     ):
         yield
-
-
-@fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first", BUILD)
-def forwards_swapped(build: Any, *args: Any, **kwargs: Any) -> Any:
-    return _ordered(_first_two_swapped)(build, *args, **kwargs)
 
 
 def _first_two_swapped(order: tuple[Any, ...]) -> tuple[Any, ...]:
     return (order[1], order[0], *order[2:])
 
 
-@fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first; validate() is skipped")
-def forwards_swapped_unproven() -> Iterator[None]:
-    with _unproven(_ordered(_first_two_swapped), BUILD):
-        yield
+fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first", BUILD)(
+    forwards_swapped=_ordered(_first_two_swapped)
+)
+fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first; validate() is skipped")(
+    forwards_swapped_unproven=lambda: _unproven(_ordered(_first_two_swapped), BUILD)
+)
+fault("schedule", EQUAL, "the last backward is missing; validate() is skipped")(
+    last_backward_missing=lambda: _unproven(_ordered(lambda order: order[:-1]), BUILD)
+)
 
 
-@fault("schedule", EQUAL, "the last backward is missing; validate() is skipped")
-def last_backward_missing() -> Iterator[None]:
-    with _unproven(_ordered(lambda order: order[:-1]), BUILD):
-        yield
+def _lowered_without(*kinds: str) -> Callable[..., Any]:
+    return lambda lower_stage, *args: (action for action in lower_stage(*args) if action.kind.name not in kinds)
 
 
-def _lowered_without(lower_stage: Any, kinds: set[str], *args: Any) -> Iterator[Any]:
-    return (action for action in lower_stage(*args) if action.kind.name not in kinds)
-
-
-@fault("schedule", EQUAL, "lowering forgets to send gradients", "schedule.lower:_lower_stage")
-def gradients_never_sent(lower_stage: Any, *args: Any) -> Any:
-    return _lowered_without(lower_stage, {"SEND_GRAD"}, *args)
-
-
-@fault("schedule", REPLICAS, "lowering forgets the reduction of gradients", "schedule.lower:_lower_stage")
-def reduction_forgotten(lower_stage: Any, *args: Any) -> Any:
-    return _lowered_without(lower_stage, {"REDUCE_GRADS", "REDUCE_TIED_GRADS"}, *args)
+LOWER = "schedule.lower:_lower_stage"
+fault("schedule", EQUAL, "lowering forgets to send gradients", LOWER)(
+    gradients_never_sent=_lowered_without("SEND_GRAD")
+)
+fault("schedule", REPLICAS, "lowering forgets the reduction of gradients", LOWER)(
+    reduction_forgotten=_lowered_without("REDUCE_GRADS", "REDUCE_TIED_GRADS")
+)
 
 
 def _weights_changed(change: Callable[[list[Any], int], list[Any]]) -> contextlib.AbstractContextManager[None]:
@@ -472,29 +458,23 @@ def _weights_changed(change: Callable[[list[Any], int], list[Any]]) -> contextli
     return _unproven(changed, "schedule:Schedule.for_stage")
 
 
-@fault("schedule", SPLIT, "a W runs before its B; validate() is skipped")
-def weight_before_backward() -> Iterator[None]:
+def _before_its_backward(actions: list[Any], index: int) -> list[Any]:
     from terapipe_ds.schedule import Kind
 
-    def swap(actions: list[Any], index: int) -> list[Any]:
-        weight = actions.pop(index)
-        backward = next(i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD and a.unit == weight.unit)
-        return [*actions[:backward], weight, *actions[backward:]]
-
-    with _weights_changed(swap):
-        yield
+    weight = actions.pop(index)
+    backward = next(i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD and a.unit == weight.unit)
+    return [*actions[:backward], weight, *actions[backward:]]
 
 
-@fault("schedule", SPLIT, "a W runs twice; validate() is skipped")
-def weight_runs_twice() -> Iterator[None]:
-    with _weights_changed(lambda actions, index: [*actions[: index + 1], *actions[index:]]):
-        yield
-
-
-@fault("schedule", SPLIT, "a W is missing; validate() is skipped")
-def weight_never_runs() -> Iterator[None]:
-    with _weights_changed(lambda actions, index: actions[:index] + actions[index + 1 :]):
-        yield
+fault("schedule", SPLIT, "a W runs before its B; validate() is skipped")(
+    weight_before_backward=lambda: _weights_changed(_before_its_backward)
+)
+fault("schedule", SPLIT, "a W runs twice; validate() is skipped")(
+    weight_runs_twice=lambda: _weights_changed(lambda actions, index: [*actions[: index + 1], *actions[index:]])
+)
+fault("schedule", SPLIT, "a W is missing; validate() is skipped")(
+    weight_never_runs=lambda: _weights_changed(lambda actions, index: actions[:index] + actions[index + 1 :])
+)
 
 
 # -- runtime ---------------------------------------------------------------------------------------------------------
@@ -502,17 +482,14 @@ def weight_never_runs() -> Iterator[None]:
 
 @fault("runtime", EQUAL, "each message carries the tensors of the one before")
 def messages_one_late() -> Iterator[None]:
-    from terapipe_ds.runtime.links.channel import SendChannel
-
-    send = SendChannel.send
     before: dict[int, Any] = {}
 
-    def send_late(self: Any, tensors: Any, consumed_at: int) -> None:
+    def send_late(send: Any, self: Any, tensors: Any, consumed_at: int) -> None:
         late = before.get(id(self), tensors)
         before[id(self)] = [t.detach().clone() for t in tensors]
         send(self, late, consumed_at)
 
-    with mock.patch.object(SendChannel, "send", send_late):
+    with replaced(send_late, "runtime.links.channel:SendChannel.send"):
         yield
 
 
@@ -524,16 +501,13 @@ def messages_one_late() -> Iterator[None]:
     stopped_by="split_with_sizes expects",
 )
 def stale_header() -> Iterator[None]:
-    from terapipe_ds.runtime.batch import source
-
-    agree = source.agree_on_batch
     first: list[Any] = []
 
-    def agree_once(*args: Any) -> Any:
+    def agree_once(agree: Any, *args: Any) -> Any:
         first.append(agree(*args))
         return first[0]
 
-    with mock.patch.object(source, "agree_on_batch", agree_once):
+    with replaced(agree_once, "runtime.batch.source:agree_on_batch"):
         yield
 
 
@@ -560,22 +534,23 @@ def header_accepted_blindly() -> Iterator[None]:
         yield
 
 
-@fault("runtime", EQUAL, "one stage has another plan", TRAIN_BATCH, section={"stall_timeout_s": 5})
-def plans_differ(train_batch: Any, self: Any, *args: Any) -> Any:
-    return _other_plan_on_rank_1(train_batch, self, *args)
+fault("runtime", EQUAL, "one stage has another plan", TRAIN_BATCH, section={"stall_timeout_s": 5})(
+    plans_differ=_other_plan_on_rank_1
+)
 
 
 # -- layers: right on whole sequences, wrong on slices ---------------------------------------------------------------
 
 
-@fault("layer", UNEVEN, "rotary positions count from 0 in every slice", FIRST_POSITION, in_layers=True)
-def rotary_positions_not_offset(_: Any) -> int:
-    return 0
-
-
-@fault("layer", LEARNED, "learned positions count from 0 in every slice", FIRST_POSITION, in_layers=True)
-def learned_positions_not_offset(_: Any) -> int:
-    return 0
+fault("layer", UNEVEN, "rotary positions count from 0 in every slice", FIRST_POSITION, in_layers=True)(
+    rotary_positions_not_offset=lambda _: 0
+)
+fault("layer", LEARNED, "learned positions count from 0 in every slice", FIRST_POSITION, in_layers=True)(
+    learned_positions_not_offset=lambda _: 0
+)
+fault("layer", UNEVEN, "a norm centres over the tokens", "models.gpt:FinalNorm.forward", in_layers=True)(
+    norm_over_tokens=lambda forward, self, hidden: forward(self, hidden - hidden.mean(dim=1, keepdim=True))
+)
 
 
 @fault("layer", UNEVEN, "attention by torch's own function, to the slice alone", in_layers=True)
@@ -596,11 +571,6 @@ def attention_by_hand(_: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
     return scores.softmax(-1) @ v
 
 
-@fault("layer", UNEVEN, "a norm centres over the tokens", "models.gpt:FinalNorm.forward", in_layers=True)
-def norm_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
-    return forward(self, hidden - hidden.mean(dim=1, keepdim=True))
-
-
 @fault("layer", UNEVEN, "a convolution over tokens", "models.gpt:FeedForward.forward", in_layers=True)
 def convolution_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
     import torch.nn.functional as F
@@ -619,3 +589,16 @@ def loss_that_shifts() -> Iterator[None]:
 
     with mock.patch.object(single_process, "_loss", shifting):
         yield
+
+
+# -- against the stock engine ----------------------------------------------------------------------------------------
+
+
+def train_broken(case: Case, fault: str | None) -> RankRecord:
+    """Train a case by our engine, broken, on every rank. The engine's own check of the first batch is off: it would
+    refuse wrong weights, and it is the comparison that is looked at."""
+    from terapipe_ds.runtime.verify import FirstBatchCheck
+    from tests.distributed.training import train_case
+
+    with mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None):
+        return train_case(case, fault=fault)

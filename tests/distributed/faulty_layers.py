@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, sliced_attention
@@ -81,14 +80,6 @@ class Bidirectional(Base):
         return softmax_attention(q, k, v, causal=False)
 
 
-class CausalUnfold(Base):
-    """A causal convolution of width 3, by `unfold`."""
-
-    def update(self, x: Tensor) -> Tensor:
-        windows = F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
-        return (windows * torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)).sum(-1)
-
-
 class RunningSum(Base):
     def update(self, x: Tensor) -> Tensor:
         return x.cumsum(1) * 0.1
@@ -135,51 +126,23 @@ class DetachedPrefix(Base):
 
 
 class _Dropped(torch.autograd.Function):
-    """What sliced attention gives back for keys and values, without or with twice the share of later slices."""
+    """What sliced attention gives back for keys and values, without the share of later slices."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, k: Tensor) -> Tensor:
         return k.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         active = active_slice()
-        last = active is None or active.stop == active.sequence_length
-        return grad if last else grad * ctx.factor, None
+        return grad if active is None or active.stop == active.sequence_length else 0 * grad
 
 
 class WrongOwnBackward(Base):
     """The gradients of keys and values of all slices but the last are dropped."""
 
-    factor = 0.0
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sliced_attention(q, _Dropped.apply(k, self.factor), _Dropped.apply(v, self.factor), self.index)
-
-
-class RecomputeAppends(Base):
-    """A cache of its own that its second forward, under activation checkpointing, appends to once more."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        active = active_slice()
-        if active is None or active.is_whole:
-            return softmax_attention(q, k, v)
-        if active.mode != "recompute" and active.start == 0:
-            self.scale = 0
-        self.scale += 1  # stands for what has been appended
-        return sliced_attention(q, k, v * (self.scale - active.slice_id), self.index)
-
-
-class OverwrittenGradient(Base):
-    """A weight whose gradient is that of the slice that runs last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-
-    def update(self, x: Tensor) -> Tensor:
-        return super().update(GradientByTokens.apply(x, self.gain))
+        return sliced_attention(q, _Dropped.apply(k), _Dropped.apply(v), self.index)
 
 
 class GradientByTokens(torch.autograd.Function):
@@ -203,35 +166,13 @@ class Pooled(nn.Module):
         return x, x.mean(1).square()
 
 
-# -- losses ----------------------------------------------------------------------------------------------------------
-
-
-def shifting_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Labels are the inputs: token t is to predict t + 1."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """A mean over all tokens, those with masked labels as well."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
-    return losses.mean()
-
-
-def root_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Divided by the root of the number of labels."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    return losses / (labels != -100).sum() ** 0.5
-
-
 LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, and what that shows
     OwnLengthTable: ("output of tokens 8..", "their positions start at 0"),
     HiddenPlainAttention: ("output of tokens 8..", "they see no tokens before them"),
     Bidirectional: ("output of tokens 0..", "early outputs change with later tokens"),
-    CausalUnfold: ("output of tokens 8..", "the first tokens of a slice differ"),
     RunningSum: ("output of tokens 8..", "slices after the first differ"),
     BalancedExperts: ("input gradient of tokens 0..", "outputs agree, so look at the backward"),
     DetachedPrefix: ("input gradient of tokens 0..", "gradients from later slices to earlier tokens are lost"),
     WrongOwnBackward: ("input gradient of tokens 0..", "an autograd.Function"),
-    OverwrittenGradient: ("gradient of 1.gain", "outputs agree, so look at the backward"),
     Pooled: ("output without tokens", "a pooled state, an auxiliary loss"),
 }

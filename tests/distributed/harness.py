@@ -19,14 +19,16 @@ import pickle
 import shutil
 import signal
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.distributed.worker import rank_main
 
@@ -61,7 +63,7 @@ class RankReport:
         text = f"rank {self.rank}: {self.status}"
         for title, body in (("", self.detail), ("output", self.output)):
             if body.strip():
-                text += f"\n{title and f'-- {title}:'}\n" + _indented(body)
+                text += f"\n{title and f'-- {title}:'}\n" + textwrap.indent(body.strip(), "    ")
         return text
 
 
@@ -162,8 +164,7 @@ class RankPool:
         # A rank may answer and then die: what it said counts.
         with contextlib.suppress(EOFError, OSError):
             if self._connections[rank].poll():
-                status, result = pickle.loads(self._connections[rank].recv_bytes())
-                return ("ok", result) if status == "ok" else ("raised", result)
+                return pickle.loads(self._connections[rank].recv_bytes())
         self._processes[rank].join(GRACE_S)
         return "died", f"exit code {self._processes[rank].exitcode}"
 
@@ -176,28 +177,24 @@ class RankPool:
         missing = [rank for rank in range(self.world_size) if rank not in replies]
         self._dump_stacks(missing)
         self._kill()
-        outputs = self._outputs()
         reports = []
-        for rank in range(self.world_size):
+        for rank, output in enumerate(self._outputs()):
             status, detail = replies.get(rank, ("stopped", "") if failed else ("timed out", timeout_text))
-            reports.append(RankReport(rank, status, detail if status != "ok" else "", outputs[rank]))
+            reports.append(RankReport(rank, status, detail if status != "ok" else "", output))
         first = failed[0] if failed else missing[0]
         self._discard()
         return RankFailure(job, reports[first], reports)
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         """Make ranks that hang write where they are into their log."""
-        for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None and self._processes[rank].is_alive():
-                os.kill(pid, signal.SIGUSR1)
+        for pid in (self.pids[rank] for rank in ranks if self._processes[rank].is_alive()):
+            os.kill(pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.2)
 
     def _kill(self) -> None:
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
         for process in self._processes:
             process.join()
 
@@ -254,23 +251,5 @@ def rank_pool(world_size: int) -> RankPool:
 def ensure_server() -> None:
     """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with _environment(SERVER_ENVIRONMENT):
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
         forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.strip().splitlines())

@@ -91,10 +91,6 @@ def _note(log: int, text: str) -> None:
     os.write(log, f"{text}\n".encode())
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # -- where a kill may strike ---------------------------------------------------------------------------------
 
 
@@ -102,42 +98,37 @@ def _lay(kill: Kill, engine: Any) -> None:
     """Make this rank kill itself."""
     counter = count(1)
 
-    def strike(is_now: bool) -> bool:
-        return is_now and next(counter) == kill.nth
+    def strike(step: int, path: str | None = None) -> None:
+        """Die where it is time, with half of the file `path`."""
+        if step == kill.step and next(counter) == kill.nth:
+            if path is not None:
+                os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+    def before(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if strike(engine.global_steps == kill.step):
-                _die()
+            strike(engine.global_steps)
             return function(*args, **kwargs)
 
-        return call
+        setattr(owner, name, call)
 
-    if kill.point == "forward":
-        engine.module.register_forward_pre_hook(
-            lambda *_: _die() if strike(engine.global_steps + 1 == kill.step) else None
-        )
-    elif kill.point in ("file", "half a file"):
-        engine.checkpoint_engine.save = _save_and_die(kill, engine, strike)
-    elif kill.point == "manifest":
-        checkpoint_manifest.Manifest.write = before(checkpoint_manifest.Manifest.write)  # type: ignore[method-assign]
-    elif kill.point == "rename":
-        Path.rename = before(Path.rename)  # type: ignore[method-assign]
-    elif kill.point == "latest":
-        checkpoint_save.write_text = before(checkpoint_save.write_text)
-    else:
-        raise ValueError(kill.point)
+    def after_a_file(halve: bool) -> None:
+        save = engine.checkpoint_engine.save
 
+        def save_and_strike(state_dict: Any, path: str) -> None:
+            save(state_dict=state_dict, path=path)
+            strike(engine.global_steps, path if halve else None)
 
-def _save_and_die(kill: Kill, engine: Any, strike: Callable[[bool], bool]) -> Callable[..., None]:
-    """DeepSpeed's writer, until the rank dies with a file, or half of it."""
-    save = engine.checkpoint_engine.save
+        engine.checkpoint_engine.save = save_and_strike
 
-    def save_and_die(state_dict: Any, path: str) -> None:
-        save(state_dict=state_dict, path=path)
-        if strike(engine.global_steps == kill.step):
-            if kill.point == "half a file":
-                os.truncate(path, os.path.getsize(path) // 2)
-            _die()
-
-    return save_and_die
+    points: dict[str, Callable[[], Any]] = {
+        "forward": lambda: engine.module.register_forward_pre_hook(lambda *_: strike(engine.global_steps + 1)),
+        "file": lambda: after_a_file(halve=False),
+        "half a file": lambda: after_a_file(halve=True),
+        "manifest": lambda: before(checkpoint_manifest.Manifest, "write"),
+        "rename": lambda: before(Path, "rename"),
+        "latest": lambda: before(checkpoint_save, "write_text"),
+    }
+    points[kill.point]()

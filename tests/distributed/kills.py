@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from terapipe_ds.runtime.checkpoints.manifest import is_whole
 from tests.distributed.harness import RankFailure, RankPool
 from tests.distributed.killed_job import Training, job_train
 
@@ -63,6 +62,10 @@ class History:
     def end(self) -> str | None:
         last = self.attempts[-1][-1:] if self.attempts else []
         return last[0][1] if last and last[0][0] == "end" else None
+
+
+def histories_in(folder: Path) -> list[History]:
+    return [History.read(folder / f"rank{rank}.log") for rank in range(2)]
 
 
 def problems(histories: list[History], reference: list[History]) -> list[str]:
@@ -121,7 +124,7 @@ class Killer:
         last = self._log.read_text().splitlines()[-1].split()[0] if self._log.exists() else "nothing"
         if self._while_starting and self._steps() == self._steps_before:
             return "resuming"
-        return f"saving, {_left_by_a_save(self._log.parent / 'saved')}" if last == "saving" else "training"
+        return "saving" if last == "saving" else "training"
 
     def _steps(self) -> int:
         return self._log.read_text().count("step ") if self._log.exists() else 0
@@ -136,36 +139,21 @@ class Killer:
                 os.kill(self._pid, signal.SIGKILL)
 
 
-def _left_by_a_save(folder: Path) -> str:
-    """What a save that was killed has left: how far it had come, and the other rank after it."""
-    saving = list(folder.glob(".*.saving"))
-    if any(is_whole(path) for path in saving):
-        return "whole without a name"
-    if saving:
-        return "files in part"
-    return "older one not removed" if list(folder.glob(".*.replaced")) else "nothing half"
+def chain(training: Training, rng: random.Random, wanted: int) -> tuple[Counter[str], list[str]]:
+    """Up to `wanted` kills of one training, each followed by a resume; fewer where it comes to its end.
 
-
-@dataclass
-class Report:
-    kills: int = 0
-    right: int = 0
-    phases: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-
-
-def chain(training: Training, rng: random.Random, wanted: int) -> Report:
-    """Up to ``wanted`` kills of one training, each followed by a resume; fewer where it comes to its end."""
-    report, pool = Report(), RankPool(2)
+    Returns how often it was struck doing what, and what is wrong.
+    """
+    phases, wrong, pool = Counter[str](), [], RankPool(2)
     with tempfile.TemporaryDirectory(prefix="terapipe-kills-") as name:
         reference, folder = Path(name, "reference"), Path(name, "killed")
         for each in (reference, folder):
             each.mkdir()
         never_saves = replace(training, save_every=training.steps + 1)
         pool.run(job_train, training=never_saves, folder=str(reference))
-        expected = [History.read(reference / f"rank{rank}.log") for rank in range(2)]
+        expected = histories_in(reference)
         was_starting = True
-        while report.kills < wanted:
+        while phases.total() < wanted and not wrong:
             was_starting = not was_starting and rng.random() < 0.25  # never twice: each resume shows steps
             pool.start()
             for rank in range(pool.world_size):
@@ -175,25 +163,16 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
                 try:
                     pool.run(job_train, training=training, folder=str(folder))
                 except RankFailure as failure:
-                    report.wrong += [] if "exit code -9" in str(failure) else [str(failure)]
+                    wrong += [] if "exit code -9" in str(failure) else [str(failure)]
                 else:
                     break
-            report.kills += 1
-            report.phases[killer.struck] += 1
-            report.wrong += _problems_of(folder, expected, training)
-            if report.wrong:
-                break
-        if report.kills == wanted and not report.wrong:
+            phases[killer.struck] += 1
+            wrong += problems(histories_in(folder), expected)
+        if phases.total() == wanted and not wrong:
             pool.run(job_train, training=training, folder=str(folder))  # its first line is its beginning
-        report.wrong += _problems_of(folder, expected, training)
-        report.right = 0 if report.wrong else report.kills
+        wrong += problems(histories_in(folder), expected)
     pool.close()
-    return report
-
-
-def _problems_of(folder: Path, expected: list[History], training: Training) -> list[str]:
-    histories = [History.read(folder / f"rank{rank}.log") for rank in range(2)]
-    return [f"{training}: {text}" for text in problems(histories, expected)]
+    return phases, wrong
 
 
 def main() -> None:
@@ -202,21 +181,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-training", type=int, default=6, help="kills of one training, then comes the next kind")
     arguments = parser.parse_args()
-    rng, begin_s, total = random.Random(arguments.seed), time.monotonic(), Report()
+    rng, begin_s, total, wrong = random.Random(arguments.seed), time.monotonic(), Counter[str](), []
     for index in range(10 * arguments.kills):
-        wanted = min(arguments.per_training, arguments.kills - total.kills)
-        if wanted == 0 or total.wrong:
+        wanted = min(arguments.per_training, arguments.kills - total.total())
+        if wanted == 0 or wrong:
             break
         training = TRAININGS[(index + arguments.seed) % len(TRAININGS)]
-        found = chain(training, rng, wanted)
-        total.kills, total.right = total.kills + found.kills, total.right + found.right
-        total.phases += found.phases
-        total.wrong += found.wrong
-        print(f"{training}: {found.kills} kills {dict(found.phases)}, {found.right} right resumes", flush=True)
-    print(f"{total.kills} kills {dict(total.phases)}: {total.right} right resumes; {time.monotonic() - begin_s:.0f} s")
-    for text in total.wrong:
+        phases, wrong = chain(training, rng, wanted)
+        total += phases
+        print(f"{training}: {phases.total()} kills {dict(phases)}{', WRONG' if wrong else ''}", flush=True)
+    print(f"{total.total()} kills {dict(total)}; {time.monotonic() - begin_s:.0f} s")
+    for text in wrong:
         print(f"WRONG: {text}")
-    raise SystemExit(1 if total.wrong or total.right != arguments.kills else 0)
+    raise SystemExit(1 if wrong or total.total() != arguments.kills else 0)
 
 
 if __name__ == "__main__":

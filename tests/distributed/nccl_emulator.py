@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 PATIENCE_S = 30.0
-_REAL = {name: getattr(torch_dist, name) for name in ("send", "recv")}
+_REAL = {name: getattr(torch_dist, name) for name in ("send", "recv", "isend", "irecv")}
 
 Way = tuple[int, int, int]
 """The number of a group, the rank that sends, and the rank that receives."""
@@ -94,13 +95,13 @@ class _Stream:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def post(self, job: _Job | None) -> None:
-        """Queue a job; None ends the stream."""
+    def post(self, job: _Job) -> None:
+        """Queue a job."""
         self._jobs.put(job)
 
     def join(self) -> None:
         """Wait for the end, after what was posted before it."""
-        self.post(None)
+        self._jobs.put(None)
         self._thread.join(PATIENCE_S)
 
     def _serve(self) -> None:
@@ -160,24 +161,27 @@ class Emulator:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        """Do as torch's own function does."""
-        return self._post(True, tensor, dst, group) if self._is_nccl(group) else _isend(tensor, dst, group, tag=tag)
-
-    def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        """Do as torch's own function does."""
-        return self._post(False, tensor, src, group) if self._is_nccl(group) else _irecv(tensor, src, group, tag=tag)
-
-    def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """Do as torch's own function does, which over NCCL returns when the current stream waits."""
-        self._post(True, tensor.clone(), dst, group) if self._is_nccl(group) else _REAL["send"](tensor, dst, group, tag)
-
-    def recv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> int:
-        """Do as torch's own function does."""
+    def _call(
+        self,
+        name: str,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        *,
+        src: int | None = None,
+    ) -> Any:
+        """Do as torch's function `name` does. A send returns when the current stream would wait for it."""
+        peer = src if dst is None else dst
         if not self._is_nccl(group):
-            return int(_REAL["recv"](tensor, src, group, tag))
-        self._post(False, tensor, src, group).wait()
-        return src
+            return _REAL[name](tensor, peer, group, tag=tag)
+        work = self._post(name.endswith("send"), tensor.clone() if name == "send" else tensor, peer, group)
+        if name == "recv":
+            work.wait()
+        return {"send": None, "recv": peer}.get(name, work)
+
+    send, recv = partialmethod(_call, "send"), partialmethod(_call, "recv")
+    isend, irecv = partialmethod(_call, "isend"), partialmethod(_call, "irecv")
 
     def synchronize(self, *device: Any) -> None:
         """Wait for all operations that this rank has posted, as a wait for the whole device does."""
@@ -196,8 +200,7 @@ class Emulator:
         if way not in self._counts:
             self._connect(way, is_send)
         count = self._counts[way] = self._counts.get(way, -1) + 1
-        what = f"the {'send' if is_send else 'receive'} of message {count} {_described(way)}"
-        work = Work(what, self.patience_s)
+        work = Work(f"the {'send' if is_send else 'receive'} of message {count} {_described(way)}", self.patience_s)
         communicator = number if self.eager else (number, *sorted((rank, peer)))
         if communicator not in self._streams:
             self._streams[communicator] = _Stream()
@@ -223,14 +226,6 @@ class Emulator:
 def _described(way: Way) -> str:
     number, source, target = way
     return f"from rank {source} to rank {target} in group {number}"
-
-
-def _isend(tensor: Tensor, dst: int, group: Any, tag: int) -> Any:
-    return torch_dist.distributed_c10d.isend(tensor, dst, group, tag)
-
-
-def _irecv(tensor: Tensor, src: int, group: Any, tag: int) -> Any:
-    return torch_dist.distributed_c10d.irecv(tensor, src, group, tag)
 
 
 @contextlib.contextmanager

@@ -84,11 +84,6 @@ class TestBuilding:
 
 
 def too_many_samples(data_path: str) -> str:
-    try:
+    with pytest.raises(ValueError) as caught:
         datasets(data_path, (3000, 0, 0))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-# -- training: stock engine and slices on the same micro-batches ---------------------------------------------------
+    return str(caught.value)

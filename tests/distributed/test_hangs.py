@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.failures.hangs import losses, one_rank_is_not_registered, resume, train_until_it_hangs
-from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job
+from tests.distributed.failures.hangs import one_rank_is_not_registered, run_until_it_hangs
+from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job, run
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_failures import Ended, end_pool
 
@@ -18,7 +19,7 @@ REPORT_S = 10.0  # from the timeout to the last report: what is promised
 
 
 def end(job: Job, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    return end_pool(job.stages, job, monkeypatch, act=train_until_it_hangs)
+    return end_pool(job.stages, job, monkeypatch, act=run_until_it_hangs)
 
 
 def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: object) -> Job:
@@ -75,20 +76,18 @@ class TestHangs:
         unit = (choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN)))
         job = hanging(kind, stage, tmp_path, stages, unit=unit, step=choose.choice([1, 2]))
         ended = end(job, monkeypatch)
-        print(f"{stages} stages, {kind} on stage {stage} at {unit}: ended after {ended.seconds_after_fault:.1f} s")
-        print(ended.outputs[0])
         assert_named(ended, stages, stage)
 
     @pytest.mark.full
     def test_evaluation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job = hanging("hang", 1, tmp_path)
-        assert_named(end(Job(**{**vars(job), "evaluate": True}), monkeypatch), stages=2, stage=1)
+        assert_named(end(replace(job, evaluate=True), monkeypatch), stages=2, stage=1)
 
     @pytest.mark.full
     def test_saving_a_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It may take long: it is ended after six times the limit."""
         job = hanging("hang_save", 1, tmp_path / "trace")
-        ended = end(Job(**{**vars(job), "folder": str(tmp_path / "saved")}), monkeypatch)
+        ended = end(replace(job, folder=str(tmp_path / "saved"), saves=(1, 2)), monkeypatch)
         ended.assert_all_told(r"Stage 1 \(rank 1\) holds up the job: .*save_checkpoint", survivors=[0, 1])
         assert ended.seconds_after_fault > 5 * STALL_TIMEOUT_S
         assert ended.exit_codes == [1, 1]
@@ -98,7 +97,7 @@ class TestEnds:
     def test_a_stopped_process_that_serves_the_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A question to it never comes back; the other rank reports in time all the same."""
         job = hanging("stopped", 0, tmp_path, unit=(1, 0))
-        ended = end_pool(2, job, monkeypatch, grace_s=0.2, act=train_until_it_hangs)
+        ended = end_pool(2, job, monkeypatch, grace_s=0.2, act=run_until_it_hangs)
         ended.assert_all_told(
             r"no progress for 1 s .*the store of the job does not answer. Rank 0, or the launcher", survivors=[1]
         )
@@ -116,14 +115,15 @@ class TestEnds:
 
     @pytest.mark.full
     def test_the_checkpoint_before_survives_sigterm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(steps=2, folder=str(tmp_path), fault=Fault("terminated_in_save", 1, step=2))
+        job = Job(steps=2, folder=str(tmp_path), saves=(1, 2), fault=Fault("terminated_in_save", 1, step=2))
         ended = end(job, monkeypatch)
         ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
         ended.assert_all_told(r"at save_checkpoint: .* Rank 1 \(stage 1\): ended by SIGTERM", survivors=[0])
         assert "Traceback" not in ended.outputs[1]
         assert ended.exit_codes == [1, 143]
-        undisturbed = rank_pool(2).run(losses, job=Job(steps=2))
-        assert rank_pool(2).run(resume, job=job, tag="global_step1") == [(1, losses[1]) for losses in undisturbed]
+        undisturbed = rank_pool(2).run(run, job=Job(steps=2))
+        resumed = rank_pool(2).run(run, job=Job(steps=2, folder=str(tmp_path), resume="global_step1"))
+        assert resumed == [losses[1:] for losses in undisturbed]
 
 
 class TestAgreement:

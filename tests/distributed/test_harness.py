@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,29 +34,18 @@ def environment(names: list[str]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names}
 
 
-def raise_on(failing_rank: int) -> None:
+def fail(failing_rank: int, how: str) -> int:
     from torch import distributed
 
     print("printed before", flush=True)
     if distributed.get_rank() == failing_rank:
-        raise ValueError(f"the number of rank {failing_rank} is up")
-    distributed.barrier()
-
-
-def die_on(failing_rank: int, exit_code: int) -> None:
-    from torch import distributed
-
-    if distributed.get_rank() == failing_rank:
-        print("last words", file=sys.stderr, flush=True)
-        os._exit(exit_code)
-    distributed.barrier()
-
-
-def hang_on(failing_rank: int) -> int:
-    from torch import distributed
-
-    if distributed.get_rank() == failing_rank:
+        if how == "raise":
+            raise ValueError(f"the number of rank {failing_rank} is up")
+        if how == "die":
+            os._exit(7)
         wait_for_ever()
+    if how != "hang":
+        distributed.barrier()
     return distributed.get_rank()
 
 
@@ -111,65 +99,56 @@ class TestRunningJobs:
             assert files <= files_before + 2
 
 
+def failure_of(pool: RankPool, failing_rank: int, how: str, timeout_s: float | None = None) -> RankFailure:
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        pool.run(fail, failing_rank=failing_rank, how=how, timeout_s=timeout_s)
+    assert (timeout_s or 0.0) <= time.monotonic() - start < SLOW_S
+    return failure.value
+
+
 class TestFailures:
     def test_a_rank_that_raises(self, pool: RankPool) -> None:
-        start = time.monotonic()
-        with pytest.raises(RankFailure) as failure:
-            pool.run(raise_on, failing_rank=1)
-        assert time.monotonic() - start < SLOW_S
-        first, other = failure.value.first, failure.value.reports[0]
+        failure = failure_of(pool, 1, "raise")
+        first, other = failure.first, failure.reports[0]
         assert (first.rank, first.status) == (1, "raised")
         assert "ValueError: the number of rank 1 is up" in first.detail
-        assert 'in raise_on\n    raise ValueError(f"the number' in first.detail
+        assert 'in fail\n    raise ValueError(f"the number' in first.detail
         assert other.status in ("stopped", "raised")
         assert "printed before" in other.output
-        assert "raise_on on 2 ranks: rank 1 raised first" in str(failure.value)
+        assert "fail on 2 ranks: rank 1 raised first" in str(failure)
 
     def test_a_rank_that_dies(self, pool: RankPool) -> None:
-        start = time.monotonic()
-        with pytest.raises(RankFailure) as failure:
-            pool.run(die_on, failing_rank=0, exit_code=7)
-        assert time.monotonic() - start < SLOW_S
-        dead = failure.value.reports[0]
+        failure = failure_of(pool, 0, "die")
+        dead = failure.reports[0]
         assert (dead.status, dead.detail) == ("died", "exit code 7")
-        assert "last words" in dead.output
-        assert "last words" in str(failure.value)
+        assert "printed before" in dead.output and "printed before" in str(failure)
 
     def test_a_rank_that_hangs(self, pool: RankPool) -> None:
         pool.run(environment, names=[])  # a new rank imports this module, which may take a second by itself
-        start = time.monotonic()
-        with pytest.raises(RankFailure) as failure:
-            pool.run(hang_on, failing_rank=1, timeout_s=1.0)
-        assert 1.0 <= time.monotonic() - start < SLOW_S
-        first = failure.value.first
+        first = failure_of(pool, 1, "hang", timeout_s=1.0).first
         assert (first.rank, first.status, first.detail) == (1, "timed out", "no answer within 1 s")
         assert "in wait_for_ever" in first.output, "the report shows where the rank hangs"
 
     def test_failures_leave_no_process_and_the_next_run_works(self, pool: RankPool) -> None:
         pool.start()
         pids = pool.pids
-        with pytest.raises(RankFailure):
-            pool.run(raise_on, failing_rank=0)
+        failure_of(pool, 0, "raise")
         assert not pool.is_running
         assert not any(process_exists(pid) for pid in pids if pid is not None)
         assert [total for _, total, *_ in pool.run(rank_and_sum, value=0)] == [1.0, 1.0]
         assert not set(pool.pids) & set(pids)
 
 
-class TestPoolCache:
-    def test_few_ranks_are_alive_at_a_time(self) -> None:
-        cache = PoolCache(max_ranks=3)
-        try:
-            one, two = cache.get(1), cache.get(2)
-            one.start()
-            two.start()
-            assert cache.get(1) is one
-            assert one.is_running
-            assert two.is_running
-            three = cache.get(3)
-            assert not one.is_running
-            assert not two.is_running
-            assert three is not one
-            assert cache.get(2) is two
-        finally:
-            cache.close()
+def test_few_ranks_are_alive_at_a_time() -> None:
+    cache = PoolCache(max_ranks=3)
+    try:
+        one, two = cache.get(1), cache.get(2)
+        one.start()
+        two.start()
+        assert cache.get(1) is one and one.is_running and two.is_running
+        cache.get(3)
+        assert not one.is_running and not two.is_running
+        assert cache.get(2) is two
+    finally:
+        cache.close()

@@ -10,7 +10,7 @@ import pytest
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointPaths
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.killed_job import Kill, Training, job_train
-from tests.distributed.kills import TRAININGS, History, chain, problems
+from tests.distributed.kills import TRAININGS, History, chain, histories_in, problems
 
 SHORT = Training(stages=1, zero_stage=1, tag="last", steps=6)
 # Each: the checkpoint that must be there after the kill.
@@ -27,15 +27,11 @@ KILLS = {
 }
 
 
-def histories(folder: Path) -> list[History]:
-    return [History.read(folder / f"rank{rank}.log") for rank in range(2)]
-
-
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory: pytest.TempPathFactory) -> list[History]:
     folder = tmp_path_factory.mktemp("never_killed")
     rank_pool(2).run(job_train, training=SHORT, folder=str(folder))
-    return histories(folder)
+    return histories_in(folder)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,7 @@ def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: 
     with pytest.raises(RankFailure, match="exit code -9"):
         rank_pool(2).run(job_train, training=SHORT, folder=str(folder), kill=kill)
     rank_pool(2).run(job_train, training=SHORT, folder=str(folder))
-    after = histories(folder)
+    after = histories_in(folder)
     assert problems(after, never_killed) == []
     for history, expected in zip(after, never_killed, strict=True):
         assert history.attempts[-1][0] == ["resumed", str(from_step)]
@@ -60,9 +56,8 @@ def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: 
 @pytest.mark.full
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_kills_at_random_points(training: Training) -> None:
-    report = chain(training, random.Random(str(training)), wanted=9)
-    assert report.wrong == []
-    assert report.right == report.kills
+    phases, wrong = chain(training, random.Random(str(training)), wanted=9)
+    assert wrong == [] and phases.total() > 0
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------
@@ -71,7 +66,7 @@ def test_kills_at_random_points(training: Training) -> None:
 def written(tmp_path: Path, *ranks: str) -> list[History]:
     for rank, text in enumerate(ranks):
         (tmp_path / f"rank{rank}.log").write_text(text.replace("|", "\n"))
-    return histories(tmp_path)
+    return histories_in(tmp_path)
 
 
 GOOD = "resumed 0|step 1 a|saving 1|saved 1|step 2 b|saving 2|resumed 1|step 2 b|end h"

@@ -1,6 +1,6 @@
 """The comparison with the stock engine fails when it should: for an implementation that is broken in one place.
 
-What a mutation leaves alone is asserted as well: a backward that is wrong gives the right loss in the first step, so
+What a fault leaves alone is asserted as well: a backward that is wrong gives the right loss in the first step, so
 that a comparison of losses alone would come late or never.
 """
 
@@ -14,8 +14,8 @@ import pytest
 from tests.distributed import compare
 from tests.distributed.cases import Case
 from tests.distributed.compare import RankRecord
-from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.mutations import train_mutated
+from tests.distributed.faults import train_broken
+from tests.distributed.harness import rank_pool
 from tests.distributed.training import train_case
 
 TWO_STAGES = Case(stages=2, micro_batches=2, slices=(5, 10, 2, 7))
@@ -24,7 +24,7 @@ ALL_KINDS = ("loss", "gradient", "evaluation")
 SEEN = {  # the kinds of errors that must be gross; a wrong backward leaves the first loss as it is
     "backward_in_forward_order_unnoticed": ("gradient",),
     "dropped_kv_gradient": ("gradient",),
-    "missing_position_offset": ALL_KINDS,
+    "rotary_positions_not_offset": ALL_KINDS,
     "unweighted_losses": ALL_KINDS,
 }
 
@@ -34,8 +34,8 @@ def stock_run(case: Case) -> list[RankRecord]:
     return rank_pool(case.world_size).run(train_case, case=case, system="stock")
 
 
-def mutated(case: Case, mutation: str) -> list[RankRecord]:
-    return rank_pool(case.world_size).run(train_mutated, case=case, mutation=mutation)
+def broken_run(case: Case, fault: str | None) -> list[RankRecord]:
+    return rank_pool(case.world_size).run(train_broken, case=case, fault=fault)
 
 
 def first_loss(run: list[RankRecord]) -> float:
@@ -45,36 +45,29 @@ def first_loss(run: list[RankRecord]) -> float:
 
 @pytest.mark.parametrize("case", [TWO_STAGES, replace(TWO_STAGES, slices=3, masked=True)], ids=str)
 def test_nothing_broken_passes(case: Case) -> None:
-    assert not compare.violations(
-        compare.errors(mutated(case, "none"), stock_run(case.stock())), compare.contract(case)
-    )
+    found = compare.errors(broken_run(case, None), stock_run(case.stock()))
+    assert not compare.violations(found, compare.contract(case))
 
 
-@pytest.mark.parametrize("mutation", SEEN)
-def test_what_is_broken_is_seen(mutation: str) -> None:
-    run, stock = mutated(TWO_STAGES, mutation), stock_run(TWO_STAGES.stock())
+@pytest.mark.parametrize("fault", SEEN)
+def test_what_is_broken_is_seen(fault: str) -> None:
+    run, stock = broken_run(TWO_STAGES, fault), stock_run(TWO_STAGES.stock())
     found = compare.errors(run, stock)
     assert compare.violations(found, compare.contract(TWO_STAGES))
-    assert min(found[kind].error for kind in SEEN[mutation]) > GROSS
+    assert min(found[kind].error for kind in SEEN[fault]) > GROSS
     same = abs(first_loss(run) - first_loss(stock)) < 1e-12 * abs(first_loss(stock))
-    assert same == (SEEN[mutation] == ("gradient",))
+    assert same == (SEEN[fault] == ("gradient",))
 
 
-def test_the_store_refuses_a_backward_out_of_order_at_once() -> None:
-    with pytest.raises(RankFailure, match="SliceStoreError") as failure:
-        rank_pool(2).run(train_mutated, case=TWO_STAGES, mutation="backward_in_forward_order", timeout_s=60)
-    assert "out of order" in str(failure.value)
-
-
-@pytest.mark.parametrize("mutation", ["missing_position_offset", "dropped_kv_gradient", "unweighted_losses"])
-def test_bf16_excuses_none_of_these(mutation: str) -> None:
+@pytest.mark.parametrize("fault", ["rotary_positions_not_offset", "dropped_kv_gradient", "unweighted_losses"])
+def test_bf16_excuses_none_of_these(fault: str) -> None:
     exact = stock_run(replace(TWO_STAGES, precision="fp32_zero1").stock())
-    run = mutated(replace(TWO_STAGES, precision="bf16"), mutation)
+    run = broken_run(replace(TWO_STAGES, precision="bf16"), fault)
     assert compare.errors(run, exact)["gradient"].error > 2 * compare.BF16_GRADIENT_CAP
 
 
 def test_equal_slices_without_masks_would_hide_unweighted_losses() -> None:
     """Why the cases above are uneven or masked: there the weights are equal anyway."""
     case = replace(TWO_STAGES, slices=3)
-    found = compare.errors(mutated(case, "unweighted_losses"), stock_run(case.stock()))
+    found = compare.errors(broken_run(case, "unweighted_losses"), stock_run(case.stock()))
     assert not compare.violations(found, compare.contract(case))

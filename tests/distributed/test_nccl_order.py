@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
@@ -18,11 +19,83 @@ from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
+from tests.distributed import engines, tuple_models
 from tests.distributed.engines import EXACT, violations
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.nccl_order import Trained, train_over_nccl
+from tests.distributed.nccl_emulator import emulated_nccl
+
+LENGTH = 24
+NUM_MICRO_BATCHES = 4
+
+
+class Trained(NamedTuple):
+    """Hold how far a training was from the stock engine's, and what was posted meanwhile."""
+
+    differences: dict[str, float]
+    evaluation_error: float
+    messages: int
+    connections: tuple[tuple[int, int, int], ...]
+    synchronized_while_posted: tuple[str, ...]
+
+
+def train_over_nccl(
+    schedule: str,
+    stages: int,
+    slices: int | str | list[int],
+    eager: bool,
+    patience_s: float = 30.0,
+    changes: dict[str, Any] | None = None,
+    num_layers: int | None = None,
+    mixed: bool = False,
+    **options: Any,
+) -> Trained:
+    """Train three steps, with an evaluation before the second and the third, as the stock engine does in one stage.
+
+    Args:
+        changes: keys of the `terapipe` section. The first batch is verified unless they say otherwise.
+        mixed: whether layers hand on tensors of several dtypes.
+        options: those of `engines.build`.
+    """
+    chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
+    section = engines.section(
+        schedule=schedule,
+        slices=slices,
+        granularity_tokens=8,
+        stall_timeout_s=60,
+        **{"verify": "first_batch", **chunks, **(changes or {})},
+    )
+    num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
+    make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
+    draw = tuple_models.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
+    data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
+    options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
+    few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # what is measured is not looked at
+    with emulated_nccl(eager, patience_s) as nccl, few_rounds:
+        ours, evaluated = _train(make, section, data, stages=stages, **options)
+        seen = tuple(nccl.synchronized_while_posted)
+    options.pop("module", None)  # recomputing changes no number, and the stock engine cannot do so with an embedding
+    stock, expected = _train(make, None, data, stages=1, **options)
+    errors = engines.differences(ours, stock), engines.error_of(evaluated, expected)
+    return Trained(*errors, nccl.messages, tuple(nccl.connections), seen)
+
+
+def _train(
+    layers: Callable[[], Sequence[Any]], section: dict[str, Any] | None, data: Sequence[engines.Batch], **options: Any
+) -> tuple[engines.Run, list[float]]:
+    evaluated: list[float] = []
+
+    def evaluate(engine: PipelineEngine, step: int) -> None:
+        if step:
+            evaluated.append(float(engine.eval_batch(iter(data[0]))))
+
+    return engines.run_training(layers, section, data, before_step=evaluate, **options), evaluated
+
+
+# -- the tests ----------------------------------------------------------------------------------------------------
+
 
 IMPATIENT_S = 4.0
 full = pytest.mark.full
@@ -48,14 +121,10 @@ def assert_right(ranks: list[Trained]) -> None:
         assert len(set(rank.connections)) == len(rank.connections)
 
 
-def parameters() -> Iterator[Any]:
-    for case in EVERYTHING:
-        stages, schedule, slices, eager = case
-        marks = () if case in SAMPLE else full
-        yield pytest.param(*case, id=f"{stages}-{schedule}-{slices}-{'eager' if eager else 'lazy'}", marks=marks)
-
-
-@pytest.mark.parametrize(("stages", "schedule", "slices", "eager"), list(parameters()))
+@pytest.mark.parametrize(
+    ("stages", "schedule", "slices", "eager"),
+    [pytest.param(*case, marks=() if case in SAMPLE else full) for case in EVERYTHING],
+)
 def test_every_schedule(stages: int, schedule: str, slices: Any, eager: bool) -> None:
     assert_right(rank_pool(stages).run(train_over_nccl, schedule=schedule, stages=stages, slices=slices, eager=eager))
 
@@ -86,16 +155,14 @@ def test_other_layouts(name: str, eager: bool) -> None:
 # -- what the emulator finds -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def links_measured_over_the_first_group() -> Iterator[None]:
+def links_measured_over_the_first_group() -> contextlib.AbstractContextManager[Any]:
     """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
     measure = auto_planner.measure_parts
 
     def over_the_first_group(stage: StageToPlan, wires: Wires, *rest: Any) -> Any:
         return measure(stage, _OverFirst(wires, next(iter(stage.groups.by_wire.values()))), *rest)
 
-    with mock.patch.object(auto_planner, "measure_parts", over_the_first_group):
-        yield
+    return mock.patch.object(auto_planner, "measure_parts", over_the_first_group)
 
 
 class _OverFirst(Wires):
@@ -137,21 +204,19 @@ def kernels_loaded_at_first() -> Iterator[None]:
     """The first time that a slice runs, its kernels are loaded, which waits for all that is at work on the device."""
     forward, loaded = DecoderLayer.forward, set()
 
-    def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
-        active = active_slice()
-        kernel = self.training, hidden.shape, active and active.start
+    def load(kernel: Any, gradient: Any = None) -> None:
         if kernel not in loaded:
             loaded.add(kernel)
             get_accelerator().synchronize()
+
+    def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
+        active = active_slice()
+        kernel = self.training, hidden.shape, active and active.start
+        load(kernel)
         hidden = forward(self, hidden)
         if hidden.requires_grad:
             hidden.register_hook(functools.partial(load, ("backward", *kernel)))
         return hidden
-
-    def load(kernel: Any, gradient: Any) -> None:
-        if kernel not in loaded:
-            loaded.add(kernel)
-            get_accelerator().synchronize()
 
     with mock.patch.object(DecoderLayer, "forward", load_and_run):
         yield
@@ -171,10 +236,8 @@ LOADING = {"slices": 3, "changes": {"verify": "off"}}  # a check of the first ba
     "seq1f1b", *(pytest.param(name, marks=full) for name in SCHEDULE_NAMES if name != "seq1f1b")
 ])  # fmt: skip
 def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None:
-    trained = rank_pool(2).run(
-        train_with, fault=kernels_loaded_on_devices, schedule=schedule, stages=2, eager=True, **LOADING
-    )
-    assert_right(trained)
+    job = {"schedule": schedule, "stages": 2, "eager": True, **LOADING}
+    assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
 
 
 def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.slice_store import SliceEntry
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.layers.finite import NonFiniteError
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     LENGTH,
-    Batch,
     Run,
     batches,
     engine_of,
@@ -29,12 +27,14 @@ from tests.distributed.engines import (
     gpt_layers,
     run_training,
     section,
+    step_error,
     train,
 )
 from tests.distributed.harness import rank_pool
 
 PLAN = [8, 9, 6]  # slice 1 has the tokens [8, 17)
 WATCHED = section(slices=PLAN, check_finite="every_step")
+SLICE_1 = r"micro-batch 0, slice 1 \(tokens \[8, 17\) of 23\)"
 Where = tuple[int, int]  # micro-batch, slice
 
 
@@ -129,21 +129,13 @@ def bad_steps(terapipe: dict[str, Any], poisons: dict[str, Poison], **options: A
         for name, poison in poisons.items():
             POISON.__dict__.update(vars(poison))
             with mock.patch.object(SliceEntry, "add_grads", spoilt_add_grads):
-                messages[name] = said_by(engine, data[1])
+                messages[name] = step_error(engine, data[1])
             POISON.kind = ""
             left += engine.slice_store.live_bytes()
         last = train(engine, data[2:])
-    same = (first.returned + last.returned == undisturbed.returned, error_of(last.parameters, undisturbed.parameters))
-    return {name: (message, left, *same) for name, message in messages.items()}
-
-
-def said_by(engine: PipelineEngine, batch: Batch) -> str:
-    """What is wrong with a step."""
-    try:
-        engine.train_batch(iter(batch))
-    except NonFiniteError as error:
-        return str(error)
-    return ""
+    same = first.returned + last.returned == undisturbed.returned
+    error = error_of(last.parameters, undisturbed.parameters)
+    return {name: (*message, left, same, error) for name, message in messages.items()}
 
 
 REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}
@@ -152,52 +144,48 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
 LATER: tuple[Where, ...] = ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 HERE = ((0, 1),)
-GROUPS: list[tuple[str, dict[str, Any], dict[str, Poison]]] = [
+FIRST = rf"rank 0: stage 0, layer %d \(Poisoned\), {SLICE_1}, "
+SECOND = rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, "
+OF_PARAMETER = "backward: the gradient of its parameter "
+GROUPS: list[tuple[str, dict[str, Any], dict[str, tuple[Poison, str]]]] = [  # what is poisoned, and what is said of it
     ("seq1f1b", {}, {
-        "output": Poison("output", LATER, 6),
-        "gradient": Poison("gradient", ((0, 0), (0, 1), (1, 1)), 3),
-        "parameter": Poison("parameter", ((0, 1), (0, 0)), 6),
-        "accumulator": Poison("accumulator", ((0, 1), (0, 0)), 3),
-        "loss": Poison("loss", ((0, 1), (1, 0)), LOSS),
+        "output": (Poison("output", LATER, 6), rf"{SECOND}forward: its output has NaN\. What"),
+        "gradient": (Poison("gradient", ((0, 0), (0, 1), (1, 1)), 3),
+                     rf"{FIRST % 3}backward: the gradient of its input is infinite"),
+        "parameter": (Poison("parameter", ((0, 1), (0, 0)), 6), rf"{SECOND}{OF_PARAMETER}scale has NaN"),
+        "accumulator": (Poison("accumulator", ((0, 1), (0, 0)), 3),
+                        rf"stage 1, attention layer 3, {SLICE_1}, backward: the accumulated dV of tokens \[0, 17\) is"),
+        "loss": (Poison("loss", ((0, 1), (1, 0)), LOSS),
+                 rf"rank 1: stage 1, the loss function, {SLICE_1}, forward: the loss has NaN"),
     }),
     ("gpipe", {}, {
-        "output on the first stage": Poison("overflow", HERE, 1),
-        "gradient, gpipe": Poison("gradient", ((0, 1), (1, 1)), 6),
+        "output on the first stage": (Poison("overflow", HERE, 1), rf"{FIRST % 1}forward: its output is infinite"),
+        "gradient, gpipe": (Poison("gradient", ((0, 1), (1, 1)), 6), rf"{SECOND}backward: the gradient of its input"),
     }),
     ("seq1f1b", REENTRANT, {
-        "output, reentrant": Poison("output", HERE, 6),
-        "gradient, reentrant": Poison("gradient", HERE, 6),
+        "output, reentrant": (Poison("output", HERE, 6), rf"{SECOND}forward: its output has NaN"),
+        "gradient, reentrant": (Poison("gradient", HERE, 6), rf"{SECOND}backward: the gradient of its input"),
     }),
-    ("terapipe", NON_REENTRANT, {"gradient, non-reentrant": Poison("gradient", HERE, 3)}),
-    ("seq1f1b-zb", {}, {"parameter of W": Poison("product", HERE, 6)}),
-    ("seq1f1b", BF16, {"parameter, bf16 and ZeRO 1": Poison("parameter", HERE, 3)}),
-    ("seq1f1b", FP16, {"output, dynamic loss scale": Poison("overflow", HERE, 6)}),
+    ("terapipe", NON_REENTRANT, {
+        "gradient, non-reentrant": (Poison("gradient", HERE, 3), rf"{FIRST % 3}backward: the gradient of its input"),
+    }),
+    ("seq1f1b-zb", {}, {"parameter of W": (Poison("product", HERE, 6), rf"{SECOND}{OF_PARAMETER}product")}),
+    ("seq1f1b", BF16, {
+        "parameter, bf16 and ZeRO 1": (Poison("parameter", HERE, 3), rf"{FIRST % 3}{OF_PARAMETER}scale"),
+    }),
+    ("seq1f1b", FP16, {
+        "output, dynamic loss scale": (Poison("overflow", HERE, 6), rf"{SECOND}forward: its output is infinite"),
+    }),
 ]  # fmt: skip
+EXPECTED = {name: said for *_, group in GROUPS for name, (_, said) in group.items()}
 
 
 def job_bad_steps() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for schedule, options, poisons in GROUPS:
+    for schedule, options, group in GROUPS:
+        poisons = {name: poison for name, (poison, _) in group.items()}
         found |= bad_steps({**WATCHED, "schedule": schedule}, poisons, **options)
     return found
-
-
-SLICE_1 = r"micro-batch 0, slice 1 \(tokens \[8, 17\) of 23\)"
-EXPECTED = {
-    "output": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, forward: its output has NaN\. What",
-    "output on the first stage": rf"rank 0: stage 0, layer 1 \(Poisoned\), {SLICE_1}, forward: its output is infinite",
-    "output, dynamic loss scale": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, forward: its output is infinite",
-    "output, reentrant": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, forward: its output has NaN",
-    "gradient": rf"rank 0: stage 0, layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its input is infinite",
-    "gradient, reentrant": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its input",
-    "gradient, non-reentrant": rf"rank 0: stage 0, layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its",
-    "gradient, gpipe": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its input",
-    "parameter": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale has NaN",
-    "parameter of W": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter product",
-    "parameter, bf16 and ZeRO 1": rf"layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale",
-    "accumulator": rf"stage 1, attention layer 3, {SLICE_1}, backward: the accumulated dV of tokens \[0, 17\) is",
-    "loss": rf"rank 1: stage 1, the loss function, {SLICE_1}, forward: the loss has NaN",
-}
 
 
 @functools.cache
@@ -208,21 +196,17 @@ def all_bad_steps() -> list[dict[str, Any]]:
 class TestPlaces:
     @pytest.mark.parametrize("name", EXPECTED)
     def test_the_first_place_is_named_on_every_rank_and_training_goes_on(self, name: str) -> None:
-        ranks = [rank[name] for rank in all_bad_steps()]
-        for message, left, same_losses, parameters in ranks:
-            assert re.search(EXPECTED[name], message), message
-            assert message == ranks[0][0]
-            assert message.startswith("step 2 computed")
-            assert (left, same_losses, parameters) == (0, True, 0.0), "as if the bad step had not been"
+        one, other = (rank[name] for rank in all_bad_steps())
+        assert one == other
+        kind, message, *after = one
+        assert kind == "NonFiniteError" and message.startswith("step 2 computed")
+        assert re.search(EXPECTED[name], message), message
+        assert after == [0, True, 0.0], "as if the bad step had not been"
 
     def test_of_two_replicas_one(self) -> None:
-        for message, left, same_losses, parameters in rank_pool(2).run(job_one_replica):
+        for _, message, *after in rank_pool(2).run(job_one_replica):
             assert re.search(rf"rank 1: stage 0, layer 6 \(Poisoned\), {SLICE_1}, forward", message), message
-            assert (left, same_losses, parameters) == (0, True, 0.0)
-
-    def test_an_infinite_mask_is_no_mistake(self) -> None:
-        for same in rank_pool(2).run(job_masks):
-            assert same == 0.0
+            assert after == [0, True, 0.0]
 
 
 def job_one_replica() -> Any:
@@ -243,32 +227,30 @@ def masked_layers() -> list[LayerSpec]:
     return [embedding, LayerSpec(Masked), LayerSpec(Masked), head]
 
 
-def job_masks() -> float:
-    runs = [run_training(masked_layers, section(slices=PLAN, check_finite=c), batches(2)) for c in CHECKS]
-    return error_of(vars(runs[0]), vars(runs[1]))
-
-
-CHECKS = ("off", "every_step")
-
-
 # -- it disturbs nothing -----------------------------------------------------------------------------------------------
 
-KINDS: dict[str, dict[str, Any]] = {"fp32_reentrant": REENTRANT, "bf16_zero1_non_reentrant": {**BF16, **NON_REENTRANT}}
+TIED = functools.partial(gpt_layers, "float32", tied_embedding=True)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "an infinite mask, which is no mistake": (masked_layers, {}),
+    "fp32, reentrant": (TIED, REENTRANT),
+    "bf16 and ZeRO 1, non-reentrant": (TIED, {**BF16, **NON_REENTRANT}),
+}
 
 
 def job_watched_training() -> dict[str, float]:
     """Bit for bit the same training with and without the check, tied embeddings included."""
     errors = {}
-    for name, options in KINDS.items():
-        layers = functools.partial(gpt_layers, "float32", tied_embedding=True)
-        runs = [run_training(layers, section(slices=PLAN, check_finite=c), batches(2), **options) for c in CHECKS]
-        errors[name] = error_of(vars(runs[0]), vars(runs[1]))
+    for name, (layers, options) in KINDS.items():
+        plain, watched = (
+            run_training(layers, section(slices=PLAN, check_finite=check), batches(2), **options)
+            for check in ("off", "every_step")
+        )
+        errors[name] = error_of(vars(plain), vars(watched))
     return errors
 
 
 def test_it_changes_no_number() -> None:
-    for rank in rank_pool(2).run(job_watched_training):
-        assert rank == dict.fromkeys(KINDS, 0.0)
+    assert rank_pool(2).run(job_watched_training) == [dict.fromkeys(KINDS, 0.0)] * 2
 
 
 # -- the loss scale of fp16 --------------------------------------------------------------------------------------------
@@ -284,19 +266,14 @@ def scaled(lr: float) -> dict[str, Any]:
 
 
 def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
-    """Scale, skipped steps and bytes in the slice store after each of nine steps."""
+    """Scale, skipped steps, overflow and bytes in the slice store after each of nine steps."""
     records, run = [], Run()
     for batch in batches(9):
-        run = dataclasses.replace(run, returned=[*run.returned, float(engine.train_batch(iter(batch)))])
+        run.returned.append(float(engine.train_batch(iter(batch))))
         store = getattr(engine, "slice_store", None)
-        records.append(
-            {
-                "scale": float(engine._get_optimizer_loss_scale()),
-                "skipped": engine.skipped_steps,
-                "overflow": bool(engine.optimizer.overflow),
-                "bytes": 0 if store is None else store.live_bytes(),
-            }
-        )
+        live_bytes = 0 if store is None else store.live_bytes()
+        scale = float(engine._get_optimizer_loss_scale())
+        records.append((scale, engine.skipped_steps, bool(engine.optimizer.overflow), live_bytes))
     run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return records, run
 
@@ -316,7 +293,7 @@ class TestLossScale:
     def test_overflows_skip_the_steps_that_the_stock_engine_skips(self) -> None:
         for rank in rank_pool(2).run(job_overflows):
             records, stock = rank["stock"]
-            skipped = [record["overflow"] for record in records]
+            skipped = [overflow for _, _, overflow, _ in records]
             good = skipped.index(False)
             assert any(skipped[:good]) and any(skipped[good:]), "at the start, and again when the scale has risen"
             for name, limit in (("whole", 0.0), ("sliced", 2e-2), ("watched", 2e-2)):

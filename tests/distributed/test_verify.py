@@ -9,11 +9,20 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
-from terapipe_ds.runtime.verify import VerifyError
 from tests.distributed import faulty_layers, tuple_models
-from tests.distributed.engines import Run, batches, engine_of, gpt_layers, section, train
+from tests.distributed.engines import (
+    Run,
+    batches,
+    engine_of,
+    error_of,
+    gpt_layers,
+    raised_by,
+    section,
+    step_error,
+    train,
+)
+from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
-from tests.distributed.mutations import MUTATIONS
 
 VERIFY = section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = section(slices=[9, 5, 9])
@@ -28,21 +37,19 @@ def with_fault(fault: str) -> list[Any]:
 def fault_of(fault: str) -> tuple[str, str]:
     """The type and the text of the error, on each rank."""
     with engine_of(with_fault(fault), VERIFY) as engine:
-        try:
-            engine.train_batch(iter(batches(1)[0]))
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return "", ""
+        return step_error(engine)
 
 
-def mutated_weights() -> str:
-    """The engine weights the slices' losses alike; labels are masked. The text of the error."""
-    with MUTATIONS["unweighted_losses"](), engine_of(gpt_layers(), VERIFY) as engine:
-        try:
-            engine.train_batch(iter(batches(1)[0]))
-        except VerifyError as error:
-            return str(error)
-    return ""
+def mutated_weights() -> tuple[str, str]:
+    """The same where the engine weighs the slices' losses alike; labels are masked."""
+    with FAULTS["unweighted_losses"].broken(), engine_of(gpt_layers(), VERIFY) as engine:
+        return step_error(engine)
+
+
+def one(told: list[tuple[str, str]]) -> str:
+    """What all ranks say."""
+    assert len(set(told)) == 1 and told[0][0] == "VerifyError"
+    return told[0][1]
 
 
 def trainings(case: str) -> list[Run]:
@@ -93,17 +100,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 class TestTwoRanks:
     def test_wrong_weights_of_the_losses(self) -> None:
-        texts = set(rank_pool(2).run(mutated_weights))
-        assert len(texts) == 1
-        assert "\n  loss_fn: the loss differs by " in texts.copy().pop()
+        assert "\n  loss_fn: the loss differs by " in one(rank_pool(2).run(mutated_weights))
 
     @pytest.mark.parametrize("fault", ["HiddenPlainAttention", "WrongOwnBackward"])
     def test_every_rank_names_the_layer(self, fault: str) -> None:
-        told = rank_pool(2).run(fault_of, fault=fault)
-        assert {kind for kind, _ in told} == {"VerifyError"}
-        texts = {text for _, text in told}
-        assert len(texts) == 1
-        text = texts.pop()
+        text = one(rank_pool(2).run(fault_of, fault=fault))
         assert text.startswith(
             "verify: 3 slices (9 + 5 + 9) of a sequence of 23 tokens do not give what the whole sequence gives:\n"
             f"  layer 4 ({fault}): "
@@ -114,10 +115,7 @@ class TestTwoRanks:
     @pytest.mark.sample(4)
     def test_training_is_bit_for_bit_what_it_is_without(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(trainings, case=case):
-            assert verified.losses == plain.losses and verified.returned == plain.returned
-            assert all(torch.equal(verified.parameters[name], p) for name, p in plain.parameters.items())
-            for a, b in zip(verified.gradients, plain.gradients, strict=True):
-                assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+            assert error_of(vars(verified), vars(plain)) == 0.0
 
 
 # -- megatron-core layers, with tensor parallelism -------------------------------------------------------------------
@@ -130,7 +128,7 @@ MEGATRON = {
 SIZES = {"tp2_sp": (2, 1, 1, True), "pp2": (1, 2, 1, False)}
 
 
-def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Tensor], str]]:
+def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[str, str]]]:
     """Two steps with and without the check: losses, parameters, and what the check said against."""
     from tests.distributed import megatron_models
     from tests.distributed.megatron_cases import LAYOUTS, Case
@@ -144,20 +142,15 @@ def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Ten
             megatron_models.draw_weights(model)
             terapipe = {"enabled": True, "slices": [6, 10, 2, 6], "granularity_tokens": 1, "verify": verify}
             engine = megatron_models.build_engine(model, found, terapipe=terapipe)
-            losses, said = [], ""
-            try:
-                for step in range(2):
-                    data = [megatron_models.micro_batch(found, 0, step, 0)]
-                    losses.append(float(engine.train_batch(iter(data))))
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-            finally:
-                engine.destroy()
-            results.append((losses, {n: p.detach().clone() for n, p in model.named_parameters()}, said))
+            data = iter([megatron_models.micro_batch(found, 0, step, 0) for step in range(2)])
+            losses: list[float] = []
+            error = raised_by(lambda: losses.extend(float(engine.train_batch(data)) for _ in range(2)))  # noqa: B023
+            engine.destroy()
+            results.append((losses, {n: p.detach().clone() for n, p in model.named_parameters()}, error))
     return results
 
 
-def megatron_positions_from_zero(case: str) -> str:
+def megatron_positions_from_zero(case: str) -> tuple[str, str]:
     from terapipe_ds.models.megatron import layers
 
     with mock.patch.object(layers, "_first_position", lambda: 0):
@@ -168,19 +161,13 @@ class TestMegatron:
     @pytest.mark.parametrize("case", MEGATRON)
     def test_healthy(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(megatron_trainings, case=case):
-            assert verified[2] == "" and verified[0] == plain[0]
-            assert all(torch.equal(verified[1][name], p) for name, p in plain[1].items())
+            assert verified[2] == ("", "") and error_of(verified, plain) == 0.0
 
     @pytest.mark.parametrize(
-        ("case", "layer", "token"),
-        [
-            ("sequence parallel", "layer 0 (MegatronEmbedding)", 6),
-            ("two stages, recompute", "layer 1 (MegatronLayer)", 6),
-        ],
+        ("case", "layer"),
+        [("sequence parallel", "layer 0 (MegatronEmbedding)"), ("two stages, recompute", "layer 1 (MegatronLayer)")],
     )
-    def test_positions_from_the_own_length(self, case: str, layer: str, token: int) -> None:
-        texts = set(rank_pool(2).run(megatron_positions_from_zero, case=case))
-        assert len(texts) == 1
-        text = texts.pop()
-        assert text.startswith("VerifyError: ") and f"\n  {layer}: output of tokens {token}.. differs by " in text
+    def test_positions_from_the_own_length(self, case: str, layer: str) -> None:
+        text = one(rank_pool(2).run(megatron_positions_from_zero, case=case))
+        assert f"\n  {layer}: output of tokens 6.. differs by " in text
         assert "their positions start at 0" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from terapipe_ds.schedule.action import Kind
-from tests.distributed import compare
 from tests.distributed.cases import Case
 from tests.distributed.engines import (
     EXACT,
@@ -27,52 +25,29 @@ from tests.distributed.engines import (
     train,
     violations,
 )
+from tests.distributed.faults import train_broken
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.mutations import train_mutated
-from tests.distributed.training import train_case
 
 CASE = Case(stages=2, micro_batches=4, slices=(5, 10, 2, 7), schedule="seq1f1b-zb")
-
-
-def test_four_stages() -> None:
-    case = replace(CASE, stages=4, tied=True)
-    stock, ours = (
-        rank_pool(4).run(train_case, case=each, system=system)
-        for each, system in ((case.stock(), "stock"), (case, "terapipe"))
-    )
-    assert not compare.violations(compare.errors(ours, stock), compare.contract(case))
 
 
 # -- wrong orders ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mutation", "message"),
+    ("fault", "message"),
     [
         ("weight_before_backward", "ran before its B"),
         ("weight_runs_twice", "is not live"),
         ("weight_never_runs", "still holds slices|did not run in this batch"),
     ],
 )
-def test_the_engine_refuses_orders_that_the_proof_would_refuse(mutation: str, message: str) -> None:
+def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
-        rank_pool(2).run(train_mutated, case=CASE, mutation=mutation, timeout_s=60)
+        rank_pool(2).run(train_broken, case=CASE, fault=fault, timeout_s=60)
 
 
-# -- who collects gradients ----------------------------------------------------------------------------------
-
-
-def count_products(engine: Any) -> list[int]:
-    """Count the weight gradients of each W that `engine` runs from now on."""
-    counted: list[int] = []
-    compute = engine.weight_gradients.compute
-
-    def counting(*args: Any) -> int:
-        counted.append(compute(*args))
-        return counted[-1]
-
-    engine.weight_gradients.compute = counting
-    return counted
+# -- the same bits -------------------------------------------------------------------------------------------
 
 
 def job_bits(schedules: tuple[str, str]) -> float:

@@ -3,21 +3,107 @@ or is refused before the first step, on every rank and with what is wrong with i
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.distributed.engines import EXACT, violations
+from terapipe_ds.attention import allow_attention_within_slice
+from terapipe_ds.runtime.batch import source as terapipe_data
+from terapipe_ds.runtime.engine import build as engine_build
+from terapipe_ds.runtime.verify import FirstBatchCheck
+from tests.distributed.engines import (
+    EXACT,
+    Batch,
+    Run,
+    differences,
+    engine_of,
+    raised_by,
+    run_training,
+    section,
+    train,
+    violations,
+)
 from tests.distributed.harness import rank_pool
-from tests.distributed.zoo_runs import Seen, look_at
 from tests.zoo import ZOO, Member
+from tests.zoo.layers import torch_attention
+
+STEPS = 2
+SLICES = {"slices": 4}  # more than the check looks at, which takes three of its own
+
+
+@dataclass
+class Seen:
+    """Of one member, on one rank."""
+
+    stock: dict[str, float]  # how far two stages of the stock engine are from one
+    sliced: dict[str, float] = field(default_factory=dict)  # how far slices with the defaults are from stock
+    unguarded: dict[str, float] = field(default_factory=dict)  # how far slices without any check are
+    error: str = ""  # the class of the refusal
+    text: str = ""
+    untouched: bool = True  # no step was made, and the parameters are as they were
+
+
+def look_at(name: str) -> Seen:
+    """Train the member; a refusal leaves this rank ready for the next one."""
+    member = ZOO[name]
+    data = [[member.data(100 * step + index) for index in range(2)] for step in range(STEPS)]
+    with torch_attention():
+        one, two = (_trained(member, None, data, stages=stages) for stages in (1, 2))
+    seen = Seen(differences(two, one))
+    seen.error, seen.text = raised_by(lambda: _try_slices(member, data, two, seen))
+    if member.says and not member.stops:
+        with nothing_is_checked():
+            ours = _trained(member, section(**{**SLICES, **member.terapipe}), data)
+        seen.unguarded = differences(ours, two)
+    return seen
+
+
+def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> None:
+    """With the defaults of the section."""
+    options = {"loss_fn": member.loss_fn, **member.engine}
+    with engine_of(member.layers, section(**{**SLICES, **member.terapipe}), **options) as engine:
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        try:
+            seen.sliced = differences(train(engine, data), stock)
+        finally:
+            same = all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
+            seen.untouched = same and engine.global_steps == 0
+
+
+def _trained(member: Member, terapipe: dict[str, Any] | None, data: list[Batch], stages: int = 2) -> Run:
+    options = {"loss_fn": member.loss_fn, "stages": stages, **member.engine}
+    return run_training(lambda: member.layers, terapipe, data, **options)
+
+
+@contextlib.contextmanager
+def nothing_is_checked() -> Iterator[None]:
+    """Slices run whatever they give: no layer is refused by its type, no attention by its shapes, no input by its size,
+    and nothing is compared."""
+    with (
+        mock.patch.object(engine_build, "problem_of_layers", lambda *args: None),
+        mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
+        mock.patch.object(terapipe_data, "check_sizes", lambda *arguments: None),
+        allow_attention_within_slice(),
+    ):
+        yield
+
+
+# -- the tests ----------------------------------------------------------------------------------------------------
+
 
 WRONG = 1e-6  # by so much at least an unhealthy member differs where nothing checks it
 SAMPLE = (
     "softmax_by_hand", "attention_over_packed_rows", "DetachedCache", "PositionedEmbedding", "token_shift",
-    "TransposedConvolution", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
+    "torch_ConvTranspose1d", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
     "by_root_of_count", "mask_in_a_tuple", "AsWideAsLong", "Checkpointed", "MaskedLoss", "MemoryByTorch",
-    "long_label_smoothing",
+    "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
+    "PooledState",
+    "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

@@ -1,7 +1,7 @@
 """What one rank process does: set the stage for DeepSpeed on gloo, then run job after job.
 
 The parent (`harness.RankPool`) talks to it through one duplex pipe. Messages are pickled bytes: a job is
-`(function, kwargs)`, the answer `("ok", result)` or `("error", traceback text)`. Results should hold numpy
+`(function, kwargs)`, the answer `("ok", result)` or `("raised", traceback text)`. Results should hold numpy
 arrays or plain Python, never tensors: the parent does not import torch.
 """
 
@@ -47,7 +47,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, rendezvous: st
         _join(rank, world_size, rendezvous)
         connection.send_bytes(pickle.dumps(("ok", os.getpid())))
     except BaseException:
-        connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
         return
     _serve(connection)
     # Daemon threads of gloo or of an engine must not get a say in how long the exit takes.
@@ -126,7 +126,7 @@ def _serve(connection: Connection) -> None:
             reply = pickle.dumps(("ok", function(**kwargs)))
         except BaseException:
             traceback.print_exc()
-            connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+            connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
             return  # the parent starts new ranks: what a failed job has left in this one is unknown
         connection.send_bytes(reply)
         # After the answer, so that a rank which waits here for one that hangs does not look like it hangs

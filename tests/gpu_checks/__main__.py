@@ -123,20 +123,17 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def _has_device() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def main(words: list[str] | None = None) -> int:
     """Return 0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
     arguments = parse_arguments(words)
     parts = [arguments.inside] if arguments.inside else arguments.parts or list(PARTS)
     device = "cpu" if arguments.dry_run else "cuda"
-    if device == "cuda" and not _has_device():
-        print(NO_DEVICE, file=sys.stderr)
-        return 2
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print(NO_DEVICE, file=sys.stderr)
+            return 2
     os.environ["DS_ACCELERATOR"] = device
     if arguments.inside:
         run_part(arguments.inside, Settings(device, arguments.dry_run, arguments.out))

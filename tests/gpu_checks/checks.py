@@ -71,22 +71,15 @@ class PartResult:
     checks: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, check: Check, seconds: float) -> None:
-        """Keep a check and how long it took."""
-        self.checks.append({**asdict(check), "seconds": round(seconds, 3)})
+        """Keep a check and how long it took. A value that is not finite becomes text: JSON has no such numbers."""
+        shown = check.value if isinstance(check.value, str) or math.isfinite(check.value) else str(check.value)
+        self.checks.append({**asdict(check), "value": shown, "seconds": round(seconds, 3)})
         self.seconds += seconds
 
     def save(self, folder: Path) -> None:
-        """Write `PART.json`; numbers that are not finite become text, since JSON has no such numbers."""
+        """Write `PART.json`."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{self.part}.json", json.dumps(_finite(asdict(self)), indent=1, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        write_text(folder / f"{self.part}.json", json.dumps(asdict(self), indent=1, allow_nan=False))
 
 
 def merged(folder: Path, parts: Iterable[str]) -> dict[str, Any]:

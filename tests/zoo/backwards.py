@@ -1,16 +1,18 @@
-"""Layers whose forward is right and whose backward, or whose memory of former calls, is not one of slices."""
+"""Layers whose backward, or whose memory of former calls, is not one of slices; experts that look at all tokens."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from deepspeed.pipe import LayerSpec
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import VOCAB_SIZE
-from tests.distributed.faulty_layers import GradientByTokens
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, seeded, weight
-from tests.zoo.members import EARLY, add, checkpointed, layer, stack, updates
+from tests.distributed.faulty_layers import AddAuxiliary, GradientByTokens
+from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded
+from tests.zoo.members import BACKWARD, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
 
 
 @layer("gain differs")
@@ -19,7 +21,7 @@ class MeanGradient(Weighted, gain=(WIDTH, 100)):
         return GradientByTokens.apply(x, self.gain)
 
 
-@updates("input gradient")
+@update("input gradient")
 def normalised_gradient(x: Tensor) -> Tensor:
     """The gradient of the activations has norm one."""
     if x.requires_grad:
@@ -27,19 +29,12 @@ def normalised_gradient(x: Tensor) -> Tensor:
     return x.tanh()
 
 
-@updates("input gradient")
-def centred_gradient(x: Tensor) -> Tensor:
-    x.register_hook(lambda grad: grad - grad.mean((0, 1)))
-    return x.tanh()
-
-
 @layer("inner differs")
-class NormalisedWeightGradient(nn.Module):
+class NormalisedWeightGradient(Weighted, inner=(WIDTH, WIDTH, 101)):
     """A hook of the weight scales its gradient to norm one: of a micro-batch in stock, of a slice here."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=101)
         self.inner.register_hook(lambda grad: grad / grad.norm())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,19 +68,6 @@ class RunningScale(nn.Module):
         return x / self.size
 
 
-@layer(EARLY)
-class CountsCalls(nn.Module):
-    """Warms up over the calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1.0 + 0.1 * self.calls)
-
-
 class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
     """Under activation checkpointing its second forward is another one: it counts."""
 
@@ -93,23 +75,82 @@ class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
         return x + (x @ self.inner).tanh() * (x.shape[1] / 23)
 
 
-add(
-    "ScaledByLengthAndRecomputed",
-    lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
-    EARLY,
-    engine=checkpointed(Recomputed),
-)
+add("ScaledByLengthAndRecomputed", [Embedding, Mlp, Recomputed, Head], EARLY, engine=checkpointed(Recomputed))
 
 
-class FrequencyEmbedding(nn.Module):
+class FrequencyEmbedding(Weighted, words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, scale_grad_by_freq=True)):
     """The gradient of a word is divided by how often it comes in the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = seeded(nn.Embedding(VOCAB_SIZE, WIDTH, scale_grad_by_freq=True))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.words(tokens)
 
 
-add("FrequencyEmbedding", lambda: [LayerSpec(FrequencyEmbedding), *stack()[1:]], "words.weight differs")
+add("FrequencyEmbedding", [FrequencyEmbedding, *stack()[1:]], "words.weight differs")
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+class Experts(Weighted, router=(WIDTH, 4, 80), experts=(4, WIDTH, WIDTH, 81)):
+    """Four experts; each token goes where the router likes it best."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.shares(x)
+        return x + torch.einsum("bte,btc,ecd->btd", shares, x, self.experts)
+
+    def liking(self, x: Tensor) -> Tensor:
+        return (2.5 * x @ self.router).softmax(-1)
+
+    def shares(self, x: Tensor) -> Tensor:
+        """[B, T, 4]: how much of a token's output comes from each expert."""
+        liking = self.liking(x)
+        return liking * F.one_hot(liking.argmax(-1), 4)
+
+
+@layer(EARLY)
+class LimitedExperts(Experts):
+    """An expert takes at most so many tokens of a row, those that come first."""
+
+    def shares(self, x: Tensor) -> Tensor:
+        shares = super().shares(x)
+        place = (shares > 0).cumsum(1)
+        return shares * (place <= x.shape[1] // 6)
+
+
+@layer(EARLY)
+class ChoosingExperts(Experts):
+    """Each expert chooses a fourth of the tokens."""
+
+    def shares(self, x: Tensor) -> Tensor:
+        liking = self.liking(x)
+        chosen = liking.topk(max(1, x.shape[1] // 4), dim=1).indices
+        return torch.zeros_like(liking).scatter(1, chosen, 1.0) * liking
+
+
+@layer(BACKWARD)
+class BalancingLoss(Experts):
+    """The squared mean share of each expert, added in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddAuxiliary.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
+
+
+class CarriedLoss(Experts):
+    """Hands its balancing loss on, as Switch Transformers has it: share of tokens times mean liking."""
+
+    def forward(self, x: Tensor) -> Any:
+        liking = self.liking(x)
+        shares = F.one_hot(liking.argmax(-1), 4).to(x.dtype).mean((0, 1))
+        return super().forward(x), (shares * liking.mean((0, 1))).sum() * 4
+
+
+class HeadBesideLoss(Head):
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs[0]), inputs[1]
+
+
+def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return cross_entropy(outputs[0], labels) + 0.1 * outputs[1]
+
+
+add("BalanceHandedOn", [Embedding, Mlp, CarriedLoss, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)

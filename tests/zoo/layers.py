@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -37,17 +39,21 @@ def seeded(module: Module, seed: int = 50) -> Module:
 
 
 class Weighted(nn.Module):
-    """Make the weights that a class names: `class Mine(Weighted, inner=(3, 4, 17))` has [3, 4] from the seed 17."""
+    """Make the weights and modules that a class names.
 
-    shapes: dict[str, tuple[int, ...]] = {}
+    `class Mine(Weighted, inner=(3, 4, 17), norm=lambda: nn.LayerNorm(4))` has [3, 4] from the seed 17, and the norm.
+    """
 
-    def __init_subclass__(cls, **shapes: tuple[int, ...]) -> None:
-        cls.shapes = {**cls.shapes, **shapes}
+    made: dict[str, Any] = {}
+
+    def __init_subclass__(cls, **made: Any) -> None:
+        cls.made = {**cls.made, **made}
 
     def __init__(self) -> None:
         super().__init__()
-        for name, (*shape, seed) in self.shapes.items():
-            setattr(self, name, weight(*shape, seed=seed))
+        for index, (name, made) in enumerate(self.made.items()):
+            module = seeded(made(), 50 + 10 * index) if callable(made) else weight(*made[:-1], seed=made[-1])
+            setattr(self, name, module)
 
 
 class Calls(nn.Module):
@@ -61,7 +67,7 @@ class Calls(nn.Module):
         return self.function(inputs)
 
 
-class Embedding(nn.Module):
+class Embedding(Weighted):
     def __init__(self) -> None:
         super().__init__()
         self.weight = weight(VOCAB_SIZE, WIDTH, seed=1, std=1.0)
@@ -70,45 +76,36 @@ class Embedding(nn.Module):
         return self.weight[tokens]
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = weight(VOCAB_SIZE, WIDTH, seed=2)
-
+class Head(Weighted, weight=(VOCAB_SIZE, WIDTH, 2)):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T
 
 
-class Mlp(nn.Module):
+class Mlp(Weighted, up=(WIDTH, 2 * WIDTH, 3), down=(2 * WIDTH, WIDTH, 4)):
     """Each token for itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = weight(WIDTH, 2 * WIDTH, seed=3), weight(2 * WIDTH, WIDTH, seed=4)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(x @ self.up) @ self.down
 
 
-class Residual(nn.Module):
+class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
     """x + out(update(in(x)))."""
 
     def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.update = update
-        self.inner, self.outer = weight(WIDTH, WIDTH, seed=5), weight(WIDTH, WIDTH, seed=6)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.update(x @ self.inner) @ self.outer
 
 
-class Attention(nn.Module):
-    """Multi-head attention around `attend`."""
+class Attention(Weighted, qkv=(WIDTH, 3 * WIDTH, 7), outer=(WIDTH, WIDTH, 8)):
+    """Multi-head attention around `attend`, which is a method where it is not given."""
 
-    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.attend = attend
-        self.qkv, self.outer = weight(WIDTH, 3 * WIDTH, seed=7), weight(WIDTH, WIDTH, seed=8)
+        if attend is not None:
+            self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (x @ self.qkv).chunk(3, -1))
@@ -119,6 +116,12 @@ def later(tokens: int, keys: int | None = None) -> Tensor:
     """[T, T]: true where the key comes after the query."""
     keys = tokens if keys is None else keys
     return torch.ones(tokens, keys, dtype=torch.bool).triu(1 + keys - tokens)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Return attention by hand; queries are the last tokens of the keys'."""
+    scores = (scores_of(q, k) + bias).masked_fill(later(q.shape[2], k.shape[2]), float("-inf"))
+    return scores.softmax(-1) @ v
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:
@@ -145,12 +148,6 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float |
 _attention: Callable[..., Tensor] = terapipe_attention.sliced_attention
 
 
-@contextlib.contextmanager
-def torch_attention() -> Iterator[None]:
+def torch_attention() -> contextlib.AbstractContextManager[Any]:
     """For stock runs: `sliced_attention` is torch's own meanwhile."""
-    global _attention
-    ours, _attention = _attention, _torch_attention
-    try:
-        yield
-    finally:
-        _attention = ours
+    return mock.patch.object(sys.modules[__name__], "_attention", _torch_attention)

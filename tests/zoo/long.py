@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
@@ -55,8 +54,6 @@ class CachesOnFirstUse(nn.Module):
         return x * (1 + self.places[start : start + x.shape[1], None])
 
 
-def add_all() -> None:
-    """When all others are there."""
-    add("long_CachesOnFirstUse", lambda: stack(LayerSpec(CachesOnFirstUse)), (), data=text)
-    for name in (*UNHEALTHY, *HEALTHY):
-        ZOO[f"long_{name}"] = replace(ZOO[name], name=f"long_{name}", data=DATA.get(name, text))
+add("long_CachesOnFirstUse", stack(CachesOnFirstUse), data=text)
+for name in (*UNHEALTHY, *HEALTHY):
+    ZOO[f"long_{name}"] = replace(ZOO[name], name=f"long_{name}", data=DATA.get(name, text))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.zoo.layers import Embedding, Head, Mlp, fixed
-from tests.zoo.members import add, loss, losses, stack
+from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import FirstOf
 
 LOSS = "loss_fn: the "
-REDUCTION = "loss_reduction"
-WEIGHT = "slice_weight"
+ANOTHER = 'set terapipe.loss_reduction to "'
+NONE = "no terapipe.loss_reduction"
+CLASS_WEIGHTS = torch.linspace(0.1, 2.0, VOCAB_SIZE, dtype=torch.float64)
 
 
 def each(logits: Tensor, labels: Tensor) -> Tensor:
@@ -33,83 +34,69 @@ def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).sum() / valid(labels).sum()
 
 
-def last_is_masked(seed: int) -> MicroBatch:
-    """Rows end at different places, so that slices have different shares of the labels."""
-    tokens, labels = micro_batch(seed)
-    labels[1, 15:] = IGNORE_INDEX
-    return tokens, labels
-
-
-def with_mask(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed, masked=False)
-    return tokens, (labels, fixed(2, LENGTH, seed=seed, std=1.0).abs())
-
-
 def weighted_tokens(seed: int) -> MicroBatch:
-    return micro_batch(seed)[0], with_mask(seed)[1]
+    """As Megatron: (labels, loss_mask)."""
+    labels = micro_batch(seed, masked=False)[1]
+    return micro_batch(seed)[0], (labels, fixed(2, LENGTH, seed=seed, std=1.0).abs())
 
 
 # -- other denominators ----------------------------------------------------------------------------------------------
 
 
-@loss(LOSS, REDUCTION)
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).sum()
 
 
-losses(LOSS, REDUCTION)(
-    mean_of_all_tokens=lambda logits, labels: each(logits, labels).mean(),
-    # Divided by the batch size.
+def mean_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).mean()
+
+
+def shifting(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels are the inputs: token t is to predict t + 1."""
+    return mean_valid(logits[:, :-1], labels[:, 1:])
+
+
+def masked_mean(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    return (each(logits, labels[0]) * labels[1]).sum() / labels[1].sum()
+
+
+def with_class_weights(logits: Tensor, labels: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1), labels.flatten()
+    return F.cross_entropy(*flat, weight=CLASS_WEIGHTS, ignore_index=IGNORE_INDEX)
+
+
+loss(LOSS, ANOTHER)(
+    summed=summed,
+    mean_of_all_tokens=mean_of_all_tokens,
     by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels),
     # Divided by the longest sequence there may be.
     by_a_constant=lambda logits, labels: each(logits, labels).sum() / (2 * LENGTH),
 )
+loss(LOSS, ANOTHER, terapipe={"loss_reduction": "mean"})(valid_called_mean=mean_valid)
+loss(LOSS, ANOTHER, terapipe={"loss_reduction": "sum"})(valid_called_sum=mean_valid)
+loss(LOSS, NONE)(
+    by_root_of_count=lambda logits, labels: each(logits, labels).sum() / valid(labels).sum().sqrt(),
+    class_weights=with_class_weights,
+)
+loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")(
+    mask_in_a_tuple=masked_mean, sum_of_a_tuple=lambda logits, labels: (each(logits, labels[0]) * labels[1]).sum()
+)
+loss(LOSS, NONE, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask_in_a_tuple_called_mean=masked_mean)
 
 
-@loss(LOSS, data=last_is_masked)
-def by_rows_that_have_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).sum() / valid(labels).any(1).sum().clamp(min=1)
-
-
-@loss(LOSS, WEIGHT)
-def by_root_of_count(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).sum() / valid(labels).sum().sqrt()
-
-
-@loss(LOSS, WEIGHT)
-def class_weights(logits: Tensor, labels: Tensor) -> Tensor:
-    weights = torch.linspace(0.1, 2.0, VOCAB_SIZE, dtype=logits.dtype)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights, ignore_index=IGNORE_INDEX)
-
-
-@loss(LOSS, WEIGHT)
-def tokens_of_one_kind(logits: Tensor, labels: Tensor) -> Tensor:
-    """Only labels of the first half of the vocabulary count."""
-    chosen = (labels >= 0) & (labels < VOCAB_SIZE // 2)
-    return (each(logits, labels) * chosen).sum() / chosen.sum()
-
-
-@loss(LOSS)
+@loss(LOSS, NONE)
 def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Small labels do not count either."""
-    labels = labels.masked_fill(labels < 6, IGNORE_INDEX)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+    return mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX))
 
 
-losses(LOSS)(
+loss(LOSS, NONE)(
     # A mean over each sequence, then over the sequences.
     rows_then_mean=lambda logits, labels: (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean(),
     # One is added to the count, lest it be zero.
     more_than_the_count=lambda logits, labels: each(logits, labels).sum() / (valid(labels).sum() + 1),
-    logarithm_of_mean_probability=lambda logits, labels: -((-each(logits, labels)).exp() * valid(labels)).sum().log(),
     hardest_tokens=lambda logits, labels: each(logits, labels).flatten().topk(labels.numel() // 4).values.mean(),
-    largest=lambda logits, labels: each(logits, labels).logsumexp((0, 1)),
-    shifting=lambda logits, labels: F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
-    ),
-    shifting_by_padding=lambda logits, labels: F.cross_entropy(
-        logits.flatten(0, 1), F.pad(labels, (-1, 1), value=IGNORE_INDEX).flatten()
-    ),
+    shifting=shifting,
     # The first four tokens of a sequence are a prompt.
     without_the_first_tokens=lambda logits, labels: mean_valid(logits[:, 4:], labels[:, 4:]),
     smooth_in_time=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.diff(dim=1).square().mean(),
@@ -117,82 +104,42 @@ losses(LOSS)(
         mean_valid(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
     ),
     mean_and_sum=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.square().sum(),
-    # The smoothing is divided by all tokens.
-    smoothed_with_sums=lambda logits, labels: 0.9 * mean_valid(logits, labels) - 0.1 * logits.log_softmax(-1).mean(),
     # A penalty that does not depend on the tokens at all.
-    with_a_constant=lambda logits, labels: each(logits, labels).mean() + 0.5 * valid(labels).sum(),
+    with_a_constant=lambda logits, labels: mean_of_all_tokens(logits, labels) + 0.5 * valid(labels).sum(),
 )
-
-
-@loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")
-def mask_in_a_tuple(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """As Megatron: (labels, loss_mask)."""
-    targets, mask = labels
-    return (each(logits, targets) * mask).sum() / mask.sum()
-
-
-@loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")
-def sum_of_a_tuple(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    targets, mask = labels
-    return (each(logits, targets) * mask).sum()
-
-
-@loss(LOSS, WEIGHT, data=weighted_tokens, terapipe={"loss_reduction": "mean"})
-def mask_in_a_tuple_called_mean(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    return mask_in_a_tuple(logits, labels)
 
 
 # -- no weighted mean at all -----------------------------------------------------------------------------------------
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def root_mean_square(logits: Tensor, labels: Tensor) -> Tensor:
     return (each(logits, labels).square().sum() / valid(labels).sum()).sqrt()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def perplexity(logits: Tensor, labels: Tensor) -> Tensor:
     return (mean_valid(logits, labels) / 4).exp()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def batch_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     shares = logits.softmax(-1).mean((0, 1))
     return mean_valid(logits, labels) + 0.1 * (shares * shares.log()).sum()
 
 
-@loss(LOSS)
+@loss(LOSS, NONE)
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     """Each token against all other tokens of the call."""
     states = F.normalize(logits.flatten(0, 1), dim=-1)
     return mean_valid(logits, labels) + F.cross_entropy(states @ states.mT, torch.arange(len(states)))
 
 
-@loss(LOSS)
-def normalised_focal(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = each(logits, labels)
-    weights = (1 - (-losses).exp()).square() * valid(labels)
-    return (weights * losses).sum() / weights.sum()
-
-
-@loss(LOSS)
+@loss(LOSS, NONE)
 def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Rewards without their mean, as policy gradients take them."""
     losses = each(logits, labels)
     return (losses * (losses - losses.mean()).detach()).mean()
-
-
-@loss(LOSS)
-def soft_dice(logits: Tensor, labels: Tensor) -> Tensor:
-    right = (-each(logits, labels)).exp() * valid(labels)
-    return 1 - 2 * right.sum() / (right.square().sum() + valid(labels).sum())
-
-
-@loss(LOSS)
-def correlation(logits: Tensor, labels: Tensor) -> Tensor:
-    a, b = logits[..., 0].flatten(), labels.to(logits.dtype).flatten()
-    a, b = a - a.mean(), b - b.mean()
-    return mean_valid(logits, labels) - (a @ b) / (a.norm() * b.norm())
 
 
 # -- of other labels, or where no loss_fn is --------------------------------------------------------------------------
@@ -204,13 +151,13 @@ class WrongWeight:
     __name__ = "WrongWeight"
 
     def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        return mask_in_a_tuple(logits, labels)
+        return masked_mean(logits, labels)
 
     def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
         return float(labels[0].numel())
 
 
-add("WrongWeight", stack, (LOSS, "slice_weight(labels)"), loss_fn=WrongWeight(), data=weighted_tokens)
+add("WrongWeight", stack(), LOSS, "slice_weight(labels)", loss_fn=WrongWeight(), data=weighted_tokens)
 
 
 def soft_targets(seed: int) -> MicroBatch:
@@ -238,20 +185,10 @@ def labels_as_input(seed: int) -> MicroBatch:
     return (tokens, labels), labels
 
 
-def with_own_loss(own_loss: Any, inner: LayerSpec | None = None) -> list[LayerSpec]:
-    return [
-        LayerSpec(FirstOf, LayerSpec(Embedding)),
-        LayerSpec(FirstOf, inner or LayerSpec(Mlp)),
-        LayerSpec(FirstOf, LayerSpec(Mlp)),
-        LayerSpec(OwnLossHead, own_loss),
-    ]
+def with_own_loss(own_loss: Any, inner: Any = Mlp) -> list[LayerSpec]:
+    return [*(LayerSpec(FirstOf, kind) for kind in (Embedding, inner, Mlp)), LayerSpec(OwnLossHead, own_loss)]
 
 
-for each_loss in (summed, root_mean_square, perplexity):
-    add(
-        f"own_{each_loss.__name__}",
-        lambda each_loss=each_loss: with_own_loss(each_loss),
-        "layer 3 (OwnLossHead)",
-        loss_fn=None,
-        data=labels_as_input,
-    )
+for function in (summed, root_mean_square, perplexity):
+    name = f"own_{function.__name__}"
+    add(name, with_own_loss(function), "layer 3 (OwnLossHead)", loss_fn=None, data=labels_as_input)

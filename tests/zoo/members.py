@@ -10,17 +10,13 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import MicroBatch, micro_batch
-from tests.zoo.layers import Attention, Embedding, Head, Mlp, Residual, cross_entropy
+from tests.zoo.layers import Attention, Calls, Embedding, Head, Mlp, Residual, cross_entropy
 
 EARLY = "early outputs change with later tokens, with how many there are, or from call to call"
 AFTER = "slices after the first differ"
 FIRST = "the first tokens of a slice differ"
 ONE_VALUE = "one value for all tokens of a call"
 BACKWARD = "outputs agree, so look at the backward"
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Update = Callable[[Tensor], Tensor]
-Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Member:
     """
 
     name: str
-    layers: Callable[[], Sequence[LayerSpec]]
+    layers: Sequence[Any]
     says: tuple[str, ...] = ()
     error: str = "VerifyError"
     loss_fn: Callable[[Any, Any], Tensor] | None = cross_entropy
@@ -47,89 +43,51 @@ ZOO: dict[str, Member] = {}
 """All members by name; the modules of this folder add theirs."""
 
 
-def add(name: str, layers: Callable[[], Sequence[LayerSpec]], says: str | tuple[str, ...], **more: Any) -> None:
+def add(name: str, layers: Sequence[Any], *says: str, **more: Any) -> None:
+    """Add a model of layers, each of which is a spec, a class or a function."""
     assert name not in ZOO, name
-    ZOO[name] = Member(name, layers, (says,) if isinstance(says, str) else says, **more)
+    ZOO[name] = Member(name, [_spec(each) for each in layers], says, **more)
 
 
-def stack(*mixers: LayerSpec) -> list[LayerSpec]:
-    """A model of four layers and more: two stages share them in halves."""
-    return [LayerSpec(Embedding), *mixers, *[LayerSpec(Mlp)] * (3 - len(mixers)), LayerSpec(Head)]
+def _spec(layer: Any) -> LayerSpec:
+    if isinstance(layer, LayerSpec):
+        return layer
+    return LayerSpec(layer) if isinstance(layer, type) else LayerSpec(Calls, layer)
+
+
+def stack(*mixers: Any) -> list[Any]:
+    """Return a model of four layers and more: two stages share them in halves."""
+    return [Embedding, *mixers, *[Mlp] * (3 - len(mixers)), Head]
 
 
 def checkpointed(*kinds: type[nn.Module]) -> dict[str, Any]:
-    """Options of an engine that recomputes layers of these classes in the backward."""
+    """Return options of an engine that recomputes layers of these classes in the backward."""
     return {"module": {"activation_checkpoint_interval": 1, "checkpointable_layers": [kind.__name__ for kind in kinds]}}
 
 
-def attends(*says: str, **more: Any) -> Callable[[Attend], Attend]:
-    """Register a function that attends, from [B, H, T, D] each to the same."""
-    return _one(_attend, says, more)
+def adding(member_of: Callable[[Any], dict[str, Any]]) -> Callable[..., Callable[..., Any]]:
+    """Return what adds members that are made of one thing each, which `member_of` turns into fields of `Member`.
+
+    `added(*says, **fields)` is a decorator of one thing with its name, and takes several by keyword.
+    """
+
+    def added(*says: str, **more: Any) -> Callable[..., Any]:
+        def enter(thing: Any = None, /, **things: Any) -> Any:
+            for name, each in (things or {thing.__name__: thing}).items():
+                fields = {**member_of(each), **more}
+                add(name, fields.pop("layers"), *says, **fields)
+            return thing
+
+        return enter
+
+    return added
 
 
-def attend(*says: str, **more: Any) -> Callable[..., None]:
-    """Register functions that attend, by their names: `attend(AFTER)(name=lambda q, k, v: ...)`."""
-    return _many(_attend, says, more)
-
-
-def updates(*says: str, **more: Any) -> Callable[[Update], Update]:
-    """Register a function that gives what a residual layer adds, [B, T, WIDTH] to the same."""
-    return _one(_update, says, more)
-
-
-def update(*says: str, **more: Any) -> Callable[..., None]:
-    """Register functions as `updates` does, by their names."""
-    return _many(_update, says, more)
-
-
-def loss(*says: str, **more: Any) -> Callable[[Loss], Loss]:
-    """Register a function that is a loss of logits [B, T, VOCAB_SIZE] and labels."""
-    return _one(_loss, says, more)
-
-
-def losses(*says: str, **more: Any) -> Callable[..., None]:
-    """Register losses by their names."""
-    return _many(_loss, says, more)
-
-
-def layer(*says: str, **more: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Register a class that is a layer, [B, T, WIDTH] to the same. It is on the second stage."""
-    return _one(_layer, says, more)
-
-
-def layers(*says: str, **more: Any) -> Callable[..., None]:
-    """Register specs of layers, by their names."""
-    return _many(_layer, says, more)
-
-
-def _attend(name: str, function: Attend, says: tuple[str, ...], **more: Any) -> None:
-    add(name, lambda: stack(LayerSpec(Attention, function)), says, **more)
-
-
-def _update(name: str, function: Update, says: tuple[str, ...], **more: Any) -> None:
-    add(name, lambda: stack(LayerSpec(Residual, function)), says, **more)
-
-
-def _loss(name: str, function: Loss, says: tuple[str, ...], **more: Any) -> None:
-    add(name, stack, says, loss_fn=function, **more)
-
-
-def _layer(name: str, module: Any, says: tuple[str, ...], **more: Any) -> None:
-    spec = module if isinstance(module, LayerSpec) else LayerSpec(module)
-    add(name, lambda: [LayerSpec(Embedding), LayerSpec(Mlp), spec, LayerSpec(Head)], says, **more)
-
-
-def _one(register: Callable[..., None], says: tuple[str, ...], more: dict[str, Any]) -> Callable[[Any], Any]:
-    def decorate(thing: Any) -> Any:
-        register(thing.__name__, thing, says, **more)
-        return thing
-
-    return decorate
-
-
-def _many(register: Callable[..., None], says: tuple[str, ...], more: dict[str, Any]) -> Callable[..., None]:
-    def register_all(**things: Any) -> None:
-        for name, thing in things.items():
-            register(name, thing, says, **more)
-
-    return register_all
+attend = adding(lambda function: {"layers": stack(LayerSpec(Attention, function))})
+"""Functions that attend, from [B, H, T, D] each to the same."""
+update = adding(lambda function: {"layers": stack(LayerSpec(Residual, function))})
+"""Functions that give what a residual layer adds, [B, T, WIDTH] to the same."""
+loss = adding(lambda function: {"layers": stack(), "loss_fn": function})
+"""Losses of logits [B, T, VOCAB_SIZE] and labels."""
+layer = adding(lambda kind: {"layers": [Embedding, Mlp, kind, Head]})
+"""Layers, [B, T, WIDTH] to the same, on the second stage."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,16 +10,16 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Calls, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
+from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
 class FirstOf(nn.Module):
     """A layer for the first of a tuple; the others go on."""
 
-    def __init__(self, inner: LayerSpec) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.inner = inner.build()
+        self.inner = kind.build() if isinstance(kind, LayerSpec) else kind()
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.inner(inputs[0]), *inputs[1:]
@@ -33,13 +32,13 @@ class OnlyFirstOf(FirstOf):
         return super().forward(inputs)[0]
 
 
-def tuples(*layers: LayerSpec) -> list[LayerSpec]:
-    return [LayerSpec(FirstOf, LayerSpec(Embedding)), *layers, LayerSpec(OnlyFirstOf, LayerSpec(Head))]
+def tuples(*layers: Any) -> list[Any]:
+    return [LayerSpec(FirstOf, Embedding), *layers, LayerSpec(OnlyFirstOf, Head)]
 
 
-def reading(kind: type[nn.Module], after: LayerSpec | None = None) -> list[LayerSpec]:
+def reading(kind: type[nn.Module], after: Any = Mlp) -> list[Any]:
     """A layer that reads the further inputs and hands its own output on alone."""
-    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(kind), after or LayerSpec(Mlp), LayerSpec(Head)]
+    return [LayerSpec(FirstOf, Embedding), kind, after, Head]
 
 
 def with_input(seed: int, extra: Tensor) -> MicroBatch:
@@ -50,43 +49,24 @@ def with_input(seed: int, extra: Tensor) -> MicroBatch:
 class MaskedAttention(Attention):
     """(x, mask): attention by hand with a mask that comes with the batch."""
 
-    def __init__(self) -> None:
-        super().__init__(self.with_mask)
-
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.mask = inputs[1]
         return super().forward(inputs[0]), *inputs[1:]
 
-    def with_mask(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = self.mask if self.mask.dim() == 4 else self.mask[:, None]
         return scores_of(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v
 
 
-def square_mask(seed: int) -> MicroBatch:
-    return with_input(seed, later(LENGTH).expand(2, -1, -1).clone())
-
-
-def square_mask_of_heads(seed: int) -> MicroBatch:
-    return with_input(seed, later(LENGTH).expand(2, 1, -1, -1).clone())
-
-
-MASKED = [LayerSpec(MaskedAttention), LayerSpec(FirstOf, LayerSpec(Mlp))]
-add(
-    "MaskOfTokensByTokens",
-    lambda: tuples(*MASKED),
-    ("input 1", "two dimensions"),
-    data=square_mask,
-    error="BatchError",
-    stops=True,
-)
-add(
-    "MaskOfHeads",
-    lambda: tuples(*MASKED),
-    ("input 1", "two dimensions"),
-    data=square_mask_of_heads,
-    error="BatchError",
-    stops=True,
-)
+for name, mask in (("MaskOfTokensByTokens", later(LENGTH)), ("MaskOfHeads", later(LENGTH)[None])):
+    add(
+        name,
+        tuples(MaskedAttention, LayerSpec(FirstOf, Mlp)),
+        *("input 1", "two dimensions"),
+        data=lambda seed, mask=mask: with_input(seed, mask.repeat(2, *[1] * mask.dim())),
+        error="BatchError",
+        stops=True,
+    )
 
 
 class PerSequence(Weighted, inner=(WIDTH, 90)):
@@ -97,17 +77,6 @@ class PerSequence(Weighted, inner=(WIDTH, 90)):
         return x + table.square().mean(1)[:, None, None] * self.inner
 
 
-def table(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
-
-
-add("TableAsLongAsTheText", lambda: reading(PerSequence), ("input 1", "sliced_inputs"), data=table, error="BatchError")
-
-
-def memory_of_the_length(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, LENGTH, WIDTH, seed=seed, std=1.0))
-
-
 class ReadsMemory(nn.Module):
     """(x, memory): attention to another text, which is as long by chance."""
 
@@ -116,7 +85,16 @@ class ReadsMemory(nn.Module):
         return x + scores_of(x, memory).softmax(-1) @ memory
 
 
-add("MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY, data=memory_of_the_length)
+def table(seed: int) -> MicroBatch:
+    return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
+
+
+def memory_of_the_length(seed: int) -> MicroBatch:
+    return with_input(seed, fixed(2, LENGTH, WIDTH, seed=seed, std=1.0))
+
+
+add("TableAsLongAsTheText", reading(PerSequence), "input 1", "sliced_inputs", data=table, error="BatchError")
+add("MemoryAsLongAsTheText", reading(ReadsMemory), EARLY, data=memory_of_the_length)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
@@ -127,33 +105,11 @@ class UsesState(Weighted, inner=(WIDTH, WIDTH, 91)):
         return inputs[0] + (inputs[1] @ self.inner)[:, None]
 
 
-def pooled(pool: Callable[[Tensor], Tensor]) -> list[LayerSpec]:
-    """x -> (x, what the function makes of all tokens) -> x."""
-    return [LayerSpec(Embedding), LayerSpec(Calls, lambda x: (x, pool(x))), LayerSpec(UsesState), LayerSpec(Head)]
-
-
-add("PooledState", lambda: pooled(lambda x: x.mean(1)), ONE_VALUE)
-add("LastTokenPooled", lambda: pooled(lambda x: x[:, -1].clone()), ONE_VALUE)
-
-
 class Distances(nn.Module):
     """x -> (x, the products of all tokens with all)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x, x @ x.mT
-
-
-class UsesDistances(nn.Module):
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        x, products = inputs
-        return x + products.masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
-
-
-add(
-    "ProductsHandedOn",
-    lambda: [LayerSpec(Embedding), LayerSpec(Distances), LayerSpec(UsesDistances), LayerSpec(Head)],
-    "layer 1 (Distances)",
-)
 
 
 class Classifier(Head):
@@ -163,18 +119,6 @@ class Classifier(Head):
         return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
 
 
-add(
-    "LastTokenClassifies",
-    lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
-    ("layer 3 (Classifier)", EARLY),
-)
-
-
-def class_labels(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed)
-    return tokens, labels[:, -1].clone()
-
-
 class OneClass(Head):
     """One class for a sequence."""
 
@@ -182,10 +126,24 @@ class OneClass(Head):
         return super().forward(x[:, -1])
 
 
+def uses_distances(inputs: tuple[Tensor, ...]) -> Tensor:
+    x, products = inputs
+    return x + products.masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
+
+
+def class_labels(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens, labels[:, -1].clone()
+
+
+add("PooledState", [Embedding, lambda x: (x, x.mean(1)), UsesState, Head], ONE_VALUE)
+add("LastTokenPooled", [Embedding, lambda x: (x, x[:, -1].clone()), UsesState, Head], ONE_VALUE)
+add("ProductsHandedOn", [Embedding, Distances, uses_distances, Head], "layer 1 (Distances)")
+add("LastTokenClassifies", [Embedding, Mlp, Mlp, Classifier], "layer 3 (Classifier)", EARLY)
 add(
     "OneLabelPerSequence",
-    lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
-    ("no label tensor has dimension 1",),
+    [Embedding, Mlp, Mlp, OneClass],
+    "no label tensor has dimension 1",
     data=class_labels,
     error="BatchError",
     stops=True,
@@ -195,26 +153,11 @@ add(
 # -- rows and tokens in one dimension --------------------------------------------------------------------------------
 
 
-class FlatRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
-
-
 class FlatShift(Weighted, inner=(WIDTH, WIDTH, 92)):
     """[B * T, C]: each token and the one before it, also across rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
-
-
-add(
-    "FlatRowsShifted",
-    lambda: [
-        *[LayerSpec(Embedding), LayerSpec(Calls, lambda x: x.flatten(0, 1)), LayerSpec(FlatShift)],
-        LayerSpec(Head),
-    ],
-    "layer 2 (FlatShift)",
-)
 
 
 class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
@@ -226,13 +169,6 @@ class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
         return x + wide.unflatten(2, (2, -1)).flatten(1, 2)[:, odd:]
 
 
-add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], EARLY)
-
-
-def positions_of_rows(seed: int) -> MicroBatch:
-    return with_input(seed, torch.arange(LENGTH))
-
-
 class FirstDimension(Weighted, table=(LONG, WIDTH, 94)):
     """(x, ids [L]): positions without rows, which are not cut."""
 
@@ -241,9 +177,11 @@ class FirstDimension(Weighted, table=(LONG, WIDTH, 94)):
         return x + self.table[ids[: x.shape[1]]], ids
 
 
+add("FlatRowsShifted", [Embedding, lambda x: x.flatten(0, 1), FlatShift, Head], "layer 2 (FlatShift)")
+add("PairsOfTokens", [Embedding, Pairs, Mlp, Head], EARLY)
 add(
     "PositionIdsWithoutRows",
-    lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
+    tuples(FirstDimension, LayerSpec(FirstOf, Mlp)),
     "layer 1 (FirstDimension)",
-    data=positions_of_rows,
+    data=lambda seed: with_input(seed, torch.arange(LENGTH)),
 )

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from tests.distributed.engines import raised_by
 from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Batch, Job, batches, build_engine
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """An exception, and how long it took. `kind` is empty where nothing was raised."""
 
     kind: str
@@ -27,22 +26,19 @@ class Raised:
 
 def provoke(act: Callable[[], Any]) -> Raised:
     start = time.monotonic()
-    try:
-        act()
-    except Exception as error:
-        return Raised(type(error).__name__, str(error), time.monotonic() - start)
-    return Raised("", "", time.monotonic() - start)
+    return Raised(*raised_by(act), time.monotonic() - start)
 
 
 # -- data and calls ------------------------------------------------------------------------------------------
 
 
 def suffer(stages: int, names: list[str]) -> tuple[dict[str, Raised], list[float]]:
-    """What each fault of `names` raises on this rank, and the losses of training before and after all of them."""
+    """What each fault of `names` raises on this rank, and the losses of training before, amid and after them."""
     engine = build_engine(Job(stages=stages))
     try:
         losses = [float(engine.train_batch(batches(1)))]
         raised = {name: provoke(lambda name=name: FAULTS[name](engine)) for name in names}  # type: ignore[misc]
+        assert engine.slice_store.live_bytes() == 0 and not engine.eval_return_logits
         losses += [float(engine.train_batch(batches(step))) for step in (2, 3)]
         losses.append(float(engine.eval_batch(batches(4))))
         return raised, losses
@@ -92,6 +88,7 @@ def _one_evaluates(engine: PipelineEngine) -> None:
 FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "no data left": lambda engine: engine.train_batch(iter([])),
     "data for half a batch": lambda engine: engine.train_batch(iter([next(batches(2))])),
+    "no data in evaluation": lambda engine: engine.eval_batch(None),
     "no data left in evaluation": lambda engine: engine.eval_batch(iter([]), return_logits=True),
     "no data left on the first stage": lambda engine: _on(engine, 0, iter([]), batches(2)),
     "no data left on the last stage": lambda engine: _on(engine, _last(engine), iter([]), batches(2)),
@@ -99,6 +96,10 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "data raises on the last stage": lambda engine: _on(engine, _last(engine), _broken_iterator(), batches(2)),
     "data ends here, raises there": lambda engine: _on(engine, 0, iter([]), _broken_iterator()),
     "labels without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: (x, y[:, 0]))),
+    "no labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x, None))),
+    "labels on the last stage only": lambda engine: engine.train_batch(
+        iter([((x, x.float()), y if engine.is_last_stage() else None) for x, y in batches(2)])
+    ),
     "inputs without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: ((x[:, 0], x[:, :3]), y))),
     "floats of the labels' length": lambda engine: engine.train_batch(_changed(lambda x, y: ((x, x.float()), y))),
     "a mask of all tokens": lambda engine: engine.train_batch(_changed(lambda x, y: ((x, _mask_of(x)), y))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,41 +14,13 @@ from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.failures import watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
-from tests.distributed.failures.job import (
-    Fault,
-    Job,
-    arm,
-    batches,
-    build_engine,
-    build_model,
-    deepspeed_config,
-    hang,
-    mark,
-)
+from tests.distributed.failures.job import Fault, Job, build_model, deepspeed_config, hang, mark, run
 
 
-def train_until_it_hangs(job: Job) -> None:
-    """Train, evaluate in the last step where the job says so, and save after each step where it has a folder."""
-    watchdog.LINGER_S = 0.1  # no launcher is here that would end ranks which print
-    engine = build_engine(job)
-    assert job.fault is not None
-    for step in range(1, job.steps + 1):
-        struck = (job.fault.step, job.fault.stage) == (step, engine.stage_id)
-        arm(job.fault if struck else None)
-        data = batches(step)
-        if struck and job.fault.kind in PLACES:
-            PLACES[job.fault.kind](engine, job.fault)
-        if struck and job.fault.kind == "hang_data":
-            data = _data_that_hangs()
-        run_batch = engine.eval_batch if job.evaluate and step == job.fault.step else engine.train_batch
-        run_batch(data)
-        if job.folder:
-            engine.save_checkpoint(job.folder)
-
-
-def _data_that_hangs() -> Iterator[Any]:
-    yield next(batches(1))
-    hang()
+def run_until_it_hangs(job: Job) -> list[float]:
+    """`run` with the faults of `PLACES`, on ranks that no launcher would end while they print."""
+    watchdog.LINGER_S = 0.1
+    return run(job, PLACES)
 
 
 def _at_forward(engine: Any, fault: Fault, act: Callable[[], None] = hang) -> None:
@@ -109,26 +81,6 @@ PLACES: dict[str, Callable[[Any, Fault], None]] = {
     "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
 }
-
-
-def resume(job: Job, tag: str) -> tuple[int, float]:
-    """The step that a checkpoint in the job's folder was saved after, and the loss of the next one."""
-    engine = build_engine(job)
-    try:
-        path, _ = engine.load_checkpoint(job.folder, tag)
-        assert path is not None
-        return engine.global_steps, float(engine.train_batch(batches(engine.global_steps + 1)))
-    finally:
-        engine.destroy()
-
-
-def losses(job: Job) -> list[float]:
-    """Of an undisturbed run."""
-    engine = build_engine(job)
-    try:
-        return [float(engine.train_batch(batches(step))) for step in range(1, job.steps + 1)]
-    finally:
-        engine.destroy()
 
 
 def one_rank_is_not_registered(patience_s: float) -> Raised:

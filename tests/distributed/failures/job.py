@@ -1,6 +1,6 @@
 """A small training job, and the faults that strike one of its ranks in the middle of a batch.
 
-It is run by the ranks of `harness.RankPool` and, with `train.py`, by DeepSpeed's own launcher.
+It is run by the ranks of `harness.RankPool` and, as a script, by DeepSpeed's own launcher.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -41,8 +42,7 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS` or `MEASURING`; or loss, leaves (the stage stops
-    training).
+    `kind`: a key of `FAULTS`, of `MEASURING` or of `hangs.PLACES`; or loss, hang_data, leaves (it stops training).
     """
 
     kind: str
@@ -51,13 +51,10 @@ class Fault:
     step: int = 2
     unit: tuple[int, int] = (1, 2)  # micro-batch and slice
 
-    def __str__(self) -> str:
-        return f"{self.kind}-stage{self.stage}"
-
 
 @dataclass(frozen=True)
 class Job:
-    """Train `steps` steps; save a checkpoint after step `save_after`, or start from the one in `folder`."""
+    """Train `steps` steps, and save a checkpoint in `folder` after those of `saves`."""
 
     stages: int = 2
     steps: int = 3
@@ -66,8 +63,8 @@ class Job:
     evaluate: bool = False  # in the step of the fault, instead of training
     stall_timeout_s: float = 60.0
     folder: str = ""
-    save_after: int = 0
-    resume: bool = False
+    saves: tuple[int, ...] = ()
+    resume: str = ""  # the tag of a checkpoint in `folder` to start from
     section: dict[str, Any] = field(default_factory=dict)  # on top of the usual `terapipe` section
 
     def to_json(self) -> str:
@@ -80,11 +77,11 @@ class Job:
         return replace(cls(**fields), fault=None if fault is None else Fault(**fault))
 
 
-def run(job: Job) -> list[float]:
-    """The losses of the steps. Called on every rank."""
+def run(job: Job, places: Mapping[str, Callable[[Any, Fault], None]] = MappingProxyType({})) -> list[float]:
+    """Return the losses of the steps. Called on every rank. `places`: what a kind of fault does to an engine."""
     engine = build_engine(job)
     try:
-        return list(_train(engine, job))
+        return list(_train(engine, job, places))
     finally:
         arm(None)
         engine.destroy()
@@ -96,11 +93,11 @@ def run_in_pool(job: Job) -> list[float]:
     return run(job)
 
 
-def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
+def _train(engine: PipelineEngine, job: Job, places: Mapping[str, Callable[[Any, Fault], None]]) -> Iterator[float]:
     pipeline_id = engine.grid.get_data_parallel_id()
     _exchange_pids()
     if job.resume:
-        path, _ = engine.load_checkpoint(job.folder)
+        path, _ = engine.load_checkpoint(job.folder, job.resume)
         assert path is not None, f"no checkpoint in {job.folder}"
     for step in range(engine.global_steps + 1, job.steps + 1):
         fault = job.fault
@@ -109,11 +106,18 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
         if _is_armed("leaves"):
             mark()
             return
+        if struck and fault.kind in places:
+            places[fault.kind](engine, fault)
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
-        yield float(run_batch(batches(step, pipeline_id)))
-        if step == job.save_after:
+        yield float(run_batch(_data_that_hangs() if _is_armed("hang_data") else batches(step, pipeline_id)))
+        if step in job.saves:
             engine.save_checkpoint(job.folder)
+
+
+def _data_that_hangs() -> Iterator[Batch]:
+    yield next(batches(1))
+    hang()
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
@@ -241,19 +245,15 @@ def _in_forward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     _fail("the layer is broken")
 
 
-def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    mark()
-    os.kill(os.getpid(), signal.SIGKILL)
-    return hidden
+def _ends(how: Callable[[], Any]) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """This rank ends, or hangs, in the layer."""
 
+    def strike(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+        mark()
+        how()
+        return hidden
 
-def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    mark()
-    os._exit(3)
-
-
-def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    hang()
+    return strike
 
 
 def hang() -> NoReturn:
@@ -262,13 +262,11 @@ def hang() -> NoReturn:
     raise AssertionError("this never comes")
 
 
-def _terminate_others(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+def _terminate_others() -> None:
     """What a launcher does when a rank has died."""
-    mark()
-    for pid in _pids:
-        if pid != os.getpid():
-            os.kill(pid, signal.SIGTERM)
-    return _hang(hidden, mode)
+    for pid in set(_pids) - {os.getpid()}:
+        os.kill(pid, signal.SIGTERM)
+    hang()
 
 
 def wait_for_ever() -> None:
@@ -290,14 +288,30 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "forward": _in_forward,
     "backward": lambda hidden, mode: _InBackward.apply(hidden, lambda: _fail("the backward is broken")),
     "recompute": lambda hidden, mode: _in_forward(hidden, mode) if mode == "recompute" else hidden,
-    "exit": _exit,
-    "kill": _kill,
-    "hang": _hang,
+    "exit": _ends(lambda: os._exit(3)),
+    "kill": _ends(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "hang": _ends(wait_for_ever),
     "hang_backward": lambda hidden, mode: _InBackward.apply(hidden, hang),
-    "terminate_others": _terminate_others,
+    "terminate_others": _ends(_terminate_others),
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,
 }
 
-MEASURING: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {"measuring": _in_forward, "hang_measuring": _hang}
+MEASURING = {"measuring": _in_forward, "hang_measuring": FAULTS["hang"]}
 """While slices are measured for a plan, instead of in a batch."""
+
+
+def main() -> None:
+    """Run the job that an environment variable holds, as a training script of the launcher."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    # DeepSpeed would compile this operator now, for a minute and behind a lock that outlives a killed rank.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for step, loss in enumerate(run(Job.from_json(os.environ[ENVIRONMENT])), start=1):
+        print(f"step {step}: loss {loss}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Models that can be trained in slices: nobody may refuse them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import allow_attention_within_slice
+from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
+from tests.zoo.attentions import SLICED, Sliced
+from tests.zoo.backwards import Experts
+from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Residual, Weighted, scores_of, seeded, sliced_attention
+from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
+
+attention = adding(lambda kind: {"layers": stack(LayerSpec(kind, 0), Mlp, LayerSpec(kind, 1))})
+beside = adding(lambda kind: {"layers": stack(SLICED, kind)})
+
+# -- attention that is sliced ----------------------------------------------------------------------------------------
+
+attention()(Sliced)
+
+
+@attention()
+class Alibi(Sliced):
+    """ALiBi by one more number in keys and queries: softmax does not see what is the same for all keys."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = self.first_position() + torch.arange(q.shape[2], dtype=q.dtype)
+        slopes = torch.tensor([0.5, 0.25], dtype=q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+        far = (places * q.shape[-1] ** 0.5)[:, None].expand(*k.shape[:3], 1)
+        wide = torch.cat([q, slopes], -1), torch.cat([k, far], -1), F.pad(v, (0, 1))
+        return sliced_attention(*wide, self.index, scale=q.shape[-1] ** -0.5)[..., :-1]
+
+
+@attention()
+class GatedHeads(Sliced):
+    """One head of keys for all queries, and a gate on what comes out."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k[:, :1], v[:, :1], self.index) * q.sigmoid()
+
+
+@attention()
+class TwiceSliced(Sliced):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k, v, (self.index, 1)) - sliced_attention(k, q, v, (self.index, 2))
+
+
+@attention()
+class ParallelBlock(Sliced, mlp=Mlp):
+    """Parallel attention and feed-forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.mlp(F.layer_norm(x, (WIDTH,)))
+
+
+class OwnCheckpoint(Sliced):
+    """Recomputes its attention by torch's own checkpointing."""
+
+    def __init__(self, index: int, reentrant: bool) -> None:
+        super().__init__(index)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class AttentionOverHeads(Sliced):
+    """Heads of one token attend to each other: there are as many as slices have tokens, or not."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with allow_attention_within_slice():
+            mixed = F.scaled_dot_product_attention(*[each.transpose(1, 2) for each in (q, k, v)])
+        return super().attend(mixed.transpose(1, 2), k, v)
+
+
+add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
+add("WholeDecoder", gpt_layers())
+add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))
+add("OwnReentrantCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)))
+add("AttentionOverHeads", stack(AttentionOverHeads))
+add("AttentionOverHeadsRecomputed", stack(AttentionOverHeads), engine=checkpointed(AttentionOverHeads))
+
+# -- each token for itself, whatever the sizes are alike -------------------------------------------------------------
+
+beside()(Experts=Experts, Identity=nn.Identity)
+
+
+@beside()
+class GatedMlp(
+    Weighted,
+    norm=lambda: nn.LayerNorm(WIDTH),
+    gate_proj=lambda: nn.Linear(WIDTH, 20, bias=False),
+    up_proj=lambda: nn.Linear(WIDTH, 20, bias=False),
+    down_proj=lambda: nn.Linear(20, WIDTH),
+):
+    """SwiGLU after a norm over features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+@beside()
+class InPlace(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.up
+        y += 0.5
+        y[:, -1:] *= 1.0
+        return y.tanh_() @ self.down
+
+
+@beside()
+class NarrowConvolution(Weighted, inner=lambda: nn.Conv1d(WIDTH, WIDTH, 1)):
+    """Convolutions of width one are linear layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+@beside()
+class FeatureConvolution(Weighted, inner=lambda: nn.Conv1d(1, 1, 3, padding=1)):
+    """A convolution over features, which says that it is no affair of tokens."""
+
+    slice_safe = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.flatten(0, 1).unsqueeze(1)).view_as(x)
+
+
+@beside()
+class WideAsSlices(Weighted, down=(WIDTH, 6, 113), up=(6, WIDTH, 114)):
+    """Six features, as many as a slice has tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.down
+        return x + (y - y.mean(-1, keepdim=True)).softmax(-1) @ self.up
+
+
+@beside()
+class LearnedSlots(Weighted, slots=(6, WIDTH, 124)):
+    """Attention of each token to learned slots: a softmax over keys that are no tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + scores_of(x, self.slots).softmax(-1) @ self.slots
+
+
+@update()
+def own_norms(x: Tensor) -> Tensor:
+    """Over groups of features, one token after the other."""
+    grouped = F.group_norm(x.flatten(0, 1), 3).view_as(x)
+    return F.normalize(grouped - x.mean(-1, keepdim=True), dim=-1)
+
+
+@update()
+def over_features(x: Tensor) -> Tensor:
+    """What mixes features and no tokens: running sums, shifts, choices, transforms."""
+    chosen = torch.zeros_like(x).scatter(-1, x.topk(3, -1).indices, 1.0)
+    return x.cumsum(-1) + x.roll(1, -1) * x.softmax(-1) + chosen + torch.fft.fft(x, dim=-1).real + x.sort(-1).values
+
+
+class WidthOfTheText(Weighted, up=(WIDTH, LENGTH, 115), down=(LENGTH, WIDTH, 116)):
+    """As many features as a sequence has tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.up).tanh() @ self.down
+
+
+class Widened(Weighted, up=(WIDTH, LENGTH, 117)):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up
+
+
+class Narrowed(Weighted, down=(LENGTH, WIDTH, 118)):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / x.norm(dim=-1, keepdim=True)) @ self.down
+
+
+add("AsWideAsLong", stack(Widened, Narrowed, WidthOfTheText))
+for name, rows in (("AsManyRowsAsTokens", LENGTH), ("AsManyRowsAsASlice", 6), ("OneRow", 1)):
+    add(
+        name,
+        stack(SLICED),
+        data=lambda seed, rows=rows: micro_batch(seed, rows=rows),
+        engine={"train_micro_batch_size_per_gpu": rows},
+    )
+add("Dropped", stack(LayerSpec(Residual, nn.Dropout(0.0)), SLICED))
+
+
+class BlocksOfFour(Weighted, inner=(4, 4, 125)):
+    """Four tokens that stand together are mixed; slices hold whole blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2)
+
+
+class AttentionInBlocks(Sliced):
+    """Attention among four tokens that stand together, which is meant so."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks = [each.unflatten(2, (-1, 4)).transpose(1, 2) for each in (q, k, v)]
+        with allow_attention_within_slice():
+            return F.scaled_dot_product_attention(*blocks).transpose(1, 2).flatten(2, 3)
+
+
+whole_blocks = adding(lambda kind: {"layers": stack(kind, LayerSpec(Sliced, 1))})
+whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})(
+    BlocksOfFour=BlocksOfFour, AttentionInBlocks=AttentionInBlocks
+)
+
+# -- shared, frozen and otherwise treated weights --------------------------------------------------------------------
+
+
+class FrozenEmbedding(Embedding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class NormedEmbedding(Weighted, words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)):
+    """Words are brought to a length when they are read."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens)
+
+
+@beside()
+class UsedTwice(Mlp):
+    """The same weights for two layers, as ALBERT has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+@beside()
+class NormedWeights(Weighted, inner=lambda: weight_norm(seeded(nn.Linear(WIDTH, WIDTH)))):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@beside()
+class MaskedWeights(Mlp):
+    """A hook keeps some weights as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_hook(lambda grad: grad * (torch.arange(2 * WIDTH) % 2))
+
+
+@beside()
+class ScaledGradient(Mlp):
+    """The gradient of each token is halved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+        return super().forward(x)
+
+
+def activation(x: Tensor) -> Tensor:
+    """A layer that is a plain function."""
+    return F.softplus(x)
+
+
+TIED = TiedLayerSpec("words", Embedding), TiedLayerSpec("words", Embedding, forward_fn=lambda e, x: x @ e.weight.T)
+add("TiedEmbedding", [TIED[0], SLICED, Mlp, TIED[1]])
+for kind in (FrozenEmbedding, NormedEmbedding):
+    add(kind.__name__, [kind, *stack(SLICED)[1:]])
+ZOO["PlainFunctions"] = Member(
+    "PlainFunctions", [LayerSpec(Embedding), activation, SLICED, torch.tanh, LayerSpec(Head)]
+)
+
+# -- layouts that change on the way ----------------------------------------------------------------------------------
+
+
+class ChannelMlp(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class FlatHead(Head):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unflatten(0, (2, -1))
+
+
+class TwoStreams(nn.Module):
+    """Reversible layers: each stream adds to the other."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = Sliced(index), Mlp()
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = inputs
+        a = a + self.attention(b)
+        return a, b + self.mlp(a)
+
+
+def channels_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous()
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """[T, B, C], as Megatron has it."""
+    return x.transpose(0, 1).contiguous()
+
+
+streams = LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1)
+add("ChannelsFirst", [Embedding, SLICED, channels_first, ChannelMlp, channels_first, Head])
+add("TokensFirst", [Embedding, SLICED, tokens_first, Mlp, tokens_first, Head])
+add("FlatRows", [Embedding, SLICED, lambda x: x.flatten(0, 1), Mlp, FlatHead])
+add("ReversibleStreams", [Embedding, lambda x: (x, x.tanh()), *streams, lambda both: both[0] - both[1], Head])

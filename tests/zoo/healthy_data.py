@@ -1,0 +1,212 @@
+"""Further inputs beside the tokens, inputs that are no tokens, and losses that are means or say what they are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from tests.distributed.engines import IGNORE_INDEX, LENGTH, MicroBatch, micro_batch
+from tests.zoo.attentions import SLICED, Sliced
+from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed
+from tests.zoo.losses import (
+    CLASS_WEIGHTS,
+    each,
+    labels_as_input,
+    masked_mean,
+    mean_of_all_tokens,
+    mean_valid,
+    soft_targets,
+    summed,
+    valid,
+    weighted_tokens,
+    with_class_weights,
+    with_own_loss,
+)
+from tests.zoo.members import add, loss, stack
+from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
+
+
+class FusedMemory(Weighted, inner=(WIDTH, WIDTH, 120)):
+    """Attention to another text, by torch's own function: there is nothing of it in the slices."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        x, other = inputs
+        q, k = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (x @ self.inner, other))
+        return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+class PositionIds(Weighted, table=(LONG, WIDTH, 121)):
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] + self.table[inputs[1]]
+
+
+class Weighed(nn.Module):
+    """(x, a number or a mask for each token)."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] * inputs[1][..., None]
+
+
+class Conditioned(Weighted, inner=(WIDTH, WIDTH, 122)):
+    """(x, one vector for each row)."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] * (1 + inputs[1] @ self.inner)
+
+
+class Guided(nn.Module):
+    """(x, position ids) -> the same: every layer adds its own positions."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.positions, self.attention = PositionIds(), Sliced(index)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.attention(self.positions(inputs)), inputs[1]
+
+
+class Projection(Weighted, inner=(7, WIDTH, 123)):
+    """Of continuous inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.inner
+
+
+def memory(seed: int) -> MicroBatch:
+    return with_input(seed, fixed(2, 7, WIDTH, seed=seed, std=1.0))
+
+
+def position_ids(seed: int) -> MicroBatch:
+    return with_input(seed, torch.arange(LENGTH).flip(0).expand(2, -1).clone())
+
+
+def padding(seed: int) -> MicroBatch:
+    return with_input(seed, torch.arange(LENGTH) < torch.tensor([[19], [23]]))
+
+
+def features(seed: int) -> MicroBatch:
+    return fixed(2, LENGTH, 7, seed=seed, std=1.0), micro_batch(seed)[1]
+
+
+for name, kind, data in (
+    ("MemoryByHand", ReadsMemory, memory),
+    ("MemoryByTorch", FusedMemory, memory),
+    ("PositionIds", PositionIds, position_ids),
+    ("PositionIdsOfOneRow", PositionIds, lambda seed: with_input(seed, torch.arange(LENGTH)[None])),
+    ("PaddingMask", Weighed, padding),
+    ("ConditionOfEachRow", Conditioned, lambda seed: with_input(seed, fixed(2, 1, WIDTH, seed=seed))),
+):
+    add(name, reading(kind, SLICED), data=data)
+add(
+    "NumberOfEachToken",
+    reading(Weighed, SLICED),
+    data=lambda seed: with_input(seed, fixed(2, LENGTH, seed=seed)),
+    terapipe={"sliced_inputs": [0, 1]},
+)
+add("PositionIdsForEveryLayer", tuples(LayerSpec(Guided, 0), LayerSpec(Guided, 1)), data=position_ids)
+add("ContinuousInputs", [Projection, SLICED, Mlp, Head], data=features)
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+loss(terapipe={"loss_reduction": "sum"})(
+    declared_sum=summed, declared_sum_by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels)
+)
+loss(terapipe={"loss_reduction": "mean"})(declared_mean=mean_of_all_tokens)
+loss(data=weighted_tokens, terapipe={"loss_reduction": "sum"})(
+    declared_sum_of_a_tuple=lambda logits, labels: (each(logits, labels[0]) * labels[1]).sum()
+)
+loss()(
+    label_smoothing=lambda logits, labels: F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, label_smoothing=0.1
+    )
+)
+loss(data=soft_targets)(
+    soft_cross_entropy=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1))
+)
+
+
+def masked_by_three(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens, labels.masked_fill(labels == IGNORE_INDEX, 3)
+
+
+@loss(data=masked_by_three, terapipe={"ignore_index": 3})
+def declared_ignore_index(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+
+
+@loss()
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = each(logits, labels)
+    return ((1 - (-losses).exp()).square() * losses).sum() / valid(labels).sum()
+
+
+@loss()
+def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    z = logits.logsumexp(-1).square() * valid(labels)
+    return mean_valid(logits, labels) + 0.01 * z.sum() / valid(labels).sum()
+
+
+@loss(terapipe={"loss_reduction": "mean"}, data=lambda seed: micro_batch(seed, masked=False))
+def advantages(logits: Tensor, labels: Tensor) -> Tensor:
+    """A policy's loss, whose weights cancel out over the batch: next to zero, with gradients that are not."""
+    chosen = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    sign = torch.ones_like(chosen)
+    sign[1::2] = -1
+    return (sign * (chosen - chosen.detach())).mean()
+
+
+def targets(seed: int) -> MicroBatch:
+    return micro_batch(seed)[0], fixed(2, LENGTH, seed=seed, std=1.0)
+
+
+@loss(data=targets)
+def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits[..., 0], labels)
+
+
+class MaskedLoss:
+    """A mean with the weights of a mask, which it says."""
+
+    __name__ = "MaskedLoss"
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        return masked_mean(logits, labels)
+
+    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
+        return float(labels[1].sum())
+
+
+class ClassWeights:
+    """A mean with a weight for each class."""
+
+    __name__ = "ClassWeights"
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return with_class_weights(logits, labels)
+
+    def slice_weight(self, labels: Tensor) -> float:
+        return float(CLASS_WEIGHTS[labels[labels != IGNORE_INDEX]].sum())
+
+
+class LossModule(nn.Module):
+    """Cross entropy as a module of one's own."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels)
+
+
+def prompts_are_masked(seed: int) -> MicroBatch:
+    """The first slices have no label at all."""
+    tokens, labels = micro_batch(seed)
+    labels[:, :9] = IGNORE_INDEX
+    return tokens, labels
+
+
+add("MaskedLoss", stack(), loss_fn=MaskedLoss(), data=weighted_tokens)
+add("ClassWeights", stack(), loss_fn=ClassWeights())
+add("LossModule", stack(), loss_fn=LossModule())
+add("PromptsAreMasked", stack(SLICED), data=prompts_are_masked)
+add("OwnLoss", with_own_loss(cross_entropy, SLICED), loss_fn=None, data=labels_as_input)

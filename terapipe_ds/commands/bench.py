@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
 from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option, switch
+from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
@@ -247,7 +247,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if ds_config is None and options.device == "cuda":
         ds_config = BF16_SETTINGS
     keys = DeepSpeedJson(ds_config or {})
-    config, _, _ = model_of(options.model, keys.dtype)
+    config = model_of(options.model, keys.dtype)
     if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}

@@ -80,6 +80,10 @@ class GPTConfig(BaseModel):
     init_std: Annotated[float, Field(ge=0)] = 0.02
 
     def __init__(self, /, **fields: Any) -> None:
+        known = list(type(self).model_fields)
+        unknown = next((name for name in fields if name not in known), None)
+        if unknown is not None:
+            raise GPTConfigError(f"unknown field {show_value(unknown)}; give some of {', '.join(known)}")
         try:
             super().__init__(**{name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:

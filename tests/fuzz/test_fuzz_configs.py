@@ -14,7 +14,7 @@ from hypothesis import given
 from terapipe_ds.bench.report import ReportError, load_result, render_page
 from terapipe_ds.bench.report.data import Run, read_result
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.plan_options import from_config
+from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.devices import FILE, DeviceError, read_cards

@@ -27,19 +27,16 @@ class PatchError(ValueError):
 
 @dataclass(frozen=True)
 class Insertion:
-    """Lines that the patch inserts in one place.
-
-    `owner` is the module in which `path` is looked up, None for the model itself: a training script has no module name
-    of its own, but its batch function is an attribute of the model. With `attribute` the object at `path` must be
-    `helper`; without, it is a function whose code must name it.
-    """
+    """Lines that the patch inserts in one place."""
 
     what: str
     file: str
-    owner: str | None
+    owner: (
+        str | None
+    )  # the module in which `path` is looked up; None: the model, of whose script no module has the name
     path: str
     helper: str
-    attribute: bool = False
+    attribute: bool = False  # the object at `path` must be `helper`; otherwise it is a function whose code names it
 
     def is_there(self, model: object) -> bool:
         """Return whether the running program has the insertion."""

@@ -1,4 +1,4 @@
-"""Rotary positions: each pair of numbers of a query or key is turned by an angle that its position gives."""
+"""Positions of a slice, and rotary ones: each pair of numbers of a query or key is turned by an angle of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import functools
 
 import torch
 from torch import Tensor
+
+from terapipe_ds.attention import active_slice
+
+
+def first_position() -> int:
+    """Return the position of the first token of a layer's inputs: where the active slice starts, or 0."""
+    active = active_slice()
+    return 0 if active is None else active.start
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

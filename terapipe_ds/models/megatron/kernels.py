@@ -1,8 +1,8 @@
 """Which kernels this machine runs megatron-core's layers with, and stand-ins for what it lacks.
 
 megatron-core 0.16.1 calls `torch.cuda.current_device()` for the place of every new tensor and keeps the states of
-CUDA's random numbers. Those calls are answered for ranks on a CPU; nothing of that runs where there is a CUDA device.
-Its own torch norm refuses sequence parallelism and zero-centred weights, its fused one needs NVIDIA apex on a GPU.
+CUDA's random numbers. Those calls are answered for ranks on a CPU. Its own torch norm refuses sequence parallelism and
+zero-centred weights, its fused one needs NVIDIA apex on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,15 +112,9 @@ def stand_in_for_transformer_engine() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(megatron_random, "FP8GlobalStateManager"):
-        megatron_random.FP8GlobalStateManager = _NoFp8
+        megatron_random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         megatron_random.activation_recompute_forward = _no_fp8_context
         megatron_random.fp8_autocast = _no_fp8_context
-
-
-class _NoFp8:
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
 
 
 def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,24 +234,6 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> N
     costs = [dataclasses.replace(part, link=link) for part in parts]
     timeline = simulate(build("zbv", 4, 2, 1), SlicePlan((2048,)), costs)
     assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
-
-
-def test_layers_of_a_profile_are_recut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Parts of 3 and 1 layers: cut in 4, each layer alone takes its share."""
-    path, whole = tmp_path / "profile.json", profile_of(2)
-    shares = ((LayerShare(0.5, 0.25, 1),) + (LayerShare(0.25, 0.375, 1),) * 2, (LayerShare(1.0, 1.0, 1),))
-    parts = [dataclasses.replace(p, layer_shares=each) for p, each in zip(whole.parts, shares, strict=True)]
-    dataclasses.replace(whole, parts=tuple(parts)).save(path)
-    options = ("--micro-batches", "2", "--max-slices", "1", "--schedule", "interleaved", "--chunks-per-stage", "2")
-    found = as_json(capsys, "--profile", str(path), *options)
-    f = 1e-3 + 1e-5 * 1024
-
-    def part(forward: float, backward: float) -> SimpleNamespace:
-        return SimpleNamespace(forward_s=lambda *_: forward * f, backward_s=lambda *_: backward * 2 * f)
-
-    by_hand = [part(0.5, 0.25), part(0.25, 0.375), part(0.25, 0.375), part(1, 1)]
-    timeline = simulate(build("interleaved", 2, 2, 1, chunks_per_stage=2), SlicePlan((1024,)), by_hand)
-    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-6)
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -130,17 +130,16 @@ def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
     assert not torch.allclose(dropped, kept)
 
 
-def test_other_masks_are_refused() -> None:
-    q, k, v = drawn()[:3]
-    args = SimpleNamespace(attention_dropout=0.0)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)), pytest.raises(PatchError, match="padding mask"):
-        helpers.attend(Attention(mask="padding"), q, k, v, None, args, contextlib.nullcontext)
+def attend(layer: nn.Module) -> None:
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
+        helpers.attend(layer, *drawn()[:3], None, SimpleNamespace(attention_dropout=0.0), contextlib.nullcontext)
 
 
-def test_a_table_that_is_too_short_is_refused() -> None:
-    x = torch.zeros(4, ROWS, HEADS, DIM)
+def test_other_masks_and_tables_that_are_too_short_are_refused() -> None:
+    with pytest.raises(PatchError, match="padding mask"):
+        attend(Attention(mask="padding"))
     with pytest.raises(PatchError, match=r"\[6, 10\).*9 positions"):
-        helpers.turn(x, angles(DIM, length=9), 6)
+        helpers.turn(torch.zeros(4, ROWS, HEADS, DIM), angles(DIM, length=9), 6)
 
 
 def test_without_a_slice_upstream_goes_on() -> None:
@@ -158,12 +157,8 @@ def test_the_weight_of_a_slice_counts_its_mask() -> None:
 def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:
     ParallelAttention = type("ParallelAttention", (Attention,), {})
     model = nn.Sequential(ParallelAttention(), ParallelAttention(), nn.Linear(2, 2))
-    q, k, v = drawn()[:3]
-    args = SimpleNamespace(attention_dropout=0.0)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
-        helpers.attend(model[0], q, k, v, None, args, contextlib.nullcontext)
+    attend(model[0])
     with pytest.raises(PatchError, match=r"sliced attention: 1\. .*transformer\.py"):
         helpers.before_reduce(model, None)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
-        helpers.attend(model[1], q, k, v, None, args, contextlib.nullcontext)
+    attend(model[1])
     helpers.before_reduce(model, None)

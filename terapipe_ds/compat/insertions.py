@@ -1,9 +1,7 @@
 """Tell from the live code which insertions of a patch are in force in the running program.
 
-A patch without context lines goes by line numbers alone: on another version of its target it applies without a word,
-in the wrong places, and a merge may drop a part of it. Lines and files therefore say nothing. A function counts as
-patched where its compiled code imports our package and names the helper. Every insertion has its own import, so that no
-insertion depends on another one.
+A patch without context lines applies to another version of its target without a word, in the wrong places, and a merge
+may drop a part of it. So a function counts as patched where its compiled code imports our package and names the helper.
 """
 
 from __future__ import annotations

@@ -140,9 +140,8 @@ class TeraPipeConfig(_StrictModel):
         _refuse_misspelt_section(ds_config)
         section = ds_config.get(_SECTION, {})
         if not isinstance(section, dict):
-            raise TeraPipeConfigError(
-                f"{_SECTION} = {show_value(section)}: give an object, for example {{}} or remove the key"
-            )
+            fix = "give an object, for example {} or remove the key"
+            raise TeraPipeConfigError(f"{_SECTION} = {show_value(section)}: {fix}")
         words = {key: value for key, value in section.items() if isinstance(key, str)}
         problems = [_unknown_key((key,), value) for key, value in section.items() if key not in words]
         try:
@@ -212,10 +211,9 @@ class TeraPipeConfig(_StrictModel):
     def check_granularity(self, sequence_length: int) -> None:
         """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
         if self.granularity_for(sequence_length) > sequence_length:
-            raise TeraPipeConfigError(
-                f"{_shown(self.granularity_tokens, 'granularity_tokens')}: larger than a sequence of {sequence_length} "
-                f"tokens; give at most {sequence_length}, or longer sequences"
-            )
+            problem = f"larger than a sequence of {sequence_length} tokens"
+            fix = f"give at most {sequence_length}, or longer sequences"
+            raise TeraPipeConfigError(f"{_shown(self.granularity_tokens, 'granularity_tokens')}: {problem}; {fix}")
 
     @property
     def is_stock_order(self) -> bool:
@@ -240,12 +238,10 @@ class TeraPipeConfig(_StrictModel):
 def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
     """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
     for key, value in ds_config.items():
-        if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
-            continue
-        if difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
-            raise TeraPipeConfigError(
-                f"{show_key(key)} = {show_value(value)}: unknown section; did you mean {_SECTION}?"
-            )
+        is_other = isinstance(key, str) and key != _SECTION and isinstance(value, dict)
+        if is_other and difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+            shown = f"{show_key(key)} = {show_value(value)}"
+            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {_SECTION}?")
 
 
 def _shown(value: Any, *path: Any) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.costs import model_sizes
-from terapipe_ds.messages import show_value
+from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.models.rotary import first_position, rotary_turns, rotate
 
 IGNORE_INDEX = -100
@@ -56,7 +56,7 @@ class GPTConfig(BaseModel):
         GPTConfigError: sizes that no model can have.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT | ConfigDict(frozen=True)
 
     vocab_size: _Size = 256
     hidden_size: _Size = 128
@@ -79,19 +79,12 @@ class GPTConfig(BaseModel):
     init_std: Annotated[float, Field(ge=0)] = 0.02
 
     def __init__(self, /, **fields: Any) -> None:
-        known = list(type(self).model_fields)
-        unknown = next((name for name in fields if name not in known), None)
-        if unknown is not None:
-            raise GPTConfigError(f"unknown field {show_value(unknown)}; give some of {', '.join(known)}")
+        usual = {name for name in type(self).model_fields if fields.get(name, 0) is None}
         try:
-            super().__init__(**{name: value for name, value in fields.items() if value is not None})
+            super().__init__(**{name: value for name, value in fields.items() if name not in usual})
         except ValidationError as error:
-            (detail, *_) = error.errors(include_input=False, include_url=False)
-            if not detail["loc"]:
-                raise detail["ctx"]["error"] from None
-            name = str(detail["loc"][0])
-            reason = detail["msg"][0].lower() + detail["msg"][1:]
-            raise GPTConfigError(f"{name}={show_value(fields.get(name))}: {reason}; give another value") from None
+            problem = describe_error(error, "the model")
+            raise GPTConfigError(f"{problem}; give another value, or leave it out") from None
 
     @model_validator(mode="after")
     def _fit_together(self) -> GPTConfig:

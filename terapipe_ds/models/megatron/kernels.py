@@ -61,8 +61,7 @@ def describe_kernels(config: TransformerConfig) -> str:
 class TorchNorm(nn.Module):
     """`config.normalization` over the last dimension, with megatron-core's names of parameters.
 
-    The parameters carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are
-    summed over the ranks once per batch.
+    They carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are summed.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -89,8 +88,7 @@ class TorchNorm(nn.Module):
 def stand_in_for_cuda() -> None:
     """Let megatron-core run on a CPU, once per process; do nothing where there is a CUDA device.
 
-    Only calls that fail on such a machine are replaced: the current CUDA device (now the CPU) and the getter and setter
-    of its random state (now of torch's CPU generator, from which dropout draws).
+    Replaced are the current CUDA device and its random state, now that of torch's CPU generator.
     """
     if not on_cpu():
         return
@@ -124,8 +122,8 @@ def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
 class CpuRngTracker(megatron_random.CudaRNGStatesTracker):
     """Named states of torch's CPU generator in the place of CUDA's.
 
-    `fork(name)` draws from the named state and leaves the default one alone. Dropout that must differ between
-    tensor-parallel ranks draws from "model-parallel-rng", all other from the default state, which they share.
+    Dropout that must differ between tensor-parallel ranks draws from "model-parallel-rng", all other from the default
+    state, which they share.
     """
 
     def add(self, name: str, seed: int) -> None:

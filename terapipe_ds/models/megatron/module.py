@@ -211,10 +211,8 @@ _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_ou
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
     """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
 
-    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
-
-    Args:
-        module: this stage's layers, with their tensor-parallel marks.
+    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something. `module` has this
+    stage's layers, with their tensor-parallel marks.
     """
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     stages: list[dict[str, list[str]]] = [here]

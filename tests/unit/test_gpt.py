@@ -290,27 +290,12 @@ def test_learned_positions_end() -> None:
 # -- dropout -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rates", [{"dropout": 0.5, "attention_dropout": 0.0}, {"attention_dropout": 0.5}], ids=str)
 @pytest.mark.parametrize("positions", ["rope", "learned"])
-def test_dropout_is_active_in_training_only(positions: str) -> None:
+def test_dropout_is_active_in_training_only(positions: str, rates: dict[str, float]) -> None:
     plain = GPTConfig(**{**SMALL, "positions": positions})
-    model = Model(plain.model_copy(update={"dropout": 0.5, "attention_dropout": 0.5}))
-    tokens = text(plain)
+    model, tokens = Model(plain.model_copy(update=rates)), text(plain)
     assert not torch.equal(model(tokens), model(tokens))
     model.modules.eval()
     assert torch.equal(model(tokens), Model(plain)(tokens))
-
-
-def test_attention_gets_its_own_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, layer: int, dropout_p: float) -> Tensor:
-        seen.append(dropout_p)
-        return q
-
-    monkeypatch.setattr(gpt, "sliced_attention", attention)
-    config = GPTConfig(**SMALL, dropout=0.1)
-    for fields in ({}, {"attention_dropout": 0.0}, {"attention_dropout": 0.3}):
-        layer = gpt.DecoderLayer(GPTConfig(**{**SMALL, "dropout": 0.1, **fields}), 0)
-        layer(torch.randn(1, 4, config.hidden_size))
-        layer.eval()(torch.randn(1, 4, config.hidden_size))
-    assert seen == [0.1, 0.0, 0.0, 0.0, 0.3, 0.0]
+    assert GPTConfig(dropout=0.1).attention_dropout == 0.1

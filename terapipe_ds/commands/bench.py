@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option, switch
+from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
 from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -53,7 +53,7 @@ REPLAY_TOLERANCE = 0.05
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """Matches a word that is an absolute path, or the one of `--option=/path`."""
-_RUNS, _SIZED, _OUTPUT = map(Group, ("what runs", "sizes", "output"))
+_RUNS, _SIZED, _OUTPUT = map(Panel, ("what runs", "sizes", "output"))
 _size = functools.partial(_SIZED.option, "in the place of the preset's", "N", ge=1)
 
 

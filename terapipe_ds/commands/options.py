@@ -83,7 +83,7 @@ Picture = Annotated[Text, AfterValidator(_drawable)]
 """An `Output` that matplotlib can draw to."""
 
 
-class Group(NamedTuple):
+class Panel(NamedTuple):
     """Options that the help lists under a title, or of which at most one, or exactly one, is given."""
 
     title: str = ""
@@ -112,7 +112,7 @@ class Group(NamedTuple):
         return self.option(help, default=False, action="store_true", flags=flags)
 
 
-option, switch = Group().option, Group().switch
+option, switch = Panel().option, Panel().switch
 
 
 class Options(BaseModel):
@@ -123,10 +123,10 @@ class Options(BaseModel):
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser; it leaves those that are not given out of its result."""
-        groups: dict[Group, Any] = {}
+        groups: dict[Panel, Any] = {}
         for name, field in cls.model_fields.items():
             told: Any = field.json_schema_extra
-            group: Group = told["group"]
+            group: Panel = told["group"]
             if group not in groups:
                 groups[group] = group.add_to(parser)
             flags = told["flags"] or (flag(name),)
@@ -196,7 +196,7 @@ def _show(value: Any) -> str:
 
 
 MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
-SOURCE = Group("source", "exactly one")
+SOURCE = Panel("source", "exactly one")
 _DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
 
 
@@ -217,7 +217,7 @@ def _read_options(texts: list[str]) -> dict[str, Any]:
 ScheduleDetails = Annotated[dict[str, Any], BeforeValidator(_read_options)]
 
 
-def details_option(group: Group) -> Any:
+def details_option(group: Panel) -> Any:
     """Declare `--option`, whose value is of type `ScheduleDetails`."""
     return group.option(f"of the schedule: {_DETAILS}", "NAME=VALUE", {}, flags=("--option",), action="append")
 
@@ -230,7 +230,7 @@ class ScheduleOptions(Options):
     stages: int | None = option("pipeline stages", "K", ge=1, le=MAX_STAGES)
     micro_batches: int = option("micro-batches per step (default 1)", "M", default=1, ge=1, le=MAX_FORWARDS)
     chunks_per_stage: int = option("parts that each stage holds (default 1)", "V", default=1, ge=1)
-    schedule_options: ScheduleDetails = details_option(Group())
+    schedule_options: ScheduleDetails = details_option(Panel())
     forward_only: bool = switch("the schedule of an evaluation")
 
     def load(self, path: str, *more: str) -> Schedule:

@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
-from terapipe_ds.commands.options import Group, Options, Output, Picture, ScheduleDetails, Text, details_option
+from terapipe_ds.commands.options import Options, Output, Panel, Picture, ScheduleDetails, Text, details_option
 from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.messages import show_value
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
 MAX_UNITS = 100_000
-_WHAT, _BATCH, _SEARCH, _OUTPUT = map(Group, ("model and devices", "training", "search", "output"))
+_WHAT, _BATCH, _SEARCH, _OUTPUT = map(Panel, ("model and devices", "training", "search", "output"))
 
 
 class PlanOptions(Options):

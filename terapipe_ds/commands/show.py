@@ -7,7 +7,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands.options import SOURCE, Group, Numbers, ScheduleOptions, Text, check_output, option, switch
+from terapipe_ds.commands.options import SOURCE, Numbers, Panel, ScheduleOptions, Text, check_output, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -23,7 +23,7 @@ EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
-_FORM = Group("form", "at most one")
+_FORM = Panel("form", "at most one")
 
 
 class ShowOptions(ScheduleOptions):

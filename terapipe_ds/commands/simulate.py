@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
-from terapipe_ds.commands.options import MAX_FORWARDS, Group, Output, Picture, ScheduleOptions, Text, option, switch
+from terapipe_ds.commands.options import MAX_FORWARDS, Output, Panel, Picture, ScheduleOptions, Text, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -34,7 +34,7 @@ mixed precision, live slices, keys and values; without ZeRO or activation checkp
 --trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
-_COSTS = Group("costs", "exactly one")
+_COSTS = Panel("costs", "exactly one")
 
 
 class SimulateOptions(ScheduleOptions):

@@ -88,11 +88,11 @@ def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int
     """Compare the ranks in this rank's groups with the topology, in its order: vocabulary shares follow it."""
     rank = torch_dist.get_rank()
     for axis, group in zip(("model", "data", "pipe"), _groups(grid), strict=True):
-        expected = next((ranks for ranks in grid.topology().get_axis_comm_lists(axis) if rank in ranks), [rank])
-        found = ranks_in(group, len(expected))
-        if found != expected:
+        expected = next((row for row in grid.topology().get_axis_comm_lists(axis) if rank in row), [rank])
+        ranks = ranks_in(group, len(expected))
+        if ranks != expected:
             return (
-                f"the {axis} group of rank {rank} holds the ranks {found}, by the topology it is {expected}. Leave "
+                f"the {axis} group of rank {rank} holds the ranks {ranks}, by the topology it is {expected}. Leave "
                 "DeepSpeed's grid the groups that it has made"
             )
     return None
@@ -173,10 +173,10 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
 
 
 def _require_everywhere(problem: str | None) -> None:
-    """Raise on every rank when one of them has found a problem."""
+    """Raise on every rank where one of them has a problem."""
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(everyone, problem)
-    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
-    if found:
-        texts = "; ".join(sorted(set(found.values())))
-        raise MegatronConfigError(f"on rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}: {texts}")
+    problems = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if problems:
+        texts = "; ".join(sorted(set(problems.values())))
+        raise MegatronConfigError(f"on rank{'s' * (len(problems) > 1)} {', '.join(map(str, problems))}: {texts}")

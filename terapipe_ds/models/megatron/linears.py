@@ -68,7 +68,7 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
         sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
         ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
         # without an edge to the weight: hooks on it would be called in B with nothing
-        return _Linear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
+        return _SplitLinear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
 
     setattr(forward, _MARK, True)
     return forward
@@ -104,7 +104,7 @@ class _Ranks(NamedTuple):
         return gradient, None
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """[T, B, in] -> [T, B, out]; inputs of T / tp tokens where the ranks share them."""
 
     @staticmethod

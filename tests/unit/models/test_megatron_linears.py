@@ -126,7 +126,7 @@ def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer
 def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.gradients.open_batch(UNITS[:1])
-    monkeypatch.setattr(linears._Linear, "apply", lambda *_: pytest.fail("not Megatron's"))
+    monkeypatch.setattr(linears._SplitLinear, "apply", lambda *_: pytest.fail("not Megatron's"))
     mine, theirs = (run.inputs[UNITS[1]].clone().requires_grad_() for _ in range(2))
     with slice_of(UNITS[1]):
         run.layers(mine).square().sum().backward()

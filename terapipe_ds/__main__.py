@@ -1,4 +1,4 @@
-"""``python -m terapipe_ds`` is the ``terapipe`` command."""
+"""Run `python -m terapipe_ds` as the `terapipe` command."""
 
 from __future__ import annotations
 

@@ -71,7 +71,3 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=module.run)
         module.add_arguments(command)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

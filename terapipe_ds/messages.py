@@ -19,6 +19,11 @@ def show_value(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def show_key(key: Any, limit: int = 80) -> str:
+    """Return a key for messages: bare where it is an ordinary word."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= limit else show_value(key, limit)
+
+
 def check_count(name: str, value: Any, error: type[ValueError] = ValueError) -> int:
     """Return `value` as an int >= 1, or raise `error`; numpy's integers are welcome, bool and float are not."""
     try:

@@ -1,11 +1,8 @@
 """Run an unmodified DeepSpeed training script with token slices.
 
-``deepspeed --module terapipe_ds.run train.py ARGS`` registers the plugin and then runs ``train.py`` as ``__main__``.
-DeepSpeed's launcher starts ``python -m terapipe_ds.run --local_rank=N train.py ARGS``: the launcher's own option stands
-in front of the script and is handed on to it, exactly where the launcher would have put it.
-
-``deepspeed --module terapipe_ds.run --verify train.py ARGS`` only checks the layers: the script runs until its first
-training batch, which every stage runs whole and in slices; rank 0 prints the report, and the exit code is 0 or 1.
+`deepspeed --module terapipe_ds.run train.py ARGS` registers the plugin and then runs `train.py` as `__main__`.
+DeepSpeed's launcher starts `python -m terapipe_ds.run --local_rank=N train.py ARGS`: its own option stands in front of
+the script and is handed on to it, exactly where the launcher would have put it.
 """
 
 from __future__ import annotations
@@ -25,10 +22,7 @@ _USAGE = (
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """``[--local_rank=N, script, *rest]`` -> ``(script, [--local_rank=N, *rest])``.
-
-    Raises ValueError when there is no script among the arguments.
-    """
+    """Return `(script, [--local_rank=N, *rest])` of `[--local_rank=N, script, *rest]`, or raise ValueError."""
     forwarded: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("--local"):  # --local_rank=N, --local-rank=N, or the two-word form
@@ -42,8 +36,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Whether ``--verify`` stands in front of the script, and the arguments without it; behind the script it is the
-    script's own."""
+    """Return whether `--verify` is in front of the script, and the arguments without it; behind, it is the script's."""
     front = 0
     while front < len(arguments) and arguments[front].startswith("-"):
         if arguments[front] == "--verify":
@@ -53,7 +46,7 @@ def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Register the plugin, then run the script named in ``arguments`` (default: ``sys.argv[1:]``) as ``__main__``."""
+    """Register the plugin, then run the script named in `arguments` (default: `sys.argv[1:]`) as `__main__`."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(option in given[:1] for option in ("-h", "--help")):
         print(_USAGE)
@@ -64,9 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"terapipe_ds.run: {error}\n{_USAGE}") from None
     if not Path(script).is_file():
-        raise SystemExit(
-            f"terapipe_ds.run: script {script!r} not found; give the path of the training script\n{_USAGE}"
-        )
+        fix = "give the path of the training script"
+        raise SystemExit(f"terapipe_ds.run: script {script!r} not found; {fix}\n{_USAGE}")
 
     from terapipe_ds.runtime.register import register
 

@@ -33,25 +33,5 @@ def read_json(path: str, option: str) -> dict[str, Any]:
     return content
 
 
-def check_output(path: str | None, option: str) -> None:
-    """Refuse a path where no file can be written, before anything is computed for it; None is no path.
-
-    Raises:
-        CommandError: the path is empty, a folder, or in none that exists.
-        OSError: nothing can be written there.
-    """
-    from terapipe_ds.files.atomic import check_writable
-
-    if path is None:
-        return
-    if not Path(path).name:
-        raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
-    if Path(path).is_dir():
-        raise CommandError(f"{option} {path} is a folder: give the name of a file")
-    if not Path(path).absolute().parent.is_dir():
-        raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
-    check_writable(path)
-
-
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
 """Short names of device cards, and what the memory model calls them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
-from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option, switch
+from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
+from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
@@ -52,11 +53,8 @@ REPLAY_TOLERANCE = 0.05
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """Matches a word that is an absolute path, or the one of `--option=/path`."""
-_RUNS, _SIZED, _OUTPUT = map(Group, ("what runs", "sizes", "output"))
-
-
-def _size() -> Any:
-    return _SIZED.option("in the place of the preset's", "N", ge=1)
+_RUNS, _SIZED, _OUTPUT = map(Panel, ("what runs", "sizes", "output"))
+_size = functools.partial(_SIZED.option, "in the place of the preset's", "N", ge=1)
 
 
 class BenchOptions(Options):
@@ -165,10 +163,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     if options.check_replay and job.device != "cpu":
         raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
     if options.check_replay and job.replayed:
-        cores = len(os.sched_getaffinity(0))
-        raise CommandError(
-            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
-        )
+        where = f"{job.work.stages} stages on {len(os.sched_getaffinity(0))} cores"
+        raise CommandError(f"--check-replay: {where} have no measured times; give fewer --stages")
     _check_devices(job)
     return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
@@ -221,10 +217,8 @@ def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:
         raise CommandError(f"--hidden {work.hidden} --heads {work.heads} --layers {work.layers}: {error}") from None
     layers = num_layers(work, gpt)
     if work.stages > layers:
-        raise CommandError(
-            f"--stages {work.stages}: the model has {layers} layers, embedding, norm and head among them; give at most "
-            f"{layers}"
-        )
+        has = f"the model has {layers} layers, embedding, norm and head among them"
+        raise CommandError(f"--stages {work.stages}: {has}; give at most {layers}")
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -247,7 +241,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if ds_config is None and options.device == "cuda":
         ds_config = BF16_SETTINGS
     keys = DeepSpeedJson(ds_config or {})
-    config, _, _ = model_of(options.model, keys.dtype)
+    config = model_of(options.model, keys.dtype)
     if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
@@ -292,21 +286,19 @@ def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
     """Return numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
     if given is None:
         return None
-    found: list[Any] = []
+    counts: list[Any] = []
     for text in given:
         known = re.fullmatch(r"plan(?::0*[1-9]\d{0,8})?|(0*[1-9]\d{0,8})", text, re.ASCII)
         if known is None:
-            raise CommandError(
-                f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
-                "tokens"
-            )
+            allowed = "numbers >= 1, 'plan', 'plan:N' with N >= 1"
+            raise CommandError(f"--slices {text!r}: give {allowed}, or lengths that sum to {length} tokens")
         if known[1] and int(text) > length:
             raise CommandError(f"--slices {text}: more slices than the {length} tokens of a sequence; give fewer")
-        found.append(int(text) if known[1] else text)
-    numbers = [n for n in found if isinstance(n, int)]
+        counts.append(int(text) if known[1] else text)
+    numbers = [n for n in counts if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
-        return [tuple(numbers), *(n for n in found if not isinstance(n, int))]
-    return found
+        return [tuple(numbers), *(n for n in counts if not isinstance(n, int))]
+    return counts
 
 
 def _check_devices(job: Job) -> None:

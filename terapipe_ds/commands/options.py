@@ -1,20 +1,25 @@
-"""The options of a command: declared once, as a pydantic model, for argparse to parse and to explain.
+"""The options of a command, declared once, as a pydantic model, for argparse to parse and to explain.
 
-What is refused, is refused in one line: the option, its value, what is allowed.
+What is refused is refused in one line: the option, its value, what is allowed. Below are the options that describe a
+schedule, for all commands that take one.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
-from terapipe_ds.commands import CommandError, check_output
+from terapipe_ds.commands import CommandError
 from terapipe_ds.messages import show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+if TYPE_CHECKING:
+    from terapipe_ds.schedule import Schedule
 
 Text = SkipValidation[str]
 """Text as the shell gave it: names of files need not be Unicode."""
@@ -23,6 +28,24 @@ Text = SkipValidation[str]
 def flag(name: str) -> str:
     """Return the option of a field as the user writes it."""
     return f"--{name.replace('_', '-')}"
+
+
+def check_output(path: str, option: str) -> None:
+    """Refuse a path where no file can be written, before anything is computed for it.
+
+    Raises:
+        CommandError: the path is empty, a folder, or in none that exists.
+        OSError: nothing can be written there.
+    """
+    from terapipe_ds.files.atomic import check_writable
+
+    if not Path(path).name:
+        raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+    if Path(path).is_dir():
+        raise CommandError(f"{option} {path} is a folder: give the name of a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
+    check_writable(path)
 
 
 def _writable(path: str, info: Any) -> str:
@@ -60,7 +83,7 @@ Picture = Annotated[Text, AfterValidator(_drawable)]
 """An `Output` that matplotlib can draw to."""
 
 
-class Group(NamedTuple):
+class Panel(NamedTuple):
     """Options that the help lists under a title, or of which at most one, or exactly one, is given."""
 
     title: str = ""
@@ -89,7 +112,7 @@ class Group(NamedTuple):
         return self.option(help, default=False, action="store_true", flags=flags)
 
 
-option, switch = Group().option, Group().switch
+option, switch = Panel().option, Panel().switch
 
 
 class Options(BaseModel):
@@ -100,10 +123,10 @@ class Options(BaseModel):
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser; it leaves those that are not given out of its result."""
-        groups: dict[Group, Any] = {}
+        groups: dict[Panel, Any] = {}
         for name, field in cls.model_fields.items():
             told: Any = field.json_schema_extra
-            group: Group = told["group"]
+            group: Panel = told["group"]
             if group not in groups:
                 groups[group] = group.add_to(parser)
             flags = told["flags"] or (flag(name),)
@@ -170,3 +193,67 @@ def _show(value: Any) -> str:
     """Return a value as the user wrote it, where that can be read."""
     text = " ".join(value) if isinstance(value, list) else str(value)
     return text if text.isprintable() and 0 < len(text) <= 80 else show_value(value)
+
+
+MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
+SOURCE = Panel("source", "exactly one")
+_DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
+
+
+def _read_options(texts: list[str]) -> dict[str, Any]:
+    """Return what `--option NAME=VALUE`, once for each, says."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in ("policy", "slots") or not value:
+            raise CommandError(f"--option {text!r}: give {_DETAILS}")
+        if name in options:
+            raise CommandError(f"--option {name} is given twice: give it once")
+        numbers = value.split(",")
+        options[name] = [int(n) for n in numbers] if all(n.isdecimal() and len(n) < 10 for n in numbers) else value
+    return options
+
+
+ScheduleDetails = Annotated[dict[str, Any], BeforeValidator(_read_options)]
+
+
+def details_option(group: Panel) -> Any:
+    """Declare `--option`, whose value is of type `ScheduleDetails`."""
+    return group.option(f"of the schedule: {_DETAILS}", "NAME=VALUE", {}, flags=("--option",), action="append")
+
+
+class ScheduleOptions(Options):
+    """A schedule by its name and counts, or from a file that says all of it."""
+
+    schedule: Text | None = SOURCE.option(f"one of {', '.join(SCHEDULE_NAMES)}", "NAME")
+    from_csv: Text | None = SOURCE.option("read a schedule: a row per stage, cells such as F0.3", "FILE")
+    stages: int | None = option("pipeline stages", "K", ge=1, le=MAX_STAGES)
+    micro_batches: int = option("micro-batches per step (default 1)", "M", default=1, ge=1, le=MAX_FORWARDS)
+    chunks_per_stage: int = option("parts that each stage holds (default 1)", "V", default=1, ge=1)
+    schedule_options: ScheduleDetails = details_option(Panel())
+    forward_only: bool = switch("the schedule of an evaluation")
+
+    def load(self, path: str, *more: str) -> Schedule:
+        """Return the schedule in a file; options that describe one too, and `more` of them, are refused."""
+        from terapipe_ds.schedule import load
+
+        describing = {*ScheduleOptions.model_fields, *more} - {"from_csv"}
+        for name in self.given:
+            if name in describing:
+                text = "does not go with --from-csv: the file says it all, leave it out"
+                raise CommandError(f"{self.name_of(name)} {text}")
+        return load(path)
+
+    def build(self, num_slices: int | Sequence[int]) -> Schedule:
+        """Return the schedule of the options, with so many slices of each micro-batch, or one number for each."""
+        from terapipe_ds.schedule import build
+
+        if self.stages is None:
+            raise CommandError("--stages is missing: give the number of pipeline stages")
+        units = num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices)
+        num_forwards = self.stages * units * self.chunks_per_stage
+        if num_forwards > MAX_FORWARDS:
+            raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
+        counts = self.stages, self.micro_batches, num_slices
+        more = {"chunks_per_stage": self.chunks_per_stage, **self.schedule_options}
+        return build(str(self.schedule), *counts, forward_only=self.forward_only, **more)

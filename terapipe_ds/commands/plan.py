@@ -9,8 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import CommandError
-from terapipe_ds.commands.plan_options import PlanOptions
-from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
+from terapipe_ds.commands.plan_setup import PlanOptions, PlanSetup, plan_setup
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import PlanResult, Ranking
@@ -34,6 +33,8 @@ add_arguments = PlanOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
+    from terapipe_ds.planner import describe, describe_ranking
+
     setup = plan_setup(PlanOptions.read(arguments))
     options = setup.options
     result, ranking = _search(setup)
@@ -49,8 +50,12 @@ def run(arguments: argparse.Namespace) -> None:
     if options.as_json:
         ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
         print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked, indent=1))
-    else:
-        print("\n".join(_report(result, ranking, setup, section)))
+        return
+    lines = describe(result, schedule_chosen=ranking is not None)
+    if ranking is not None:
+        lines += ["", *describe_ranking(ranking)]
+    print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))
+    print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
 def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
@@ -113,23 +118,14 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     plan, section = result.plan, {"enabled": True, "schedule": result.schedule}
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
-    if plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, setup.granularity):
-        section |= {"slices": plan.num_slices, "granularity_tokens": setup.granularity}
+    granularity = setup.options.granule
+    if plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
+        section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
         section["slices"] = list(plan.lengths)
     if setup.options.schedule_options:
         section["schedule_options"] = setup.options.schedule_options
     return section
-
-
-def _report(result: PlanResult, ranking: Ranking | None, setup: PlanSetup, section: dict[str, Any]) -> list[str]:
-    from terapipe_ds.planner import describe, describe_ranking
-
-    lines = describe(result, schedule_chosen=ranking is not None)
-    if ranking is not None:
-        lines += ["", *describe_ranking(ranking)]
-    paste = f'"terapipe": {json.dumps(section)}'
-    return [setup.title, "", *(f"  {line}".rstrip() for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:

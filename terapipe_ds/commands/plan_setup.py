@@ -1,4 +1,7 @@
-"""What `terapipe plan` plans for: costs and memory of the parts, measured or counted."""
+"""What `terapipe plan` plans for: its options, and the costs and memory of the parts, measured or counted.
+
+An option that is not given comes from the profile, then from the DeepSpeed JSON, then from the model: see `complete`.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,71 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
-from terapipe_ds.commands.plan_options import PlanOptions, complete
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
+from terapipe_ds.commands.options import Options, Output, Panel, Picture, ScheduleDetails, Text, details_option
+from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
-    from terapipe_ds.costs.devices import DeviceCard
-    from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
+MAX_UNITS = 100_000
+_WHAT, _BATCH, _SEARCH, _OUTPUT = map(Panel, ("model and devices", "training", "search", "output"))
 
-@dataclasses.dataclass(frozen=True)
-class PlanSetup:
-    """What is planned for; `options` are complete."""
 
-    options: PlanOptions
-    title: str
-    costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
-    memory_of: PartsOf | None
-    both_ways_s_of: SecondsOf  # what bidirectional schedules take besides their makespan
-    limit_bytes: float | None
-    sequence_length: int
-    granularity: int  # with that of sequence parallelism
+class PlanOptions(Options):
+    """What is planned for, what is tried, and what is written. No model, no device and 0 are not known yet."""
+
+    model: Text = _WHAT.option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="")
+    device: Text = _WHAT.option("a device card: v100, a100, h100, h200, ...", "NAME", default="")
+    profile: Text | None = _WHAT.option("measured costs (JSON) in the place of counted ones", "FILE")
+    stages: int = _WHAT.option("pipeline stages", "K", default=0, ge=1)
+    tensor_parallel: int = _WHAT.option("ranks per stage (default 1)", "T", default=1, ge=1)
+    sequence_parallel: bool = _WHAT.switch("Megatron's, over the tensor-parallel ranks")
+    data_parallel: int = _WHAT.option("pipelines side by side (default 1)", "D", default=1, ge=1)
+    sequence_length: int = _BATCH.option("tokens of a sequence (default: the model's)", "L", default=0, ge=1)
+    micro_batches: int = _BATCH.option("per step and pipeline (default 1)", "M", default=1, ge=1)
+    micro_batch_size: int = _BATCH.option("sequences per micro-batch (default 1)", "B", default=1, ge=1)
+    dtype: Text = _BATCH.option("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
+    activation_checkpointing: bool = _BATCH.switch("of the decoder layers")
+    zero_stage: int = _BATCH.option("default 0", "{0,1}", default=0, ge=0, le=1)
+    config: Text | None = _BATCH.option("a DeepSpeed JSON for all of these that are not given", "FILE")
+    schedule: Text = _SEARCH.option(
+        "a schedule (terapipe show --help lists them), or auto (default): all are compared", "NAME", default="auto"
+    )
+    chunks_per_stage: int | None = _SEARCH.option(
+        "parts that each stage holds (default: those of the schedule; with auto 1 and 2)", "V", ge=1
+    )
+    schedule_options: ScheduleDetails = details_option(_SEARCH)
+    granularity: int | None = _SEARCH.option(
+        "cut at multiples of N tokens (default: 64, or the sequence where that is shorter)", "N", ge=1
+    )
+    max_slices: int | None = _SEARCH.option("at most so many slices", "S", ge=1)
+    memory_limit_gb: float | None = _SEARCH.option("per device (default: what it has)", "GB", gt=0)
+    as_json: bool = _OUTPUT.switch("print as JSON", "--json")
+    out: Output | None = _OUTPUT.option("write the plan as JSON", "FILE")
+    picture: Picture | None = _OUTPUT.option("draw the simulated step: .png, .svg or .pdf", "FILE")
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """What every search of the planner takes."""
-        return self.sequence_length, self.options.stages, self.options.micro_batches, self.granularity
+    def shape(self) -> dict[str, Any]:
+        """What the costs and the memory of a part depend on besides model, device and dtype."""
+        return {
+            "micro_batch": self.micro_batch_size,
+            "tensor_parallel": self.tensor_parallel,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+
+    @property
+    def granule(self) -> int:
+        """Where slices may end, with sequence parallelism. The default is no larger than the sequence."""
+        from terapipe_ds.config import TeraPipeConfig
+        from terapipe_ds.planner import granularity_for
+
+        default = TeraPipeConfig.model_fields["granularity_tokens"].default
+        granule = granularity_for(self.granularity or default, self.tensor_parallel, self.sequence_parallel)
+        return granule if self.granularity else min(granule, self.sequence_length)
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
@@ -53,51 +93,156 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     return setup
 
 
-def _setup(options: PlanOptions, title: str, sequence_length: int, notes: str = "", **parts: Any) -> PlanSetup:
-    """Return the setup with its heading, the limit of memory and where slices may end."""
-    from terapipe_ds.costs.devices import device_card
+def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
+    """Return the options where those not given come from the profile, the DeepSpeed JSON, or the model.
 
-    limit_bytes = None
-    if parts["memory_of"] is not None and options.memory_limit_gb is not None:
-        limit_bytes = options.memory_limit_gb * 1e9
-    elif parts["memory_of"] is not None and options.device:
-        limit_bytes = device_card(options.device).memory_bytes
-    parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
-    parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
-    count = options.micro_batches
-    shape = f"{count} micro-batch{'es' * (count != 1)} of {options.micro_batch_size} x {sequence_length} tokens"
-    return PlanSetup(
-        options=options,
-        title=f"{title}\n{parallel}, {shape}{notes}",
-        limit_bytes=limit_bytes,
-        sequence_length=sequence_length,
-        granularity=_granularity(options, sequence_length),
-        **parts,
-    )
+    Raises:
+        CommandError: what is asked for was not measured, or is missing.
+    """
+    if profile is None and not (options.model and options.device):
+        raise CommandError("no costs: give --model and --device, or --profile with measured costs")
+    configured = from_config(options.config)
+    options_by_schedule = configured.pop("options_by_schedule", {})
+    measured = {} if profile is None else _from_profile(profile, options, configured)
+    options = options.filled(measured, configured, {} if profile is not None else _from_model(options.model))
+    options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
+    if not options.stages:
+        raise CommandError("--stages is missing: give the number of pipeline stages")
+    if options.stages * options.micro_batches > MAX_UNITS:
+        many = f"{options.stages} stages with {options.micro_batches} micro-batches"
+        raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
+    return options
+
+
+def from_config(path: str | None) -> dict[str, Any]:
+    """Return what a DeepSpeed JSON says; its terapipe section is validated as the engine does, enabled or not."""
+    if path is None:
+        return {}
+    from terapipe_ds.config import TeraPipeConfig
+
+    ds_config = read_json(path, "--config")
+    given = ds_config.get("terapipe", {})
+    if not isinstance(given, dict):
+        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
+    keys, section = DeepSpeedJson(ds_config), TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    values = {
+        "micro_batches": keys.number("gradient_accumulation_steps"),
+        "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
+        "zero_stage": keys.number("zero_optimization.stage", least=0),
+        "granularity": section.granularity_tokens if "granularity_tokens" in given else None,
+        "memory_limit_gb": section.planner.memory_limit_gb,
+        "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,
+        "schedule": section.schedule if "schedule" in given else None,
+        "options_by_schedule": {section.schedule: section.schedule_options},
+        "dtype": keys.precision,
+        "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
+    }
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _from_model(name: str) -> dict[str, Any]:
+    from terapipe_ds.costs.model_sizes import model_size
+
+    return {"sequence_length": model_size(name).max_sequence_length}
+
+
+def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured; no option makes other costs of another dtype or micro-batch size.
+
+    The stages are not guessed where a profile of an earlier version counts parts only: one that was measured between
+    stages (it has links) may have had several on each.
+    """
+    path, key, num_parts = options.profile, profile.key, len(profile.parts)
+    divides = any(num_parts % stages == 0 for stages in range(2, num_parts))
+    if not options.stages and profile.pipeline_stages is None and profile.links and divides:
+        raise CommandError(
+            f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
+            f"number of pipeline stages, --stages {num_parts} if each held one"
+        )
+    fixed = {
+        "dtype": key.dtype,
+        "micro_batch_size": key.micro_batch,
+        "tensor_parallel": key.tensor_parallel,
+        "activation_checkpointing": key.activation_checkpointing,
+    }
+    wanted = configured | options.given
+    for name, has in fixed.items():
+        asked, has = (DTYPE_NAMES.get(str(value), value) for value in (wanted.get(name), has))
+        if asked not in (None, "auto", has):
+            raise CommandError(
+                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}: give the same, or "
+                "measure again with `terapipe profile`"
+            )
+    stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
+    return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSetup:
+    """What is planned for; `options` are complete."""
+
+    options: PlanOptions
+    subject: str  # of the heading: model, dtype, devices
+    costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
+    memory_of: PartsOf | None
+    both_ways_s_of: SecondsOf  # what bidirectional schedules take besides their makespan
+    notes: str = ""
+
+    @property
+    def title(self) -> str:
+        """The heading of what is printed."""
+        options, count = self.options, self.options.micro_batches
+        parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
+        parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
+        shape = f"{count} micro-batch{'es' * (count != 1)} of {options.micro_batch_size} x {options.sequence_length}"
+        return f"{self.subject}\n{parallel}, {shape} tokens{self.notes}"
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """The memory of a device, by the options or by its card; None where nothing is known."""
+        from terapipe_ds.costs.devices import device_card
+
+        if self.memory_of is not None and self.options.memory_limit_gb is not None:
+            return self.options.memory_limit_gb * 1e9
+        return device_card(self.options.device).memory_bytes if self.memory_of and self.options.device else None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What every search of the planner takes."""
+        return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
 def _counted(options: PlanOptions) -> PlanSetup:
+    from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.model_sizes import model_size
 
     size, card = model_size(options.model), device_card(options.device)
-    length = options.sequence_length or size.max_sequence_length
-    if size.positions == "learned" and length > size.max_sequence_length:
+    if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         raise CommandError(
-            f"--sequence-length {length}: {size.name} has learned positions for {size.max_sequence_length} tokens; "
-            "give at most that many"
+            f"--sequence-length {options.sequence_length}: {size.name} has learned positions for "
+            f"{size.max_sequence_length} tokens; give at most that many"
         )
     dtype = card.resolve_dtype(options.dtype)
+
+    count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **options.shape)
+    link = count(num_stages=options.stages)[0].link  # several parts of a stage are on one device, and use its link
+
+    @functools.cache
+    def costs_of(num_parts: int) -> list[Any] | None:
+        if num_parts > max(size.num_layers, options.stages):
+            return None
+        parts = count(num_stages=num_parts)
+        linked = {id(part): dataclasses.replace(part, link=link) for part in parts}
+        return [linked[id(part)] for part in parts]
+
     devices = options.stages * options.tensor_parallel * options.data_parallel
-    costs_of = _counted_parts(options, size, card)
-    costs_of(options.stages)  # what cannot be at all is said before anything is searched
-    return _setup(
+    return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices} x {card.title}, costs counted",
-        length,
-        costs_of=costs_of,
-        memory_of=_memory(options, dtype),
-        both_ways_s_of=_counted_both_ways(options, costs_of),
+        costs_of,
+        _memory(options, dtype),
+        _counted_both_ways(options, costs_of),
     )
 
 
@@ -119,24 +264,6 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
         return both_ways_s(sizes, bandwidth, [a + r for a, r in zip(adam_s, reduce_s, strict=True)])
 
     return both_ways_s_of
-
-
-def _counted_parts(options: PlanOptions, size: ModelSize, card: DeviceCard) -> PartsOf:
-    """Count costs by the number of parts. Several parts of a stage are on one device, and its links those of K."""
-    from terapipe_ds.costs.analytic import analytic_costs
-
-    @functools.cache
-    def counted(num_parts: int) -> list[Any]:
-        return list(analytic_costs(size, card, num_stages=num_parts, dtype=options.dtype, **options.shape))
-
-    def costs_of(num_parts: int) -> list[Any] | None:
-        if num_parts > max(size.num_layers, options.stages):
-            return None
-        parts, link = counted(num_parts), counted(options.stages)[0].link
-        linked = {id(part): dataclasses.replace(part, link=link) for part in parts}
-        return [linked[id(part)] for part in parts]
-
-    return costs_of
 
 
 def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
@@ -161,27 +288,16 @@ def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
         notes += f" of {profile.pipeline_stages} stages"
     notes += f"; {NOT_TIMED}" if parts.shares is None else ""
     smallest = max(model.min_tokens for model in models)
-    if _granularity(options, options.sequence_length) < smallest:  # no plan of shorter slices can be trusted
+    if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
-    return _setup(
+    return PlanSetup(
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
-        options.sequence_length,
+        parts.cut,
+        _memory(options, profile.key.dtype) if options.model else None,
+        parts.both_ways_s,
         notes,
-        costs_of=parts.cut,
-        memory_of=_memory(options, profile.key.dtype) if options.model else None,
-        both_ways_s_of=parts.both_ways_s,
     )
-
-
-def _granularity(options: PlanOptions, sequence_length: int) -> int:
-    """Return where slices may end. The default is no larger than the sequence, as in training."""
-    from terapipe_ds.config import TeraPipeConfig
-    from terapipe_ds.planner import granularity_for
-
-    default = TeraPipeConfig.model_fields["granularity_tokens"].default
-    granularity = granularity_for(options.granularity or default, options.tensor_parallel, options.sequence_parallel)
-    return granularity if options.granularity else min(granularity, sequence_length)
 
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:

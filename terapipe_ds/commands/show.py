@@ -7,9 +7,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError, check_output
-from terapipe_ds.commands.options import Group, Text, option, switch
-from terapipe_ds.commands.schedule_options import SOURCE, ScheduleOptions
+from terapipe_ds.commands.options import SOURCE, Numbers, Panel, ScheduleOptions, Text, check_output, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -25,14 +23,14 @@ EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
-_FORM = Group("form", "at most one")
+_FORM = Panel("form", "at most one")
 
 
 class ShowOptions(ScheduleOptions):
     """What to show, and in which form."""
 
     file: Text | None = SOURCE.option("as --from-csv FILE", "FILE", flags=("file",), nargs="?")
-    slices: Text = option("slices per micro-batch, or one number for each: 4,3,4 (default 1)", "S", default="1")
+    slices: Numbers = option("slices per micro-batch, or one number for each: 4,3,4 (default 1)", "S", default=(1,))
     csv: Text | None = _FORM.option(
         "write the orders as CSV to FILE; without a name, or with -, to stdout", "FILE", nargs="?", const="-"
     )
@@ -51,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = ShowOptions.read(arguments)
     options.refuse_without("stage", "lowered")
-    csv_path = None if options.csv == "-" else options.csv
-    check_output(csv_path, "--csv")
+    if options.csv not in (None, "-"):
+        check_output(options.csv, "--csv")
     try:
         schedule = _schedule(options)
         validate(schedule)
@@ -60,10 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
         if error.picture:
             print(error.picture)
         raise
-    if csv_path is not None:
-        write_text(csv_path, to_csv(schedule))
-    elif options.csv:
+    if options.csv == "-":
         print(to_csv(schedule), end="")
+    elif options.csv is not None:
+        write_text(options.csv, to_csv(schedule))
     else:
         print(_text(schedule, options))
 
@@ -72,10 +70,7 @@ def _schedule(options: ShowOptions) -> Schedule:
     path = options.from_csv if options.file is None else options.file
     if path is not None:
         return options.load(path, "slices")
-    try:
-        counts = [int(count) for count in options.slices.split(",")]
-    except ValueError:
-        raise CommandError(f"--slices {options.slices!r}: give a number, or one per micro-batch as 4,3,4") from None
+    counts = options.slices
     return options.build(counts[0] if len(counts) == 1 else counts)
 
 

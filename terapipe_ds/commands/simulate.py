@@ -7,8 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
-from terapipe_ds.commands.options import Group, Output, Picture, Text, option, switch
-from terapipe_ds.commands.schedule_options import MAX_FORWARDS, ScheduleOptions
+from terapipe_ds.commands.options import MAX_FORWARDS, Output, Panel, Picture, ScheduleOptions, Text, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -35,7 +34,7 @@ mixed precision, live slices, keys and values; without ZeRO or activation checkp
 --trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
-_COSTS = Group("costs", "exactly one")
+_COSTS = Panel("costs", "exactly one")
 
 
 class SimulateOptions(ScheduleOptions):
@@ -71,8 +70,11 @@ add_arguments = SimulateOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, print, and write the files that are asked for."""
+    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import validate
     from terapipe_ds.simulator import simulate
+    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+    from terapipe_ds.timeline.picture import draw_timelines
 
     options = SimulateOptions.read(arguments)
     options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype")
@@ -83,7 +85,12 @@ def run(arguments: argparse.Namespace) -> None:
     validate(schedule)
     costs, memory = _costs(options, schedule, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
-    _write_files(options, timeline)
+    if options.picture:
+        draw_timelines([(timeline.name, timeline)], options.picture)
+    texts = ((options.trace, to_chrome_trace), (options.csv, to_csv), (options.timeline, type(timeline).to_json))
+    for path, make in texts:
+        if path:
+            write_text(path, make(timeline))
     if options.as_json:
         print(json.dumps(to_dict(timeline, plans), indent=1, allow_nan=False))
     else:
@@ -108,14 +115,10 @@ def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
 
 def _stages(timeline: Timeline) -> list[dict[str, Any]]:
     unknown = (None,) * timeline.num_stages
-    columns = {
-        "stage_id": range(timeline.num_stages),
-        "busy_s": timeline.busy_s(),
-        "bubble_fraction": timeline.bubbles(),
-        "peak_live_slices": timeline.peak_live_slices or unknown,
-        "peak_bytes": timeline.peak_bytes or unknown,
-    }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    live, peaks = timeline.peak_live_slices or unknown, timeline.peak_bytes or unknown
+    names = ("stage_id", "busy_s", "bubble_fraction", "peak_live_slices", "peak_bytes")
+    rows = zip(range(timeline.num_stages), timeline.busy_s(), timeline.bubbles(), live, peaks, strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
@@ -157,10 +160,8 @@ def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SliceP
         schedule = options.load(options.from_csv)
         return schedule, plans * schedule.num_micro_batches if len(plans) == 1 else plans
     if len(plans) not in (1, options.micro_batches):
-        raise CommandError(
-            f"--slices is given {len(plans)} times for {options.micro_batches} micro-batches: give it once, or once for"
-            " each"
-        )
+        given = f"--slices is given {len(plans)} times for {options.micro_batches} micro-batches"
+        raise CommandError(f"{given}: give it once, or once for each")
     if len(plans) > 1:
         return options.build([plan.num_slices for plan in plans]), plans
     return options.build(plans[0].num_slices), plans * options.micro_batches
@@ -171,22 +172,20 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 
     length = options.sequence_length
     try:
-        numbers = [int(number) for number in text.split(",")]
+        numbers = tuple(map(int, text.split(",")))
     except ValueError:
         raise CommandError(f"--slices {text!r}: give slice lengths as 512,384,128, or a number of slices") from None
     if len(numbers) > 1:
-        if "granularity_tokens" in options.model_fields_set:
+        if "granularity_tokens" in options.given:
             raise CommandError("--granularity-tokens goes with a number of slices only: leave it out")
-        plan = SlicePlan(tuple(numbers))
+        plan = SlicePlan(numbers)
         if length not in (None, plan.sequence_length):
-            raise CommandError(
-                f"--slices {text} has {plan.sequence_length} tokens, --sequence-length is {length}: give the same"
-            )
+            has = f"--slices {text} has {plan.sequence_length} tokens"
+            raise CommandError(f"{has}, --sequence-length is {length}: give the same")
         return plan
     if length is None:
-        raise CommandError(
-            f"--slices {text} is a number of slices: give --sequence-length too, or the lengths as 512,384,128"
-        )
+        fix = "give --sequence-length too, or the lengths as 512,384,128"
+        raise CommandError(f"--slices {text} is a number of slices: {fix}")
     if numbers[0] > MAX_FORWARDS:
         raise CommandError(f"--slices {text}: too many to simulate; ask for at most {MAX_FORWARDS} slices")
     return SlicePlan.equal(length, numbers[0], options.granularity_tokens)
@@ -208,22 +207,9 @@ def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan])
     from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
-    device, dtype = str(options.device), options.dtype
-    counts = {"micro_batch": options.micro_batch_size, "tensor_parallel": options.tensor_parallel}
-    shape: Any = {"num_stages": schedule.num_parts, **counts}
-    costs = analytic_costs(options.model, device, dtype=dtype, **shape)
-    dtype = device_card(device).resolve_dtype(dtype)
+    device = str(options.device)
+    shape: Any = {"num_stages": schedule.num_parts, "micro_batch": options.micro_batch_size}
+    shape["tensor_parallel"] = options.tensor_parallel
+    costs = analytic_costs(options.model, device, dtype=options.dtype, **shape)
+    dtype = device_card(device).resolve_dtype(options.dtype)
     return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
-
-
-def _write_files(options: SimulateOptions, timeline: Timeline) -> None:
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
-    from terapipe_ds.timeline.picture import draw_timelines
-
-    if options.picture:
-        draw_timelines([(timeline.name, timeline)], options.picture)
-    texts = ((options.trace, to_chrome_trace), (options.csv, to_csv), (options.timeline, type(timeline).to_json))
-    for path, make in texts:
-        if path:
-            write_text(path, make(timeline))

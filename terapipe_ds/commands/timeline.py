@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError, check_output
+from terapipe_ds.commands import CommandError
+from terapipe_ds.commands.options import Options, Picture, Text, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
@@ -30,54 +31,48 @@ A single file may also be one that `terapipe simulate --timeline` wrote.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "traces", nargs="+", metavar="TRACE_DIR_OR_FILE", help="a trace directory, its files, or one timeline file"
+class TimelineOptions(Options):
+    """Which timelines, and what to make of them."""
+
+    traces: tuple[Text, ...] = option(
+        "a trace directory, its files, or one timeline file", "TRACE_DIR_OR_FILE", flags=("traces",), nargs="+"
     )
-    parser.add_argument("--out", metavar="FILE", help="picture to write: .png, .svg or .pdf")
-    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last that all ranks have)")
-    parser.add_argument(
-        "--against", metavar="PREDICTED", help="compare with this timeline file or trace directory, drawn above"
-    )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    out: Picture | None = option("picture to write: .png, .svg or .pdf", "FILE")
+    step: int | None = option("which step (default: the last that all ranks have)", "N")
+    against: Text | None = option("compare with this timeline file or trace directory, drawn above", "PREDICTED")
+    as_json: bool = switch("print the comparison as JSON", "--json")
+
+
+add_arguments = TimelineOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the timeline of one step, compare it, or both."""
-    check_output(arguments.out, "--out")
-    if arguments.against is None and (arguments.out is None or arguments.json):
-        missing = "--json goes with --against only" if arguments.json else "--out is missing"
+    from terapipe_ds.timeline.picture import draw_timelines
+
+    options = TimelineOptions.read(arguments)
+    if options.against is None and (options.out is None or options.as_json):
+        missing = "--json goes with --against only" if options.as_json else "--out is missing"
         raise CommandError(f"{missing}: give --out FILE for a picture, or --against PREDICTED for a table")
-    step, timeline = load_step([Path(trace) for trace in arguments.traces], arguments.step)
-    if arguments.against is None:
-        _refuse_step(arguments.step, step)
-        _draw([(", ".join(filter(None, (step, timeline.name))), timeline)], arguments.out)
+    step, timeline = load_step([Path(trace) for trace in options.traces], options.step)
+    other_step, predicted = "", None
+    if options.against is not None:
+        other_step, predicted = load_step([Path(options.against)], options.step)
+    if options.step is not None and not (step or other_step):
+        raise CommandError(f"--step {options.step} goes with a trace directory or its files only: leave it out")
+    if predicted is None:
+        draw_timelines([(", ".join(filter(None, (step, timeline.name))), timeline)], str(options.out))
         print(
-            f"{arguments.out}: {step or Path(arguments.traces[0]).name}, {timeline.num_stages} stages,"
+            f"{options.out}: {step or Path(options.traces[0]).name}, {timeline.num_stages} stages,"
             f" makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
         )
         return
     from terapipe_ds.timeline.compare import compare
 
-    other_step, predicted = load_step([Path(arguments.against)], arguments.step)
-    _refuse_step(arguments.step, step, other_step)
     comparison = compare(predicted, timeline)
-    if arguments.out:
-        _draw([(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)], arguments.out)
-    print(json.dumps(comparison.to_dict(), indent=1, allow_nan=False) if arguments.json else comparison.render())
-
-
-def _refuse_step(wanted: int | None, *found: str) -> None:
-    """Refuse `--step` if no timeline has a number."""
-    if wanted is not None and not any(found):
-        raise CommandError(f"--step {wanted} goes with a trace directory or its files only: leave it out")
-
-
-def _draw(titled: list[tuple[str, Timeline]], path: str) -> None:
-    from terapipe_ds.timeline.picture import draw_timelines
-
-    draw_timelines(titled, path)
+    if options.out:
+        draw_timelines([(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)], options.out)
+    print(json.dumps(comparison.to_dict(), indent=1, allow_nan=False) if options.as_json else comparison.render())
 
 
 def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:

@@ -1,20 +1,65 @@
-"""The model and the micro-batch that a command runs on one device: those of `--model` and `--config`."""
+"""What a command takes from the files of `--model` and `--config`."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.options import Options, Text, option
 from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
+    from terapipe_ds.models.gpt import GPTConfig
     from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedJson:
+    """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
+
+    Raises:
+        CommandError: from all methods, where a key has a value that cannot be.
+    """
+
+    content: dict[str, Any]
+
+    def number(self, key: str, least: int = 1) -> int | None:
+        """Return an integer; None where the config has none, or "auto"."""
+        value = self._value(key)
+        if value in (None, "auto"):
+            return None
+        if type(value) is not int or value < least:
+            raise CommandError(f"{key} = {show_value(value)} in --config: give an integer >= {least}")
+        return value
+
+    def fixed_number(self, key: str, least: int = 1) -> int:
+        """Return an integer that nothing fills in here: "auto" is refused. `least` where the config has none."""
+        if self._value(key) == "auto":
+            raise CommandError(f"{key} = 'auto' in --config: give an integer >= {least}")
+        number = self.number(key, least)
+        return least if number is None else number
+
+    @property
+    def precision(self) -> str | None:
+        """The section that is switched on, "bf16" or "fp16"."""
+        return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)
+
+    @property
+    def dtype(self) -> str:
+        """What the config trains in, as torch calls it."""
+        return DTYPE_NAMES[self.precision or "fp32"]
+
+    def _value(self, key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        content = (self.content.get(section) or {}) if section else self.content
+        if not isinstance(content, dict):
+            raise CommandError(f"{section} = {show_value(content)} in --config: give an object")
+        return content.get(name)
 
 
 class ModelOptions(Options):
@@ -37,11 +82,12 @@ class ModelOptions(Options):
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
         import torch
 
+        from terapipe_ds.models.gpt import gpt_layers, gpt_loss
         from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        config, layers, loss_fn = model_of(self.model, keys.dtype)
+        config = model_of(self.model, keys.dtype)
         length = self.sequence_length or config.max_sequence_length
         rows = keys.fixed_number("train_micro_batch_size_per_gpu")
         if rows * length > MAX_TOKENS:
@@ -51,24 +97,16 @@ class ModelOptions(Options):
         tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         more["activation_checkpoint_interval"] = keys.fixed_number("pipeline.activation_checkpoint_interval", 0)
-        return OfflineJob(layers, loss_fn, inputs, labels, num_stages, **more)
+        return OfflineJob(gpt_layers(config), gpt_loss, inputs, labels, num_stages, **more)
 
 
-def model_of(name: str, dtype: str) -> tuple[Any, Any, Any]:
-    """Return (config, layers, loss) of `models.gpt`."""
-    from terapipe_ds.models.gpt import GPTConfig, GPTConfigError, gpt_layers, gpt_loss
+def model_of(name: str, dtype: str) -> GPTConfig:
+    """Return the model that `--model` names, by its size or by a JSON file."""
+    from terapipe_ds.models.gpt import GPTConfig, GPTConfigError
 
-    if name.endswith(".json"):
-        fields = read_json(name, "--model")
-        known = list(GPTConfig.model_fields)
-        unknown = next((key for key in fields if key not in known), None)
-        if unknown is not None:
-            text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"
-            raise CommandError(f"--model {name}: {text}")
-        try:
-            config = GPTConfig(**{"dtype": dtype, **fields})
-        except GPTConfigError as error:
-            raise CommandError(f"--model {name}: {error}") from None
-    else:
-        config = GPTConfig.from_name(name, dtype=dtype)
-    return config, gpt_layers(config), gpt_loss
+    if not name.endswith(".json"):
+        return GPTConfig.from_name(name, dtype=dtype)
+    try:
+        return GPTConfig(**{"dtype": dtype, **read_json(name, "--model")})
+    except GPTConfigError as error:
+        raise CommandError(f"--model {name}: {error}") from None

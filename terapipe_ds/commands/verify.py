@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
     job = options.job(keys, num_stages=1)
     plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
     with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
-        found = verify_model(job, plan, section)
-    print(found.text(time.monotonic() - begin_s))
-    if found.findings:
+        report = verify_model(job, plan, section)
+    print(report.text(time.monotonic() - begin_s))
+    if report.findings:
         sys.stdout.flush()
         raise SystemExit(1)
 

@@ -79,10 +79,9 @@ def _missing(hooks: Mapping[str, str]) -> list[str]:
         path = owner.replace(":", ".")
         try:
             holder = pkgutil.resolve_name(owner)
+            missing += [f"{path}.{name}" for name in names.split() if not hasattr(holder, name)]
         except Exception:  # another third party behind it may fail in any way
             missing.append(path)
-            continue
-        missing += [f"{path}.{name}" for name in names.split() if not hasattr(holder, name)]
     return missing
 
 

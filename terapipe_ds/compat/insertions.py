@@ -1,9 +1,7 @@
 """Tell from the live code which insertions of a patch are in force in the running program.
 
-A patch without context lines goes by line numbers alone: on another version of its target it applies without a word,
-in the wrong places, and a merge may drop a part of it. Lines and files therefore say nothing. A function counts as
-patched where its compiled code imports our package and names the helper. Every insertion has its own import, so that no
-insertion depends on another one.
+A patch without context lines applies to another version of its target without a word, in the wrong places, and a merge
+may drop a part of it. So a function counts as patched where its compiled code imports our package and names the helper.
 """
 
 from __future__ import annotations
@@ -27,19 +25,16 @@ class PatchError(ValueError):
 
 @dataclass(frozen=True)
 class Insertion:
-    """Lines that the patch inserts in one place.
-
-    `owner` is the module in which `path` is looked up, None for the model itself: a training script has no module name
-    of its own, but its batch function is an attribute of the model. With `attribute` the object at `path` must be
-    `helper`; without, it is a function whose code must name it.
-    """
+    """Lines that the patch inserts in one place."""
 
     what: str
     file: str
-    owner: str | None
+    owner: (
+        str | None
+    )  # the module in which `path` is looked up; None: the model, of whose script no module has the name
     path: str
     helper: str
-    attribute: bool = False
+    attribute: bool = False  # the object at `path` must be `helper`; otherwise it is a function whose code names it
 
     def is_there(self, model: object) -> bool:
         """Return whether the running program has the insertion."""

@@ -5,6 +5,7 @@ Everything is imported inside the functions: planning works where nothing of thi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -37,10 +38,8 @@ def installed_versions() -> dict[str, str]:
     """Return the installed versions of the packages in `TESTED_VERSIONS`, without importing any of them."""
     versions = {}
     for name in TESTED_VERSIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -50,6 +49,9 @@ def check_versions(versions: Mapping[str, str] | None = None, python: str | None
     A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a version before its
     release ("2.15.0rc1") is not tested. None asks the installation, and the interpreter.
     """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
     versions = installed_versions() if versions is None else versions
     python = f"{sys.version_info[0]}.{sys.version_info[1]}" if python is None else python
     lines = [
@@ -59,21 +61,14 @@ def check_versions(versions: Mapping[str, str] | None = None, python: str | None
     ]
     untested = "{} {} is not a version that terapipe_ds is tested with ({}); if something fails, try {}"
     for name, version in versions.items():
-        if not _is_in_range(version, TESTED_RANGES[name]):
+        in_range = False
+        with contextlib.suppress(InvalidVersion):
+            in_range = SpecifierSet(TESTED_RANGES[name]).contains(version, prereleases=False)
+        if not in_range:
             lines.append(untested.format(name, version, TESTED_RANGES[name], f"{name}=={TESTED_VERSIONS[name]}"))
     if python not in TESTED_PYTHONS:
         lines.append(untested.format("python", python, ", ".join(TESTED_PYTHONS), TESTED_PYTHONS[0]))
     return lines
-
-
-def _is_in_range(version: str, tested: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
-    try:
-        return SpecifierSet(tested).contains(version, prereleases=False)
-    except InvalidVersion:
-        return False
 
 
 @functools.cache

@@ -12,14 +12,13 @@ import hashlib
 import json
 import math
 import operator
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.conflicts import conflicts_in
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
@@ -32,18 +31,10 @@ _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of
 class TeraPipeConfigError(ValueError):
     """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
 
-    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.problems: tuple[str, ...] = tuple(problems) or (message,)
-
-    @classmethod
-    def from_problems(cls, problems: Iterable[str]) -> TeraPipeConfigError:
-        """Return one error for all `problems`."""
-        lines = tuple(problems)
-        if len(lines) == 1:
-            return cls(lines[0], lines)
-        heading = f"{len(lines)} problems with the DeepSpeed config:"
-        return cls("\n  - ".join([heading, *lines]), lines)
+    def __init__(self, *problems: str) -> None:
+        heading = [f"{len(problems)} problems with the DeepSpeed config:"] if len(problems) > 1 else []
+        super().__init__("\n  - ".join([*heading, *problems]))
+        self.problems = problems
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -124,15 +115,17 @@ class TeraPipeConfig(_StrictModel):
     _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 
     def __init__(self, /, **section: Any) -> None:
-        problems: list[str] = []
+        problems: dict[tuple[Any, ...], str] = {}  # by the path of the key
+        known = _take_known(section, (), problems)
         try:
-            super().__init__(**_take_known(section, (), problems))
+            super().__init__(**known)
         except ValidationError as error:
-            problems.extend(_problems_of(error, section))
-        if section.get("enabled") is True:
-            problems.extend(_schedule_problems(section))
-        if problems:
-            raise TeraPipeConfigError.from_problems(dict.fromkeys(problems))
+            problems |= _problems_of(error, section)
+        described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
+        of_schedule = section.get("enabled") is True and not described & problems.keys()
+        lines = [*problems.values(), *(_schedule_problems(known) if of_schedule else ())]
+        if lines:
+            raise TeraPipeConfigError(*lines)
 
     @classmethod
     def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
@@ -147,19 +140,18 @@ class TeraPipeConfig(_StrictModel):
         _refuse_misspelt_section(ds_config)
         section = ds_config.get(_SECTION, {})
         if not isinstance(section, dict):
-            raise TeraPipeConfigError(
-                f"{_SECTION} = {show_value(section)}: give an object, for example {{}} or remove the key"
-            )
-        problems: list[str] = []
-        config = None
+            fix = "give an object, for example {} or remove the key"
+            raise TeraPipeConfigError(f"{_SECTION} = {show_value(section)}: {fix}")
+        words = {key: value for key, value in section.items() if isinstance(key, str)}
+        problems = [_unknown_key((key,), value) for key, value in section.items() if key not in words]
         try:
-            config = cls(**_take_known(section, (), problems))
+            config = cls(**words)
         except TeraPipeConfigError as error:
-            problems.extend(error.problems)
+            problems += error.problems
         if section.get("enabled") is True:
-            problems.extend(conflicts_in(ds_config))
-        if config is None or problems:
-            raise TeraPipeConfigError.from_problems(problems)
+            problems += conflicts_in(ds_config)
+        if problems:
+            raise TeraPipeConfigError(*problems)
         return config
 
     def plan_for(self, sequence_length: int) -> SlicePlan:
@@ -213,16 +205,15 @@ class TeraPipeConfig(_StrictModel):
         if "granularity_tokens" in self.model_fields_set:
             return self.model_copy(update={"granularity_tokens": math.lcm(self.granularity_tokens, multiple)})
         config = self.model_copy()
-        config._multiple = multiple
+        config._multiple = multiple  # noqa: SLF001 (of a copy of itself)
         return config
 
     def check_granularity(self, sequence_length: int) -> None:
         """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
         if self.granularity_for(sequence_length) > sequence_length:
-            raise TeraPipeConfigError(
-                f"{_shown(self.granularity_tokens, 'granularity_tokens')}: larger than a sequence of {sequence_length} "
-                f"tokens; give at most {sequence_length}, or longer sequences"
-            )
+            problem = f"larger than a sequence of {sequence_length} tokens"
+            fix = f"give at most {sequence_length}, or longer sequences"
+            raise TeraPipeConfigError(f"{_shown(self.granularity_tokens, 'granularity_tokens')}: {problem}; {fix}")
 
     @property
     def is_stock_order(self) -> bool:
@@ -247,12 +238,10 @@ class TeraPipeConfig(_StrictModel):
 def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
     """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
     for key, value in ds_config.items():
-        if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
-            continue
-        if difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
-            raise TeraPipeConfigError(
-                f"{_show_key(key)} = {show_value(value)}: unknown section; did you mean {_SECTION}?"
-            )
+        is_other = isinstance(key, str) and key != _SECTION and isinstance(value, dict)
+        if is_other and difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+            shown = f"{show_key(key)} = {show_value(value)}"
+            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {_SECTION}?")
 
 
 def _shown(value: Any, *path: Any) -> str:
@@ -262,12 +251,12 @@ def _shown(value: Any, *path: Any) -> str:
 _MODELS: dict[tuple[Any, ...], type[BaseModel]] = {(): TeraPipeConfig, ("planner",): PlannerConfig}
 
 
-def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[str]) -> dict[str, Any]:
+def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: dict[tuple[Any, ...], str]) -> dict[str, Any]:
     """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
     known: dict[str, Any] = {}
     for key, value in section.items():
         if key not in _MODELS[path].model_fields:
-            problems.append(_unknown_key((*path, key), value))
+            problems[*path, key] = _unknown_key((*path, key), value)
         elif (*path, key) in _MODELS and isinstance(value, dict):
             known[key] = _take_known(value, (*path, key), problems)
         else:
@@ -275,69 +264,54 @@ def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[s
     return known
 
 
-def _problems_of(error: ValidationError, section: Any) -> Iterator[str]:
-    """Yield pydantic's errors, one line per key: a union fails once per member, a list once per entry."""
+def _problems_of(error: ValidationError, section: Any) -> dict[tuple[Any, ...], str]:
+    """Return pydantic's errors, one per key: a union fails once per member, a list once per entry."""
+    problems = {}
     for detail in error.errors(include_input=False, include_context=False, include_url=False):
         location = detail["loc"]
         path = location[:2] if location[0] == "planner" and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
         allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
-        yield f"{_shown(value, *path)}: must be {allowed}"
+        problems[path] = f"{_shown(value, *path)}: must be {allowed}"
+    return problems
 
 
 def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
     known = {key: (*parent, key) for parent, model in _MODELS.items() for key in model.model_fields}
-    nearest = difflib.get_close_matches(_show_key(path[-1]).strip().lower(), known, n=1)
+    nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
     hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
     if nearest:
         hint = f"did you mean {'.'.join([_SECTION, *known[nearest[0]]])}?"
-    return f"{_shown(value, *map(_show_key, path))}: unknown key; {hint}"
-
-
-def _show_key(key: Any) -> str:
-    """Return a key for messages: bare where it is an ordinary word."""
-    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
+    return f"{_shown(value, *map(show_key, path))}: unknown key; {hint}"
 
 
 def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have as schedule and chunks, found by building or reading one."""
+    """Yield what a section that is switched on cannot have as schedule, found by building or reading one.
+
+    Each value of `section` is valid by itself.
+    """
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
-    if not isinstance(name, str) or type(chunks) is not int or chunks < 1:
-        return  # said already
-    options, shown = section.get("schedule_options"), _shown(chunks, "chunks_per_stage")
+    options, file = section.get("schedule_options", {}), show_value(name)
     if name in SCHEDULE_NAMES:
+        shown = _shown(chunks, "chunks_per_stage")
         try:
             placement_for(name, 2, chunks)
+            shown = _shown(options, "schedule_options")
+            check_options(name, 2, options, chunks)
         except ScheduleError as error:
             yield f"{shown}: {error.reason}"
-        else:
-            yield from _option_problems(name, chunks, options)
     elif options:
-        given = _shown(options, "schedule_options")
-        yield f"{given}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
-    elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
+        shown = _shown(options, "schedule_options")
+        yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
+    elif name != "auto":
         try:
             of_file = load(name).chunks_per_stage
         except ScheduleError as error:
             yield f"{_shown(name, 'schedule')}: {error.reason}"
             return
         if section.get("slices", "auto") == "auto":
-            yield (
-                f'terapipe.slices = "auto": the schedule in {show_value(name)} is for a number of slices; give that '
-                "number, or a list of lengths"
-            )
+            fix = "give that number, or a list of lengths"
+            yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
         if chunks not in (1, of_file):
-            yield f"{shown}: the schedule in {show_value(name)} has {of_file} per stage; give that, or leave it at 1"
-
-
-def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
-    if not isinstance(options, dict):
-        return  # nothing given, or said already
-    for key, value in options.items():
-        is_list = isinstance(value, list) and all(type(number) is int for number in value)
-        if not isinstance(key, str) or not (isinstance(value, str) or is_list):
-            return  # said already
-    try:
-        check_options(name, 2, options, chunks)
-    except ScheduleError as error:
-        yield f"{_shown(options, 'schedule_options')}: {error.reason}"
+            shown = _shown(chunks, "chunks_per_stage")
+            yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"

@@ -14,21 +14,20 @@ PathLike = str | os.PathLike[str]
 
 
 def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in place in one move.
+    """Let `write` fill a temporary file beside `path`, then put it in place in one move.
 
-    A link is followed. What is no file (``/dev/stdout``, a pipe) is written as it is: nothing may take its place.
+    A link is followed. What is no file (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
 
     Args:
         durable: wait until the disk has it, so that the file survives a machine that stops as well as a killed process.
 
     Raises:
-        OSError: naming ``path``; what was there before is there still.
+        OSError: naming `path`; what was there before is there still.
     """
     if _is_special(Path(path)):
         write(Path(path))
         return
-    target = Path(os.path.realpath(path))
-    temporary = _temporary(target)
+    target, temporary = Path(os.path.realpath(path)), _temporary(path)
     try:
         write(temporary)
         if durable:
@@ -45,15 +44,10 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
 
 
 def check_writable(path: PathLike) -> None:
-    """Try whether :func:`write_atomically` could begin: make the temporary file, and take it away again. Permissions
-    alone do not tell, for root has all of them.
-
-    Raises:
-        OSError: naming ``path``.
-    """
+    """Raise OSError, naming `path`, where `write_atomically` could not begin. Permissions do not tell: root has all."""
     if _is_special(Path(path)):
         return
-    temporary = _temporary(Path(os.path.realpath(path)))
+    temporary = _temporary(path)
     try:
         temporary.touch()
         temporary.unlink()
@@ -61,7 +55,8 @@ def check_writable(path: PathLike) -> None:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
 
 
-def _temporary(target: Path) -> Path:
+def _temporary(path: PathLike) -> Path:
+    target = Path(os.path.realpath(path))
     return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
@@ -70,7 +65,7 @@ def _is_special(path: Path) -> bool:
 
 
 def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:
-    """Write ``text`` as UTF-8 by :func:`write_atomically`."""
+    """Write `text` as UTF-8 by `write_atomically`."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), durable=durable)
 
 

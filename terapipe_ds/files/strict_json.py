@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import show_key, show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
 
@@ -42,60 +42,43 @@ def parse_json(text: str | bytes) -> Any:
     return document
 
 
-def describe_error(error: ValidationError, whole: str) -> str:
-    """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
-
-    Args:
-        whole: names the document, for complaints about its top level.
-    """
-    complaint = error.errors(include_url=False, include_context=False)[0]
-    place, kind = complaint["loc"], complaint["type"]
-    if kind == "missing":
-        return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
-    if kind == "unexpected_keyword_argument":
-        return f"{_dotted(place[:-1]) or whole} has unknown {show_value(place[-1])}"
-    if kind == "value_error":
-        return f"{_dotted(place) or whole}: {complaint['msg'].removeprefix('Value error, ')}"
-    expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
-    return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
-
-
 def parse_as(model: type[_Model], text: str | bytes) -> _Model:
-    """Return what a JSON text holds as a value of ``model``, read strictly: no value is converted to another type.
+    """Return what a JSON text holds as a value of `model`, read strictly: no value is converted to another type.
 
     Raises:
         JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
     """
     try:
         parse_json(text)
+        return model.model_validate_json(text, strict=True)
     except JsonError as error:
         raise JsonError(f"the text is no JSON: {error}") from None
-    try:
-        return model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise JsonError(_first_problem(error)) from None
+        raise JsonError(describe_error(error)) from None
 
 
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = _dotted([key for key in first["loc"] if not str(key).startswith("<")])  # "<...>" tags a member of a union
-    if first["type"] == "missing":
-        return f"{place} is missing"
-    reason = first.get("ctx", {}).get("error", first["msg"])  # an error that our own check raised, in its own words
-    return f"{place} = {show_value(first['input'], 40)}: {reason}" if place else str(reason)
+def describe_error(error: ValidationError, whole: str = "the file") -> str:
+    """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
 
-
-def _show_key(key: str) -> str:
-    return key if key.isprintable() and len(key) <= 40 else show_value(key, 40)
-
-
-def is_writable(text: str) -> bool:
-    """Return False for text with lone surrogates, which JSON can spell and no file or terminal takes."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    Args:
+        whole: names the document, for complaints about its top level.
+    """
+    complaint = error.errors(include_url=False)[0]
+    # "<...>" tags a member of a union
+    place, kind = [key for key in complaint["loc"] if not str(key).startswith("<")], complaint["type"]
+    if kind == "missing":
+        return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{_dotted(place[:-1]) or whole} has an unknown key {show_value(place[-1])}"
+    if kind == "value_error":  # raised by a check of our own, in its own words
+        return f"{_dotted(place) or whole}: {complaint['ctx']['error']}"
+    expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
+    return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
 
 
 def _dotted(place: Sequence[int | str]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in place).removeprefix(".")
+    shown = (f"[{key}]" if isinstance(key, int) else f".{show_key(key, 40)}" for key in place)
+    return "".join(shown).removeprefix(".")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,7 +101,7 @@ def _check(document: Any) -> None:
                 inner += value.values()
             elif isinstance(value, list):
                 inner += value
-            elif isinstance(value, str) and not value.isascii() and not is_writable(value):
+            elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
                 raise JsonError(f"the text {show_value(value)} has half a character (a lone surrogate)")
         if not inner:
             return

@@ -2,7 +2,7 @@
 
 That code base runs its layers sequence first: hidden states are [T, B, hidden], queries, keys and values [T, B, H, D],
 logits [T, B, vocab]; its batches are [B, L]. Nothing of it is imported here: the inserted lines hand over what is
-needed. Without an enabled ``terapipe`` section every helper leaves upstream's own way as it is.
+needed. Without an enabled `terapipe` section every helper leaves upstream's own way as it is.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _COMPRESSION = "deepspeed.compression.compress"
 
 
 def register() -> None:
-    """Inserted in `pretrain_gpt.py`, where `deepspeed` has been imported and nothing is built yet."""
+    """Register the engine. Inserted in `pretrain_gpt.py`, where `deepspeed` is imported and nothing is built yet."""
     _register()
 
 
 def enabled(args: Any) -> bool:
-    """True where upstream's arguments carry a DeepSpeed config whose ``terapipe`` section is enabled.
+    """Return whether upstream's arguments carry a DeepSpeed config whose `terapipe` section is enabled.
 
     Raises:
         PatchError: it is, but nothing is registered: DeepSpeed's own engine would train without slices.
@@ -52,20 +52,21 @@ def enabled(args: Any) -> bool:
 
 
 def allow_missing_compression() -> None:
-    """Inserted in `megatron/training.py` before it imports `deepspeed.compression.compress`, which newer versions of
-    DeepSpeed (0.19.8) no longer have: a module in its place, whose two functions raise when they are called."""
+    """Put a module in the place of `deepspeed.compression.compress`, which DeepSpeed 0.19.8 no longer has.
+
+    Inserted in `megatron/training.py` before its import. The two functions that it names raise when they are called.
+    """
+
+    def no_compression(*_: Any, **__: Any) -> Any:
+        fix = "remove compression_training from the DeepSpeed config"
+        raise PatchError(f"the installed DeepSpeed has no {_COMPRESSION}: {fix}")
+
     try:
         importlib.import_module(_COMPRESSION)
     except ModuleNotFoundError:
         stand_in = ModuleType(_COMPRESSION)
-        stand_in.init_compression = stand_in.redundancy_clean = _no_compression  # type: ignore[attr-defined]
+        stand_in.init_compression = stand_in.redundancy_clean = no_compression  # type: ignore[attr-defined]
         sys.modules[_COMPRESSION] = stand_in
-
-
-def _no_compression(*_: Any, **__: Any) -> Any:
-    raise PatchError(
-        f"the installed DeepSpeed has no {_COMPRESSION}: remove compression_training from the DeepSpeed config"
-    )
 
 
 # -- before training -------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_arguments(args: Any) -> None:
-    """Inserted in `GPTModelPipe.__init__`: refuse what cannot be trained in slices, before anything is built.
+    """Refuse what cannot be trained in slices, before anything is built. Inserted in `GPTModelPipe.__init__`.
 
     Raises:
         PatchError: names the argument, its value, why, and what to change.
@@ -105,10 +106,8 @@ def check_arguments(args: Any) -> None:
             raise PatchError(f"--{name.replace('_', '-')} ({value}) cannot be combined with terapipe: {reason}")
     config = TeraPipeConfig.from_deepspeed(args.deepspeed_config_dict)
     if config.sequence_dim != 1:
-        raise PatchError(
-            f"terapipe.sequence_dim is {config.sequence_dim}: upstream's batches are [batch, sequence], also where its "
-            "layers run sequence first. Set it to 1"
-        )
+        batches = "upstream's batches are [batch, sequence], also where its layers run sequence first"
+        raise PatchError(f"terapipe.sequence_dim is {config.sequence_dim}: {batches}. Set it to 1")
     if config.sliced_inputs is not None and set(config.sliced_inputs) != {0, 1}:
         raise PatchError(
             f"terapipe.sliced_inputs is {list(config.sliced_inputs)}: tokens (0) and position ids (1) must be sliced, "
@@ -117,7 +116,7 @@ def check_arguments(args: Any) -> None:
 
 
 def batch_mask(mask: Tensor, args: Any) -> Tensor:
-    """Inserted in `get_batch_pipe`: a placeholder [1] instead of the L x L mask, which no layer reads.
+    """Return a placeholder [1] for the L x L mask, which no layer reads. Inserted in `get_batch_pipe`.
 
     The engine draws all micro-batches before the first action, and hands an input that is not sliced to each slice.
     """
@@ -125,10 +124,10 @@ def batch_mask(mask: Tensor, args: Any) -> Tensor:
 
 
 def keep_rotary(args: Any, embedding: Callable[..., Any], rotary_dim: int, num_tokens: int) -> bool:
-    """Inserted in `update_rotary_pos_emb`: put the table of positions [0, num_tokens) where the layers look for it.
+    """Put the table of positions [0, num_tokens) where the layers look for it. Inserted in `update_rotary_pos_emb`.
 
-    ``embedding`` is upstream's `RotaryEmbedding`. False: not enabled, go on as before. Upstream's own line ends in
-    ``.to(device)``, which the list that its class returns at the patched commit does not have.
+    `embedding` is upstream's `RotaryEmbedding`. False: not enabled, go on as before. Upstream's own line ends in
+    `.to(device)`, which the list that its class returns at the patched commit does not have.
     """
     if not enabled(args):
         return False
@@ -140,7 +139,7 @@ def keep_rotary(args: Any, embedding: Callable[..., Any], rotary_dim: int, num_t
 
 
 def slicing(args: Any) -> bool:
-    """Inserted before the core attention: True while the engine runs a slice, so that `attend` takes over."""
+    """Return whether the engine runs a slice, so that `attend` takes over. Inserted before the core attention."""
     if active_slice() is not None:
         return True
     enabled(args)  # raises where DeepSpeed's own engine runs although the section is enabled
@@ -156,10 +155,10 @@ def attend(
     args: Any,
     fork_rng: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Core attention of `ParallelAttention` for the active slice, with rotary positions from where the slice starts.
+    """Compute `ParallelAttention`'s core for the active slice, with rotary positions from where the slice starts.
 
     query, key, value: [T, B, H, D]; returns [T, B, H * D]. The mask is not needed: attention is causal. Upstream's
-    ``apply_query_key_layer_scaling`` divides the scores by the layer number and multiplies them again inside the
+    `apply_query_key_layer_scaling` divides the scores by the layer number and multiplies them again inside the
     softmax, so the scale is 1/sqrt(D) with and without it.
 
     Args:
@@ -184,9 +183,9 @@ def attend(
 
 
 def turn(x: Tensor, rotary: Tensor | Sequence[Tensor], start: int) -> Tensor:
-    """Rotary positions [start, start + T) for x [T, B, H, D] (Su et al. 2021, arXiv 2104.09864, eq. 34).
+    """Turn x [T, B, H, D] to positions [start, start + T) (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
-    ``rotary`` is a table of positions from 0: the angles [L, 1, 1, R], or their cosines and sines, as upstream had them
+    `rotary` is a table of positions from 0: the angles [L, 1, 1, R], or their cosines and sines, as upstream had them
     at different times. Numbers i and i + R/2 of a head are a pair; the numbers from R on stay as they are. Upstream's
     own function keeps one table by the *number* of tokens, the same for all slices of one length.
     """
@@ -205,7 +204,7 @@ def turn(x: Tensor, rotary: Tensor | Sequence[Tensor], start: int) -> Tensor:
 
 
 def slice_weight(labels: Any) -> float:
-    """Set on `GPTModelPipe.loss_func`: the valid tokens of a slice, by which upstream divides its sum of losses.
+    """Return the valid tokens of a slice, by which upstream divides its losses. Set on `GPTModelPipe.loss_func`.
 
     labels: (labels, loss_mask), each [B, T], as upstream's `get_batch_pipe` gives them.
     """
@@ -214,7 +213,7 @@ def slice_weight(labels: Any) -> float:
 
 
 def before_reduce(model: Any, engine: Any) -> None:
-    """Set on `GPTModelPipe`: before gradients are reduced, see that every attention layer of this stage took slices.
+    """See that every attention layer of this stage took slices. Set on `GPTModelPipe`; called before the reduction.
 
     An insertion in the right function but in a branch that never runs is found here, before the first step.
     """

@@ -1,1 +1,1 @@
-"""Models that plug into a DeepSpeed ``PipelineModule`` and train in token slices."""
+"""Models that plug into a DeepSpeed `PipelineModule` and train in token slices."""

@@ -1,10 +1,9 @@
 """A decoder-only Transformer in plain torch, as the list of layers that a DeepSpeed `PipelineModule` takes.
 
 Pre-norm (RMSNorm), rotary or learned positions, grouped-query attention, SwiGLU, linears without bias; GPT-3's
-LayerNorm, GELU and biases by two fields of the config. Every layer takes one tensor and returns one. Nothing here knows
-of pipelines. Two things let the model work in token slices: `sliced_attention` in the place of
-`F.scaled_dot_product_attention`, and positions that begin at `active_slice().start`. Without an active slice the same
-layers, with the same parameters, run whole sequences.
+LayerNorm, GELU and biases by two fields of the config. Every layer takes one tensor and returns one. Two things let the
+model work in token slices: `sliced_attention` in the place of `F.scaled_dot_product_attention`, and positions that
+begin at `first_position()`. Without an active slice the same layers, with the same parameters, run whole sequences.
 
 Shapes: B batch, T tokens of the slice (or of the sequence), H heads, D head dim.
 """
@@ -21,10 +20,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from terapipe_ds.attention import active_slice, sliced_attention
+from terapipe_ds.attention import sliced_attention
 from terapipe_ds.costs import model_sizes
-from terapipe_ds.messages import show_value
-from terapipe_ds.models.rotary import rotary_turns, rotate
+from terapipe_ds.files.strict_json import STRICT, describe_error
+from terapipe_ds.models.rotary import first_position, rotary_turns, rotate
 
 IGNORE_INDEX = -100
 
@@ -38,11 +37,11 @@ _Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _usual_head_dim(fields: dict[str, Any]) -> int:
-    hidden_size, num_heads = fields["hidden_size"], fields["num_heads"]
-    if hidden_size % num_heads:
-        problem = f"hidden_size={hidden_size} does not divide by num_heads={num_heads}"
+    head_dim, rest = divmod(fields["hidden_size"], fields["num_heads"])
+    if rest:
+        problem = f"hidden_size={fields['hidden_size']} does not divide by num_heads={fields['num_heads']}"
         raise GPTConfigError(f"{problem}: change one of them or give head_dim")
-    return int(hidden_size // num_heads)
+    return int(head_dim)
 
 
 def _usual_ffn_size(fields: dict[str, Any]) -> int:
@@ -57,7 +56,7 @@ class GPTConfig(BaseModel):
         GPTConfigError: sizes that no model can have.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT | ConfigDict(frozen=True)
 
     vocab_size: _Size = 256
     hidden_size: _Size = 128
@@ -80,15 +79,12 @@ class GPTConfig(BaseModel):
     init_std: Annotated[float, Field(ge=0)] = 0.02
 
     def __init__(self, /, **fields: Any) -> None:
+        usual = {name for name in type(self).model_fields if fields.get(name, 0) is None}
         try:
-            super().__init__(**{name: value for name, value in fields.items() if value is not None})
+            super().__init__(**{name: value for name, value in fields.items() if name not in usual})
         except ValidationError as error:
-            (detail, *_) = error.errors(include_input=False, include_url=False)
-            if not detail["loc"]:
-                raise detail["ctx"]["error"] from None
-            name = str(detail["loc"][0])
-            reason = detail["msg"][0].lower() + detail["msg"][1:]
-            raise GPTConfigError(f"{name}={show_value(fields.get(name))}: {reason}; give another value") from None
+            problem = describe_error(error, "the model")
+            raise GPTConfigError(f"{problem}; give another value, or leave it out") from None
 
     @model_validator(mode="after")
     def _fit_together(self) -> GPTConfig:
@@ -113,15 +109,10 @@ class GPTConfig(BaseModel):
         """
         size = dataclasses.asdict(model_sizes.model_size(name))
         fields = {name: size[name] for name in cls.model_fields if name in size}
-        follows = {
-            "num_kv_heads": {"num_heads"},
-            "head_dim": {"num_heads", "hidden_size"},
-            "ffn_size": {"hidden_size", "gated_mlp"},
-        }
-        for derived, sources in follows.items():
-            if sources & overrides.keys():
-                fields[derived] = None
-        return cls(**{**fields, **overrides})
+        sources = {"num_kv_heads": {"num_heads"}, "head_dim": {"num_heads", "hidden_size"}}
+        sources["ffn_size"] = {"hidden_size", "gated_mlp"}
+        follow = dict.fromkeys(name for name, of in sources.items() if of & overrides.keys())
+        return cls(**{**fields, **follow, **overrides})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -188,7 +179,7 @@ class PositionEmbedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
-        start = _first_position()
+        start = first_position()
         stop, known = start + hidden.shape[1], self.weight.shape[0]
         if stop > known:
             problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
@@ -233,7 +224,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 H_kv, D]
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.rope_base is not None:
-            turns = rotary_turns(self.head_dim, self.rope_base, _first_position(), hidden)
+            turns = rotary_turns(self.head_dim, self.rope_base, first_position(), hidden)
             q, k = rotate(q, turns), rotate(k, turns)  # new tensors: only v still holds the fused output
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         out = sliced_attention(q, k, v, layer=self.index, dropout_p=self.dropout if self.training else 0.0)
@@ -283,11 +274,6 @@ class LMHead(nn.Module):
 
 def _tied_logits(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
     return F.linear(hidden, embedding.weight)
-
-
-def _first_position() -> int:
-    active = active_slice()
-    return 0 if active is None else active.start
 
 
 def _norm(config: GPTConfig) -> nn.Module:

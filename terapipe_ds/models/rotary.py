@@ -1,4 +1,4 @@
-"""Rotary positions: each pair of numbers of a query or key is turned by an angle that its position gives."""
+"""Positions of a slice, and rotary ones: each pair of numbers of a query or key is turned by an angle of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import functools
 
 import torch
 from torch import Tensor
+
+from terapipe_ds.attention import active_slice
+
+
+def first_position() -> int:
+    """Return the position of the first token of a layer's inputs: where the active slice starts, or 0."""
+    active = active_slice()
+    return 0 if active is None else active.start
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
@@ -22,8 +30,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor:
     """Return the turns of positions [start, start + T) for `like` [B, T, ...], [T, 1, D/2] complex.
 
-    It is a view of a table that all layers share, complex128 where `like` is fp64. No position is too large: the table
-    grows.
+    It is a view of a table that all layers share, complex128 where `like` is fp64; the table grows with positions.
     """
     stop = start + like.shape[1]
     dtype = torch.complex128 if like.dtype == torch.float64 else torch.complex64
@@ -34,10 +41,9 @@ def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor
 
 @functools.lru_cache(maxsize=32)
 def _turn_table(head_dim: int, base: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`exp(i * position * base^(-2j/D))` [length, 1, D/2], a pure function of its arguments.
+    """Return `exp(i * position * base^(-2j/D))` [length, 1, D/2], no buffer, so that checkpoints do not carry it.
 
-    Neither a parameter nor a buffer, so that checkpoints do not carry it. The angles are taken in fp64: in
-    fp32 they would be off by some 1e-7 of the position, which shows in long sequences.
+    The angles are taken in fp64: in fp32 they would be off by some 1e-7 of the position.
     """
     with torch.inference_mode(False):  # a table that was first needed in inference must serve training later
         frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)

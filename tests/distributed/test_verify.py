@@ -153,7 +153,7 @@ def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Ten
 def megatron_positions_from_zero(case: str) -> tuple[str, str]:
     from terapipe_ds.models.megatron import layers
 
-    with mock.patch.object(layers, "_first_position", lambda: 0):
+    with mock.patch.object(layers, "first_position", lambda: 0):
         return megatron_trainings(case)[1][2]
 
 

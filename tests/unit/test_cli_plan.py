@@ -15,6 +15,7 @@ import pytest
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
@@ -87,23 +88,8 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path.write_text(json.dumps(config))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
-    same = (
-        "--micro-batch-size",
-        "2",
-        "--micro-batches",
-        "3",
-        "--dtype",
-        "fp16",
-        "--zero-stage",
-        "1",
-        "--schedule",
-        "1f1b",
-        "--granularity",
-        "256",
-        "--memory-limit-gb",
-        "14",
-    )
-    assert found == as_json(capsys, *options, *same)
+    same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"
+    assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
 
@@ -146,6 +132,18 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     profile_of(1).save(path)
     assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
+
+
+def test_simulate_takes_measured_and_counted_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, schedule = tmp_path / "profile.json", "--schedule seq1f1b --stages 2 --slices 512,512"
+    profile_of(2).save(path)
+    model = "--model gpt3-13b --device v100 --tensor-parallel 8 --micro-batch-size 2"
+    counted = analytic_costs("gpt3-13b", "v100", num_stages=2, tensor_parallel=8, micro_batch=2)
+    for words, costs in ((f"--profile {path}", CostModel.from_profile(profile_of(2))), (model, counted)):
+        found = json.loads(shown(capsys, "simulate", *f"{schedule} {words} --json".split()))["makespan_s"]
+        assert found == simulate(build("seq1f1b", 2, 1, 2), SlicePlan((512, 512)), costs).makespan_s
+    three = refused_command(capsys, "simulate", *f"{schedule} --stages 3 --profile {path}".split())
+    assert "2 costs for 3 parts" in three
 
 
 def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -223,7 +221,6 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "cannot be cut in 28 parts" in refused(
         capsys, *SMALL, "--chunks-per-stage", "7", "--schedule", "interleaved"
     )
-    assert "--chunks-per-stage 0: give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
 
@@ -237,31 +234,6 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> N
     costs = [dataclasses.replace(part, link=link) for part in parts]
     timeline = simulate(build("zbv", 4, 2, 1), SlicePlan((2048,)), costs)
     assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
-
-
-def test_layers_of_a_profile_are_recut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Parts of 3 and 1 layers: cut in 4, each layer alone takes its share."""
-    path, whole = tmp_path / "profile.json", profile_of(2)
-    shares = ((LayerShare(0.5, 0.25, 1),) + (LayerShare(0.25, 0.375, 1),) * 2, (LayerShare(1.0, 1.0, 1),))
-    parts = [dataclasses.replace(p, layer_shares=each) for p, each in zip(whole.parts, shares, strict=True)]
-    dataclasses.replace(whole, parts=tuple(parts)).save(path)
-    options = ("--micro-batches", "2", "--max-slices", "1", "--schedule", "interleaved", "--chunks-per-stage", "2")
-    found = as_json(capsys, "--profile", str(path), *options)
-    f = 1e-3 + 1e-5 * 1024
-
-    class Part:
-        def __init__(self, forward: float, backward: float) -> None:
-            self.forward, self.backward = forward * f, backward * 2 * f
-
-        def forward_s(self, tokens: int, prefix: int) -> float:
-            return self.forward
-
-        def backward_s(self, tokens: int, prefix: int) -> float:
-            return self.backward
-
-    by_hand = [Part(0.5, 0.25), Part(0.25, 0.375), Part(0.25, 0.375), Part(1, 1)]
-    timeline = simulate(build("interleaved", 2, 2, 1, chunks_per_stage=2), SlicePlan((1024,)), by_hand)
-    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-6)
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -279,42 +251,31 @@ def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str
     assert "activation-checkpointing False" in refused(capsys, *measured, "--config", str(config))
 
 
+OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000000 --granularity 1"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            (
-                "--model",
-                "llama-3-8b",
-                "--device",
-                "h100",
-                "--stages",
-                "4",
-                "--sequence-length",
-                "100000000",
-                "--granularity",
-                "1",
-            ),
-            "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules",
-        ),
-        ((*SMALL, "--out", "no-such-folder/plan.json"), "no-such-folder/plan.json: there is no such folder; give a"),
-        ((), "give --model and --device, or --profile"),
-        (("--model", "gpt3-1b", "--device", "v100"), "--stages is missing"),
-        (("--model", "gpt3-2b", "--device", "v100", "--stages", "4"), "did you mean"),
-        (("--model", "gpt3-1b", "--device", "v10", "--stages", "4"), "unknown device"),
-        ((*SMALL, "--dtype", "bf16"), "no such arithmetic"),
-        ((*SMALL, "--schedule", "zigzag"), "the planner knows"),
-        ((*SMALL, "--granularity", "4096"), "larger than the sequence"),
-        ((*SMALL, "--sequence-length", "4096"), "learned positions for 2048 tokens"),
-        ((*SMALL, "--stages", "25"), "24"),
-        ((*SMALL, "--memory-limit-gb", "0.5"), "no plan fits in 0.5 GB"),
-        ((*SMALL, "--config", "no-such-file.json"), "no-such-file.json: No such file"),
-        ((*SMALL, "--profile", "no-such-file.json"), "no-such-file.json"),
-        ((*SMALL, "--picture", "step.bmp"), ".png, .svg or .pdf"),
-    ],
+    ("words", "message"),
+    {
+        OF_LLAMA: "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules",
+        "": "give --model and --device, or --profile",
+        "--model gpt3-1b --device v100": "--stages is missing",
+        "--model gpt3-2b --device v100 --stages 4": "did you mean",
+        "--model gpt3-1b --device v10 --stages 4": "unknown device",
+        "SMALL --out no-such-folder/plan.json": "no-such-folder/plan.json: there is no such folder; give a",
+        "SMALL --dtype bf16": "no such arithmetic",
+        "SMALL --schedule zigzag": "the planner knows",
+        "SMALL --granularity 4096": "larger than the sequence",
+        "SMALL --sequence-length 4096": "learned positions for 2048 tokens",
+        "SMALL --stages 25": "24",
+        "SMALL --memory-limit-gb 0.5": "no plan fits in 0.5 GB",
+        "SMALL --config no-such-file.json": "no-such-file.json: No such file",
+        "SMALL --profile no-such-file.json": "no-such-file.json",
+        "SMALL --picture step.bmp": ".png, .svg or .pdf",
+    }.items(),
 )
-def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused(capsys, *arguments)
+def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert message in refused(capsys, *words.replace("SMALL", " ".join(SMALL)).split())
 
 
 def test_a_config_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

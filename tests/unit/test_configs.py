@@ -19,13 +19,6 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_the_folder_has_ready_configs_only() -> None:
-    assert {"stock", "sliced_8", "auto", "zero1_bf16", "activation_checkpointing", "demo_stock", "demo_sliced"} <= {
-        file.stem for file in FILES
-    }
-    assert {file.suffix for file in FILES} == {".json"}
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_loads(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))

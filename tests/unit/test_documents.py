@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import runpy
@@ -44,13 +45,6 @@ class Block(NamedTuple):
     text: str
 
 
-class Command(NamedTuple):
-    """A command without its comment, and what the document prints below it."""
-
-    words: list[str]
-    output: str
-
-
 def blocks(document: Path) -> list[Block]:
     text = document.read_text(encoding="utf-8")
     fenced = [Block(*match.groups()) for match in _FENCED.finditer(text)]
@@ -73,27 +67,24 @@ def without_variables(words: list[str]) -> list[str]:
     return words
 
 
-def commands(document: Path) -> Iterator[Command]:
-    """Yield the commands of all blocks. In a block that begins with a program, each line is a command."""
+def commands(document: Path) -> Iterator[tuple[list[str], str]]:
+    """Yield the words of the commands of all blocks, without comments, and what the document prints below each.
+
+    In a block that begins with a program, each line is a command.
+    """
     for block in blocks(document):
         if block.text.startswith("$ "):
             line, _, output = block.text.removeprefix("$ ").partition("\n")
-            yield Command(shlex.split(line), output)
+            yield shlex.split(line), output
             continue
         lines = block.text.replace("\\\n", " ").strip().splitlines()
         first = without_variables(lines[0].split())
         if not block.language and first and first[0] in PROGRAMS:
             for line in filter(None, lines):
-                for words in split_at_and(shlex.split(line, comments=True)):
-                    yield Command(without_variables(words), "")
-
-
-def split_at_and(words: list[str]) -> Iterator[list[str]]:
-    while "&&" in words:
-        end = words.index("&&")
-        yield words[:end]
-        words = words[end + 1 :]
-    yield words
+                words = shlex.split(line, comments=True)
+                for is_and, group in itertools.groupby(words, "&&".__eq__):
+                    if not is_and:
+                        yield without_variables(list(group)), ""
 
 
 # --- what a command is checked by
@@ -203,8 +194,8 @@ def check_path(path: str, folder: Path) -> None:
 
 @in_each_document
 def test_every_command_parses(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in commands(document):
-        check(command.words, monkeypatch)
+    for words, _ in commands(document):
+        check(words, monkeypatch)
 
 
 @in_each_document
@@ -239,13 +230,10 @@ def test_fast_commands_run_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    made = False
-    for words, output in commands(document):
-        if words[0] != "terapipe" or words[1] not in RUN:
-            continue
-        if not made:
-            make_traces(tmp_path)
-            made = True
+    runnable = [(words, output) for words, output in commands(document) if words[0] == "terapipe" and words[1] in RUN]
+    if runnable:
+        make_traces(tmp_path)
+    for words, output in runnable:
         capsys.readouterr()
         assert cli.main(words[1:]) == 0
         shown = capsys.readouterr().out

@@ -32,11 +32,6 @@ def text_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return example("metrics", monkeypatch)
-
-
-@pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.chdir(tmp_path)
     module = example("demo", monkeypatch)
@@ -54,16 +49,11 @@ def starts(batches: Any, count: int) -> list[int]:
 
 
 def test_labels_are_one_byte_ahead(text_data: ModuleType) -> None:
-    for batches in (
-        text_data.training_batches(TOKENS, 16, 3, seed=1),
-        text_data.validation_batches(TOKENS, 16, 3, num_micro_batches=2),
-    ):
+    training = text_data.training_batches(TOKENS, 16, 3, seed=1)
+    for batches in (training, text_data.validation_batches(TOKENS, 16, 3, num_micro_batches=2)):
         inputs, labels = next(batches)
-        assert inputs.shape == labels.shape == (3, 16)
-        assert inputs.dtype == labels.dtype == torch.int64
+        assert inputs.shape == (3, 16) and inputs.dtype == torch.int64
         assert torch.equal(labels, inputs + 1)
-        assert inputs.is_contiguous()
-        assert labels.is_contiguous()
 
 
 def test_samples_follow_from_seed_and_number(text_data: ModuleType) -> None:
@@ -115,8 +105,8 @@ def test_unusable_text_says_what_to_give(text_data: ModuleType, tmp_path: Path) 
 # -- metrics and pictures --------------------------------------------------------------------------------------
 
 
-def test_metrics_keep_every_digit_and_earlier_entries(metrics: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "run.jsonl"
+def test_metrics_keep_every_digit_and_earlier_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    metrics, path = example("metrics", monkeypatch), tmp_path / "new" / "run.jsonl"
     file = metrics.MetricsFile(path, earlier=[{"step": 1, "loss": 2.5}])
     file.record(step=2, loss=1 / 3, seconds=math.pi)
     assert metrics.read_metrics(path) == file.entries

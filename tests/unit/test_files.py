@@ -40,13 +40,8 @@ def test_what_can_be_written_is_known_before(tmp_path: Path) -> None:
 def test_what_was_there_is_there_after_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_text("old")
-
-    def fail(temporary: Path) -> None:
-        temporary.write_text("half")
-        raise RuntimeError("full")
-
-    with pytest.raises(RuntimeError, match="full"):
-        write_atomically(path, fail)
+    with pytest.raises(TypeError):
+        write_atomically(path, lambda temporary: temporary.write_text("half") + "full")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -152,15 +147,5 @@ def test_every_file_is_written_by_the_helper() -> None:
     ],
 )  # fmt: skip
 def test_bare_writes_are_seen(source: str) -> None:
-    assert len(list(bare_writes(source))) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "open(path)", "path.open('rb')", "open(path, encoding='utf-8')", "write_text(path, text)",
-        "write_atomically(path, lambda t: figure.savefig(t))", "self._open()", "open(os.devnull, 'w')",
-    ],
-)  # fmt: skip
-def test_other_calls_are_left_alone(source: str) -> None:
-    assert list(bare_writes(source)) == []
+    good = "open(path); path.open('rb'); write_text(path, text); open(os.devnull, 'w')"
+    assert len(list(bare_writes(f"{good}; write_atomically(path, lambda t: figure.savefig(t)); {source}"))) == 1

@@ -44,8 +44,7 @@ def is_split(parameter: nn.Parameter) -> bool:
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
     """Return a function from a parameter to the gradient that DeepSpeed's `optimizer` will read, or None.
 
-    Other attributes of the parameter are stale or empty: an optimizer that copies gradients into buffers of its own, in
-    another dtype, reads nothing else after that.
+    Other attributes of the parameter are stale or empty.
 
     Raises:
         TypeError: for an optimizer of which it is not known where its gradients are.
@@ -81,22 +80,24 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
     """Sum partial gradients over the tensor-parallel ranks, in place: once per batch, after its last backward.
 
     Raises:
-        RuntimeError: a parameter has no gradient where `optimizer` reads it. All of these layers take part in every
-            forward pass, so it is elsewhere, and would silently be left out of the sum.
+        RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.
     """
     partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
     gradient_of = gradient_reader(optimizer)
-    gradients = {name: gradient for name, p in partial.items() if (gradient := gradient_of(p)) is not None}
-    missing = [name for name in partial if name not in gradients]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    missing = []
+    for name, parameter in partial.items():
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            missing.append(name)
+        else:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
     if missing:
         raise RuntimeError(
             f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
             f"have none where {type(optimizer).__name__} reads it: {_few(missing)}. Set requires_grad_(False) on what "
             "is not trained"
         )
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients.values():
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for same in by_dtype.values():  # one collective for each dtype
         flat = torch.cat([gradient.flatten() for gradient in same])
         torch_dist.all_reduce(flat, group=group)

@@ -6,7 +6,7 @@ No second set of groups: tensor-parallel collectives run in the grid's own group
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from terapipe_ds.models.megatron.refusals import MegatronConfigError
 AXES = ["pipe", "data", "model"]  # of DeepSpeed's topology, the last one varying fastest
 _ORDER = "tp-cp-ep-dp-pp"  # the same of Megatron, which names the fastest first
 _AXIS_OF = {"tp": "model", "dp": "data", "pp": "pipe"}
+_ranks_of = torch_dist.get_process_group_ranks
 
 
 def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> ProcessGroupCollection:
@@ -33,8 +34,9 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     Raises:
         MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
     """
-    _require_everywhere(_problem(grid, config))
-    _require_everywhere(_problem_of_communicators(grid))
+    problem = _problem(grid, config) or _problem_of_members(grid, lambda group, _: _ranks_of(group))
+    _require_everywhere(problem or _problem_of_parallel_state(grid))
+    _require_everywhere(_problem_of_members(grid, _answering))
     tensor, alone = grid.get_slice_parallel_group(), _alone(grid)
     groups = ProcessGroupCollection(
         mp=grid.get_model_parallel_group(),
@@ -79,47 +81,33 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
                 f"{token} groups (order {_ORDER}) are {theirs}. Build the topology with PipeModelDataParallelTopology, "
                 f"whose axes are {AXES}"
             )
-    return _problem_of_members(grid) or _problem_of_parallel_state(grid)
-
-
-def _problem_of_members(grid: PipelineParallelGrid) -> str | None:
-    """Compare the ranks that groups list with those of the topology, in its order: vocabulary shares follow it."""
-    for axis, group, expected in _groups_of_axes(grid):
-        found = torch_dist.get_process_group_ranks(group)
-        if found != expected:
-            return _wrong_members(axis, found, expected)
     return None
 
 
-def _problem_of_communicators(grid: PipelineParallelGrid) -> str | None:
-    """Compare the ranks that answer in a group with those that it lists. A collective over each group."""
-    device = get_accelerator().current_device_name()
-    for axis, group, expected in _groups_of_axes(grid):
-        mine = torch.tensor([torch_dist.get_rank()], device=device)
-        everyone = [torch.empty_like(mine) for _ in expected]
-        torch_dist.all_gather(everyone, mine, group=group)
-        found = torch.cat(everyone).tolist()
-        if found != expected:
-            return _wrong_members(axis, found, expected)
-    return None
-
-
-def _groups_of_axes(grid: PipelineParallelGrid) -> Iterator[tuple[str, Any, list[int]]]:
-    """Yield the axes with this rank's group, and the ranks that it should have by the topology."""
+def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int], list[int]]) -> str | None:
+    """Compare the ranks in this rank's groups with the topology, in its order: vocabulary shares follow it."""
     rank = torch_dist.get_rank()
     for axis, group in zip(("model", "data", "pipe"), _groups(grid), strict=True):
-        yield axis, group, next((r for r in grid.topology().get_axis_comm_lists(axis) if rank in r), [rank])
+        expected = next((row for row in grid.topology().get_axis_comm_lists(axis) if rank in row), [rank])
+        ranks = ranks_in(group, len(expected))
+        if ranks != expected:
+            return (
+                f"the {axis} group of rank {rank} holds the ranks {ranks}, by the topology it is {expected}. Leave "
+                "DeepSpeed's grid the groups that it has made"
+            )
+    return None
+
+
+def _answering(group: Any, count: int) -> list[int]:
+    """Return the ranks that answer in a group, which need not be those that it lists. A collective over the group."""
+    here = torch.tensor([torch_dist.get_rank()], device=get_accelerator().current_device_name())
+    everyone = [torch.empty_like(here) for _ in range(count)]
+    torch_dist.all_gather(everyone, here, group=group)
+    return [int(rank) for rank in everyone]
 
 
 def _groups(grid: PipelineParallelGrid) -> tuple[Any, Any, Any]:
     return grid.get_slice_parallel_group(), grid.get_data_parallel_group(), grid.get_pipe_parallel_group()
-
-
-def _wrong_members(axis: str, found: list[int], expected: list[int]) -> str:
-    return (
-        f"the {axis} group of rank {torch_dist.get_rank()} holds the ranks {found}, by the topology it is {expected}. "
-        "Leave DeepSpeed's grid the groups that it has made"
-    )
 
 
 def _problem_of_parallel_state(grid: PipelineParallelGrid) -> str | None:
@@ -132,7 +120,7 @@ def _problem_of_parallel_state(grid: PipelineParallelGrid) -> str | None:
         parallel_state.get_pipeline_model_parallel_group(),
     )
     for name, *both in zip(("tensor", "data", "pipeline"), megatron, _groups(grid), strict=True):
-        members = [torch_dist.get_process_group_ranks(group) for group in both]
+        members = list(map(_ranks_of, both))
         if members[0] != members[1]:
             return (
                 f"Megatron's parallel_state was initialized with other {name} groups: rank {torch_dist.get_rank()} is "
@@ -155,16 +143,16 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
     """Put the groups where megatron-core's own functions look them up."""
     if parallel_state.model_parallel_is_initialized() and not _entered_by_us():
         return  # another program did, and it agrees
-    pipe, ranks_of = grid.get_pipe_parallel_group(), torch_dist.get_process_group_ranks
+    pipe = grid.get_pipe_parallel_group()
     entries: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GROUP": groups.tp,
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": ranks_of(groups.tp),
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": _ranks_of(groups.tp),
         "_PIPELINE_MODEL_PARALLEL_GROUP": pipe,
-        "_PIPELINE_GLOBAL_RANKS": ranks_of(pipe),
+        "_PIPELINE_GLOBAL_RANKS": _ranks_of(pipe),
         "_MODEL_PARALLEL_GROUP": groups.mp,
         "_DATA_PARALLEL_GROUP": groups.dp,
         "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp,
-        "_DATA_PARALLEL_GLOBAL_RANKS": ranks_of(groups.dp),
+        "_DATA_PARALLEL_GLOBAL_RANKS": _ranks_of(groups.dp),
         "_CONTEXT_PARALLEL_GROUP": alone,
         "_CONTEXT_PARALLEL_GLOBAL_RANKS": [torch_dist.get_rank()],
         "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": groups.tp,
@@ -185,10 +173,10 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
 
 
 def _require_everywhere(problem: str | None) -> None:
-    """Raise on every rank when one of them has found a problem."""
+    """Raise on every rank where one of them has a problem."""
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(everyone, problem)
-    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
-    if found:
-        texts = "; ".join(sorted(set(found.values())))
-        raise MegatronConfigError(f"on rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}: {texts}")
+    problems = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if problems:
+        texts = "; ".join(sorted(set(problems.values())))
+        raise MegatronConfigError(f"on rank{'s' * (len(problems) > 1)} {', '.join(map(str, problems))}: {texts}")

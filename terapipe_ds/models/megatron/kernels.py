@@ -1,8 +1,8 @@
 """Which kernels this machine runs megatron-core's layers with, and stand-ins for what it lacks.
 
 megatron-core 0.16.1 calls `torch.cuda.current_device()` for the place of every new tensor and keeps the states of
-CUDA's random numbers. Those calls are answered for ranks on a CPU; nothing of that runs where there is a CUDA device.
-Its own torch norm refuses sequence parallelism and zero-centred weights, its fused one needs NVIDIA apex on a GPU.
+CUDA's random numbers. Those calls are answered for ranks on a CPU. Its own torch norm refuses sequence parallelism and
+zero-centred weights, its fused one needs NVIDIA apex on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,7 @@ def describe_kernels(config: TransformerConfig) -> str:
 class TorchNorm(nn.Module):
     """`config.normalization` over the last dimension, with megatron-core's names of parameters.
 
-    The parameters carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are
-    summed over the ranks once per batch.
+    They carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are summed.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -88,8 +88,7 @@ class TorchNorm(nn.Module):
 def stand_in_for_cuda() -> None:
     """Let megatron-core run on a CPU, once per process; do nothing where there is a CUDA device.
 
-    Only calls that fail on such a machine are replaced: the current CUDA device (now the CPU) and the getter and setter
-    of its random state (now of torch's CPU generator, from which dropout draws).
+    Replaced are the current CUDA device and its random state, now that of torch's CPU generator.
     """
     if not on_cpu():
         return
@@ -111,15 +110,9 @@ def stand_in_for_transformer_engine() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(megatron_random, "FP8GlobalStateManager"):
-        megatron_random.FP8GlobalStateManager = _NoFp8
+        megatron_random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         megatron_random.activation_recompute_forward = _no_fp8_context
         megatron_random.fp8_autocast = _no_fp8_context
-
-
-class _NoFp8:
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
 
 
 def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
@@ -129,8 +122,8 @@ def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
 class CpuRngTracker(megatron_random.CudaRNGStatesTracker):
     """Named states of torch's CPU generator in the place of CUDA's.
 
-    `fork(name)` draws from the named state and leaves the default one alone. Dropout that must differ between
-    tensor-parallel ranks draws from "model-parallel-rng", all other from the default state, which they share.
+    Dropout that must differ between tensor-parallel ranks draws from "model-parallel-rng", all other from the default
+    state, which they share.
     """
 
     def add(self, name: str, seed: int) -> None:

@@ -26,10 +26,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from terapipe_ds.attention import active_slice
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
+from terapipe_ds.models.rotary import first_position
 
 
 @dataclass
@@ -90,9 +90,23 @@ class Blueprint:
             **options,
         )
 
-    def drawn(self, layer_index: int) -> Any:
-        """Let the weights of a layer that is built inside depend on the seed and `layer_index` alone."""
-        return initial_weights(self.seed, layer_index, self.groups.tp.rank())
+    @contextlib.contextmanager
+    def drawn(self, layer_index: int) -> Iterator[None]:
+        """Draw the weights of a layer that is built inside from the seed and `layer_index` alone.
+
+        Afterwards all random states are as before. With `use_cpu_initialization` the whole matrix is drawn and cut, so
+        that the weights are the same for every tensor-parallel size; without it they are the same for one size.
+        """
+        tracker, seed = tensor_parallel.get_cuda_rng_tracker(), self.seed + 1_000_003 * (layer_index + 1)
+        states, seeds = tracker.get_states(), set(tracker.seeds_)
+        with torch.random.fork_rng(devices=[] if on_cpu() else [get_accelerator().current_device()]):
+            torch.manual_seed(seed)
+            _seed_tracker(seed, self.groups.tp.rank())
+            try:
+                yield
+            finally:
+                tracker.set_states(states)
+                tracker.seeds_ = seeds
 
     def random_numbers(self) -> Any:
         """Draw a layer's dropout inside: ranks that hold different tokens need different numbers."""
@@ -143,19 +157,14 @@ class MegatronEmbedding(LanguageModelEmbedding):
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
-        if self.add_position_embedding:
-            position_ids = self._positions(tokens) if position_ids is None else position_ids
+        if self.add_position_embedding and position_ids is None:
+            start = first_position()
+            stop, known = start + tokens.shape[1], self.max_sequence_length
+            if stop > known:
+                problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
+                raise ValueError(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+            position_ids = torch.arange(start, stop, device=tokens.device).expand_as(tokens)
         return super().forward(tokens, position_ids)
-
-    def _positions(self, tokens: Tensor) -> Tensor:
-        start, tokens_here = _first_position(), tokens.shape[1]
-        stop, known = start + tokens_here, self.max_sequence_length
-        if stop > known:
-            raise ValueError(
-                f"a sequence of at least {stop} tokens, with learned positions for {known}: give "
-                f"max_sequence_length >= {stop} or shorter sequences"
-            )
-        return torch.arange(start, stop, device=tokens.device).expand_as(tokens)
 
 
 class MegatronLayer(nn.Module):
@@ -180,16 +189,13 @@ class MegatronLayer(nn.Module):
         return self._run(hidden)
 
     def _run(self, hidden: Tensor) -> Tensor:
+        positions = None
+        if self.blueprint.rotary is not None:
+            shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+            positions = self.blueprint.rotary(hidden.shape[0] * shared_by, offset=first_position())
         with self.blueprint.random_numbers():
-            hidden, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._rotary(hidden))
+            hidden, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=positions)
         return hidden
-
-    def _rotary(self, hidden: Tensor) -> Tensor | None:
-        rotary = self.blueprint.rotary
-        if rotary is None:
-            return None
-        shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
-        return rotary(hidden.shape[0] * shared_by, offset=_first_position())
 
 
 def _copy_bias(module: nn.Module, args: Any, result: Any) -> Any:
@@ -235,11 +241,6 @@ def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Ten
     return blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
 
 
-def _first_position() -> int:
-    active = active_slice()
-    return 0 if active is None else active.start
-
-
 def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:
     """Seed this rank's random numbers with Megatron-LM's offsets.
 
@@ -256,22 +257,3 @@ def _seed_tracker(seed: int, tensor_rank: int) -> None:
     tracker.add(megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tensor_rank)
     tracker.add(megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME, seed + 1024 + tensor_rank)
-
-
-@contextlib.contextmanager
-def initial_weights(seed: int, layer_index: int, tensor_rank: int) -> Iterator[None]:
-    """Draw the weights of one layer from (seed, layer_index) alone; afterwards all random states are as before.
-
-    With `use_cpu_initialization` the whole matrix is drawn and cut, so that the weights are the same for every
-    tensor-parallel size; without it they are the same for one size.
-    """
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states, seeds = tracker.get_states(), set(tracker.seeds_)
-    with torch.random.fork_rng(devices=[] if on_cpu() else [get_accelerator().current_device()]):
-        torch.manual_seed(seed + 1_000_003 * (layer_index + 1))
-        _seed_tracker(seed + 1_000_003 * (layer_index + 1), tensor_rank)
-        try:
-            yield
-        finally:
-            tracker.set_states(states)
-            tracker.seeds_ = seeds

@@ -1,14 +1,12 @@
 """megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
 
-In every other backward `ColumnParallelLinear` and `RowParallelLinear` do what megatron-core wrote. Where a slice
-has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before wait for, with
-megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the tensor-parallel
-ranks, or under sequence parallelism summed and cut; and those of biases. The gradient of the weight is left to W.
+Where a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before
+wait for, with megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the
+tensor-parallel ranks, or under sequence parallelism summed and cut; and those of biases. The weight's is left to W.
 
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
 megatron-core gathers them in the forward and once more in the backward. Here W gathers them instead of B, for which
-other stages wait; the share alone waits for W. Keeping the gathered tokens would save this collective, at as many times
-the memory as there are ranks, and for as many slices as wait for W.
+other stages wait. Keeping the gathered tokens would take as many times the memory as there are ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
         sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
         ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
         # without an edge to the weight: hooks on it would be called in B with nothing
-        return _Linear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
+        return _SplitLinear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
 
     setattr(forward, _MARK, True)
     return forward
@@ -106,7 +104,7 @@ class _Ranks(NamedTuple):
         return gradient, None
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """[T, B, in] -> [T, B, out]; inputs of T / tp tokens where the ranks share them."""
 
     @staticmethod

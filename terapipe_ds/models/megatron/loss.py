@@ -1,5 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over tensor-parallel ranks (Shoeybi et al. 2019,
-arXiv 1909.08053)."""
+"""Cross entropy over a vocabulary that tensor-parallel ranks share (Shoeybi et al. 2019, arXiv 1909.08053)."""
 
 from __future__ import annotations
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from deepspeed.checkpoint import constants
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import (
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
@@ -32,12 +29,6 @@ from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_c
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
-
-
-class HasOptimizer(Protocol):
-    """The engine, as far as gradients need it."""
-
-    optimizer: Any
 
 
 class MegatronGPT(PipelineModule):
@@ -145,7 +136,7 @@ class MegatronGPT(PipelineModule):
         """Random states besides torch's own, which measuring for `"slices": "auto"` puts back."""
         return [get_cuda_rng_tracker()]
 
-    def before_reduce(self, engine: HasOptimizer) -> None:
+    def before_reduce(self, engine: PipelineEngine) -> None:
         """Sum partial gradients over tensor-parallel ranks; the engine calls it after the last backward of a batch.
 
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
@@ -182,17 +173,12 @@ def _topology(config: TransformerConfig) -> ProcessTopology:
 
 def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> None:
     tensor = config.tensor_model_parallel_size
-    if vocab_size % tensor:
-        padded = -(-vocab_size // tensor) * tensor
-        raise MegatronConfigError(
-            f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
-            "more"
-        )
-    if config.ffn_hidden_size % tensor:
-        raise MegatronConfigError(
-            f"ffn_hidden_size={config.ffn_hidden_size} does not divide by tensor_model_parallel_size={tensor}: give a "
-            "multiple"
-        )
+    pad = f"pad it to {-(-vocab_size // tensor) * tensor} or more"
+    sizes = {"vocab_size": (vocab_size, pad), "ffn_hidden_size": (config.ffn_hidden_size, "give a multiple")}
+    for name, (size, fix) in sizes.items():
+        if size % tensor:
+            problem = f"{name}={size} does not divide by tensor_model_parallel_size={tensor}"
+            raise MegatronConfigError(f"{problem}: {fix}")
     known = ("learned_absolute", "rope", "none")
     if positions not in known:
         raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")
@@ -225,10 +211,8 @@ _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_ou
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
     """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
 
-    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
-
-    Args:
-        module: this stage's layers, with their tensor-parallel marks.
+    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something. `module` has this
+    stage's layers, with their tensor-parallel marks.
     """
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     stages: list[dict[str, list[str]]] = [here]

@@ -1,7 +1,7 @@
 """What of a `TransformerConfig` cannot be trained in token slices, or not by DeepSpeed's pipeline engine.
 
-There are two kinds: computations that see more of a sequence than attention over the slice store gives them, and
-machinery of Megatron-LM's own training loop. Both are refused when the model is built, with the reason.
+Refused are computations that see more of a sequence than attention over the slice store gives them, and machinery of
+Megatron-LM's own training loop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ class MegatronConfigError(ValueError):
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Refuse what is not supported.
-
-    Raises:
-        MegatronConfigError: with every problem of the config, one per line.
-    """
+    """Raise MegatronConfigError with every problem of the config, one per line."""
     if problems := list(_problems(config)):
-        raise MegatronConfigError(
-            "this TransformerConfig cannot be trained in token slices:\n  " + "\n  ".join(problems)
-        )
+        raise MegatronConfigError("\n  ".join(["this TransformerConfig cannot be trained in token slices:", *problems]))
 
 
 # Fields that must keep megatron-core's default, by the reason.

@@ -26,8 +26,7 @@ from terapipe_ds.models.megatron.refusals import MegatronConfigError
 class SlicedCoreAttention(MegatronModule):
     """Causal attention of a slice's queries to the slice and its prefix, for the heads of this tensor-parallel rank.
 
-    It takes the place of `DotProductAttention` in `self_attention.submodules.core_attention`, and the arguments of its
-    constructor; those that say nothing here are ignored.
+    It takes the place, and the arguments, of `DotProductAttention` in `self_attention.submodules.core_attention`.
     """
 
     def __init__(
@@ -65,21 +64,15 @@ class SlicedCoreAttention(MegatronModule):
         """
         for name, argument in {"attention_mask": attention_mask, **others}.items():
             if argument is not None:
-                raise ValueError(
-                    f"{name} cannot be combined with token slices: attention is causal over the whole sequence. Leave "
-                    f"{name} out"
-                )
+                why = "attention is causal over the whole sequence"
+                raise ValueError(f"{name} cannot be combined with token slices: {why}. Leave {name} out")
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
         dropout_p = self.dropout_p if self.training else 0.0
-        with self._random_numbers(dropout_p):
+        # dropout differs between tensor-parallel ranks, as heads do; under sequence parallelism all of it does already
+        of_rank = dropout_p > 0.0 and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if of_rank else contextlib.nullcontext():
             out = sliced_attention(q, k, v, layer=self.layer_number, scale=self.scale, dropout_p=dropout_p)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _random_numbers(self, dropout_p: float) -> Any:
-        """Let dropout differ between tensor-parallel ranks, as heads do; under sequence parallelism all of it does."""
-        if dropout_p == 0.0 or self.config.sequence_parallel:
-            return contextlib.nullcontext()
-        return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
 def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
@@ -105,15 +98,11 @@ def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] 
             f"transformer_layer_spec has {len(specs)} specs for num_layers={config.num_layers} layers: give one for "
             "each, or one for all"
         )
-    return [with_sliced_attention(spec, config) for spec in specs]
+    return [_with_sliced_attention(spec, config) for spec in specs]
 
 
-def with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return a copy of a `TransformerLayer`'s spec whose core attention is ours and whose norms this machine has.
-
-    Raises:
-        MegatronConfigError: it is not the spec of a `TransformerLayer` with `SelfAttention` alone.
-    """
+def _with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """Return a copy of a `TransformerLayer`'s spec whose core attention is ours and whose norms this machine has."""
     problem = _problem_of_spec(spec)
     if problem is not None:
         raise MegatronConfigError(

@@ -95,10 +95,8 @@ def accumulated(total: Any, loss: Any) -> Any:
 
 
 def sum_of_slices(losses: list[Any]) -> Any:
-    """Return the loss of a micro-batch from its slices' shares; of lists element by element."""
-    if torch.is_tensor(losses[0]):
-        return functools.reduce(torch.add, losses)
-    return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
+    """Return the loss of a micro-batch from its slices' shares, in the same dtype on all replicas."""
+    return functools.reduce(accumulated, losses, None)
 
 
 def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows: int, sequence_dim: int) -> Any:

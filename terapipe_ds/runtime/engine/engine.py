@@ -42,10 +42,10 @@ from terapipe_ds.schedule.action import Action, Kind
 def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
     """Return `run` as a method of the engine, which calls it for the part at the action's chunk."""
 
-    def execute(engine: TeraPipeEngine, action: Action) -> None:
-        part = engine._parts[action.chunk_id]
-        engine._place = part.place
-        activate(engine.module, action.chunk_id)
+    def execute(self: TeraPipeEngine, action: Action) -> None:
+        part = self._parts[action.chunk_id]
+        self._place = part.place
+        activate(self.module, action.chunk_id)
         run(part, action)
 
     return execute

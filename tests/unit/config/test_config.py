@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError, conflicts
 from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
@@ -65,21 +65,14 @@ def test_every_key() -> None:
     assert config.planner.memory_limit_gb == 80.0
 
 
-def test_what_comes_later_is_accepted_while_switched_off() -> None:
-    config = read({"schedule": "best.csv", "slices": "auto", "verify": "first_batch"})
-    assert (config.schedule, config.verify, config.enabled) == ("best.csv", "first_batch", False)
-    assert read({"schedule": "auto"}).schedule == "auto"
+def test_a_schedule_from_a_file_is_not_read_while_switched_off() -> None:
+    assert read({"schedule": "best.csv"}).schedule == "best.csv"
 
 
-def test_an_ordered_dict_is_a_dict() -> None:  # what hjson reads
-    assert read(OrderedDict(enabled=True, slices=2, planner=OrderedDict(cache_dir="x"))).slices == 2
-
-
-def test_the_given_dict_stays_as_it_is() -> None:
-    ds_config = {"terapipe": {"enabled": True, "slices": [2, 2]}, "zero_optimization": {"stage": 1}}
-    before = copy.deepcopy(ds_config)
-    TeraPipeConfig.from_deepspeed(ds_config)
-    assert ds_config == before
+def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson reads
+    section = OrderedDict(enabled=True, slices=[2, 2], planner=OrderedDict(cache_dir="x"))
+    before = copy.deepcopy(section)
+    assert read(section).slices == (2, 2) and section == before
 
 
 # --- what is refused
@@ -91,10 +84,7 @@ def test_the_given_dict_stays_as_it_is() -> None:
         *(("enabled", value) for value in (1, "true", None)),
         *(("schedule", value) for value in ("gpip", ".csv", 1, "\ud800.csv")),
         *(("chunks_per_stage", value) for value in (0, True, 2.0)),
-        *(
-            ("slices", value)
-            for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {"a": 1}, 10**30)
-        ),
+        *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
         ("sequence_dim", -1),
         *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
         *(("granularity_tokens", value) for value in (0, 64.0)),
@@ -195,12 +185,6 @@ def test_other_sections_are_no_misspelling() -> None:
     assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
 
 
-@pytest.mark.parametrize("ds_config", [None, "ds_config.json", []])
-def test_a_config_that_is_no_dict(ds_config: Any) -> None:
-    with pytest.raises(TeraPipeConfigError, match="give it as a dict"):
-        TeraPipeConfig.from_deepspeed(ds_config)
-
-
 def test_keywords_are_checked_alike() -> None:
     assert TeraPipeConfig(enabled=True, slices=4).slices == 4
     with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = 0: must be"):
@@ -209,10 +193,9 @@ def test_keywords_are_checked_alike() -> None:
         TeraPipeConfig(enabled=True, schedule="a.csv")
 
 
-@pytest.mark.parametrize("section", [{}, {"slices": "auto"}, {"schedule": "auto"}, {"slices": 4, "schedule": "auto"}])
-def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any]) -> None:
-    config = read({"enabled": True, **section})
-    assert config.slices == section.get("slices", "auto") and config.schedule == section.get("schedule", "seq1f1b")
+def test_slices_and_schedule_may_be_left_to_the_planner() -> None:
+    for section in ({"slices": "auto"}, {"schedule": "auto"}, {"slices": 4, "schedule": "auto"}):
+        assert section.items() <= read({"enabled": True, **section}).model_dump().items()
 
 
 # --- schedules from a file, and several chunks per stage
@@ -328,14 +311,9 @@ def test_conflicts(key: str, bad: Any, good: Any) -> None:
     assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
 
 
-def test_every_conflict_is_tested() -> None:
-    from terapipe_ds.config import conflicts
-
-    assert {conflict.key for conflict in conflicts.CONFLICTS} == {key for key, _, _ in CONFLICTS}
-
-
 def test_the_conflicts_name_keys_that_deepspeed_has() -> None:
     """Spelled as in the installed DeepSpeed; three of them it knows only as removed."""
+    assert {conflict.key for conflict in conflicts.CONFLICTS} == {key for key, _, _ in CONFLICTS}
     deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
     removed = {"progressive_layer_drop", "sparse_attention", "eigenvalue"}
     assert removed <= set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
@@ -355,24 +333,15 @@ def test_the_conflicts_name_keys_that_deepspeed_has() -> None:
 
 
 def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
-    config = read(
-        {"enabled": True, "slices": 8},
-        train_micro_batch_size_per_gpu=1,
-        gradient_accumulation_steps=4,
-        optimizer={"type": "Adam", "params": {"lr": 1e-3}},
-        zero_optimization={"stage": 1, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}},
-        bf16={"enabled": True},
-        fp16={"enabled": False, "auto_cast": True},
-        pipeline={"activation_checkpoint_interval": 1, "use_reentrant": False},
-        gradient_clipping=1.0,
-        wall_clock_breakdown=True,
-        flops_profiler={"enabled": True},
-    )
-    assert config.enabled
-
-
-def test_what_is_no_number_is_left_to_deepspeed() -> None:
-    assert read({"enabled": True, "slices": 8}, zero_optimization={"stage": "two"}).enabled
+    usual = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}},
+        "bf16": {"enabled": True}, "fp16": {"enabled": False, "auto_cast": True}, "gradient_clipping": 1.0,
+        "pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}, "flops_profiler": {"enabled": True},
+    }  # fmt: skip
+    assert read({"enabled": True, "slices": 8}, **usual).enabled
+    not_a_number = {"stage": "two"}  # which DeepSpeed itself refuses
+    assert read({"enabled": True, "slices": 8}, zero_optimization=not_a_number).enabled
 
 
 # --- plans, fingerprint, description
@@ -434,8 +403,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert len(fingerprint) == 16
-    assert int(fingerprint, 16) >= 0
+    assert fingerprint == "cb0ded4fa67cb70e"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
@@ -445,10 +413,3 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     others = {read({**base, **change}).fingerprint() for change in changes}
     assert len(others) == len(changes)
     assert fingerprint not in others
-
-
-def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "cb0ded4fa67cb70e"
-
-
-# --- anything at all

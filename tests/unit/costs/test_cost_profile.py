@@ -91,11 +91,11 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ("format", "something", "is not a profile.*give the file"),
         ("version", 2, "version 2, this package reads 1: update terapipe_ds"),
         ("version", 0, "version 0.*measure again"),
-        ("extra", 1, "the file has unknown 'extra'"),
+        ("extra", 1, "the file has an unknown key 'extra'"),
         ("parts", [], "parts = .*: expected at least 1 item"),
         ("key.micro_batch", 0, "key.micro_batch = 0: expected greater than or equal to 1"),
         ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
-        ("key.surprise", 1, "key has unknown 'surprise'"),
+        ("key.surprise", 1, "key has an unknown key 'surprise'"),
         ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
         ("parts.0.layer_shares", [SHARE | {"backward": 0.5}], "layer_shares, sum of backward = 0.5: expec"),
         (

@@ -68,7 +68,7 @@ def test_dtypes() -> None:
         ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
         ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
         ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
-        ("surprise", 1, "has unknown 'surprise'"),
+        ("surprise", 1, "has an unknown key 'surprise'"),
     ],
 )
 def test_bad_cards(field: str, value: Any, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,61 +55,30 @@ def plain(q: Tensor, k: Tensor, v: Tensor, rotary_dim: int) -> Tensor:
 
 
 def drawn() -> list[Tensor]:
-    """q, k, v of two layers and the weights of a loss, [L, B, H, D] each."""
+    """q, k, v of two layers, [L, B, H, D] each."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(LENGTH, ROWS, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(7)]
-
-
-def sliced(plan: Sequence[int], rotary: Any, layers: Sequence[nn.Module]) -> tuple[Tensor, list[Tensor]]:
-    """Outputs of both layers and the gradients of their inputs, forward slice by slice and back in reverse."""
-    *inputs, weights = drawn()
-    args, store, cut = SimpleNamespace(attention_dropout=0.0), SliceStore(), SlicePlan(tuple(plan))
-    ran = []
-    for index in range(cut.num_slices):
-        start, stop = cut.span(index)
-        leaves = [x[start:stop].clone().requires_grad_() for x in inputs]
-        active = ActiveSlice(start, stop, LENGTH, slice_id=index, store=store)
-        with push_slice(active):
-            outs = [
-                helpers.attend(layer, *leaves[3 * n : 3 * n + 3], rotary, args, contextlib.nullcontext)
-                for n, layer in enumerate(layers)
-            ]
-        ran.append((active, leaves, outs))
-    for active, _, outs in reversed(ran):
-        with push_slice(active.replace(mode="recompute")):
-            loss = sum(
-                (out * weights[active.start : active.stop].flatten(2) * (n + 1)).sum() for n, out in enumerate(outs)
-            )
-            torch.as_tensor(loss).backward()
-    store.release(0, 0)
-    store.assert_drained()
-    output = torch.cat([torch.stack(outs, -1) for _, _, outs in ran])
-    return output, [torch.cat([leaves[i].grad for _, leaves, _ in ran]) for i in range(6)]  # type: ignore[misc]
-
-
-def whole(rotary_dim: int) -> tuple[Tensor, list[Tensor]]:
-    *inputs, weights = drawn()
-    leaves = [x.requires_grad_() for x in inputs]
-    outs = [plain(*leaves[:3], rotary_dim), plain(*leaves[3:], rotary_dim)]
-    loss = sum((out * weights.flatten(2) * (n + 1)).sum() for n, out in enumerate(outs))
-    torch.as_tensor(loss).backward()
-    return torch.stack(outs, -1), [leaf.grad for leaf in leaves]  # type: ignore[misc]
+    return [torch.randn(LENGTH, ROWS, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(6)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [0, DIM, 4])
 @pytest.mark.parametrize("form", ["angles", "cosines"])
 def test_slices_give_what_the_whole_sequence_gives(plan: tuple[int, ...], rotary_dim: int, form: str) -> None:
+    """Forward; `tests/distributed/test_megatron_patch.py` trains."""
     rotary: Any = None
     if rotary_dim:
         table = angles(rotary_dim)
         rotary = table if form == "angles" else [table.cos(), table.sin()]
     layers = [Attention(7), Attention(7)]  # upstream numbers its first two layers alike; the number scales nothing
-    output, gradients = sliced(plan, rotary, layers)
-    expected, expected_gradients = whole(rotary_dim)
-    torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-12)
-    for gradient, other in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12)
+    args, store, inputs = SimpleNamespace(attention_dropout=0.0), SliceStore(), drawn()
+    for n, layer in enumerate(layers):
+        q, k, v = inputs[3 * n : 3 * n + 3]
+        whole = plain(q, k, v, rotary_dim)
+        for index, (start, stop) in enumerate(map(SlicePlan(plan).span, range(len(plan)))):
+            cut = (x[start:stop] for x in (q, k, v))
+            with push_slice(ActiveSlice(start, stop, LENGTH, slice_id=index, store=store)):
+                out = helpers.attend(layer, *cut, rotary, args, contextlib.nullcontext)
+            torch.testing.assert_close(out, whole[start:stop], rtol=0, atol=1e-12)
 
 
 def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
@@ -130,17 +99,16 @@ def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
     assert not torch.allclose(dropped, kept)
 
 
-def test_other_masks_are_refused() -> None:
-    q, k, v = drawn()[:3]
-    args = SimpleNamespace(attention_dropout=0.0)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)), pytest.raises(PatchError, match="padding mask"):
-        helpers.attend(Attention(mask="padding"), q, k, v, None, args, contextlib.nullcontext)
+def attend(layer: nn.Module) -> None:
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
+        helpers.attend(layer, *drawn()[:3], None, SimpleNamespace(attention_dropout=0.0), contextlib.nullcontext)
 
 
-def test_a_table_that_is_too_short_is_refused() -> None:
-    x = torch.zeros(4, ROWS, HEADS, DIM)
+def test_other_masks_and_tables_that_are_too_short_are_refused() -> None:
+    with pytest.raises(PatchError, match="padding mask"):
+        attend(Attention(mask="padding"))
     with pytest.raises(PatchError, match=r"\[6, 10\).*9 positions"):
-        helpers.turn(x, angles(DIM, length=9), 6)
+        helpers.turn(torch.zeros(4, ROWS, HEADS, DIM), angles(DIM, length=9), 6)
 
 
 def test_without_a_slice_upstream_goes_on() -> None:
@@ -158,12 +126,8 @@ def test_the_weight_of_a_slice_counts_its_mask() -> None:
 def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:
     ParallelAttention = type("ParallelAttention", (Attention,), {})
     model = nn.Sequential(ParallelAttention(), ParallelAttention(), nn.Linear(2, 2))
-    q, k, v = drawn()[:3]
-    args = SimpleNamespace(attention_dropout=0.0)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
-        helpers.attend(model[0], q, k, v, None, args, contextlib.nullcontext)
+    attend(model[0])
     with pytest.raises(PatchError, match=r"sliced attention: 1\. .*transformer\.py"):
         helpers.before_reduce(model, None)
-    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
-        helpers.attend(model[1], q, k, v, None, args, contextlib.nullcontext)
+    attend(model[1])
     helpers.before_reduce(model, None)

@@ -126,7 +126,7 @@ def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer
 def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.gradients.open_batch(UNITS[:1])
-    monkeypatch.setattr(linears._Linear, "apply", lambda *_: pytest.fail("not Megatron's"))
+    monkeypatch.setattr(linears._SplitLinear, "apply", lambda *_: pytest.fail("not Megatron's"))
     mine, theirs = (run.inputs[UNITS[1]].clone().requires_grad_() for _ in range(2))
     with slice_of(UNITS[1]):
         run.layers(mine).square().sum().backward()
@@ -136,63 +136,58 @@ def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPa
         run.layers(mine)
 
 
-class TestWhoIsLeftAlone:
-    def test_a_frozen_weight(self) -> None:
-        layers = Layers(bias=False)  # megatron-core gives the bias of a frozen weight no gradient
-        layers.up.weight.requires_grad_(False)
-        run = Run(layers)
-        run.backward()
-        assert run.weights() == [1, 1]
-        run.assert_same()
-        assert layers.up.weight.grad is None
+def test_a_frozen_weight() -> None:
+    layers = Layers(bias=False)  # megatron-core gives the bias of a frozen weight no gradient
+    layers.up.weight.requires_grad_(False)
+    run = Run(layers)
+    run.backward()
+    assert run.weights() == [1, 1]
+    run.assert_same()
+    assert layers.up.weight.grad is None
 
-    def test_a_weight_that_is_computed(self) -> None:
-        """As an adapter of low rank that is added to the weight."""
 
-        class Adapted(Layers):
-            def forward(self, hidden: Tensor) -> Tensor:
-                return self.down(torch.tanh(self.up(hidden, weight=2 * self.up.weight)[0]))[0]
+class Adapted(Layers):
+    """The weight is computed, as by an adapter of low rank that is added to it."""
 
-        def expected(layers: Layers, hidden: Tensor) -> Tensor:
-            inner = torch.tanh(F.linear(hidden, 2 * layers.up.weight, layers.up.bias))
-            return F.linear(inner, layers.down.weight, layers.down.bias)
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden, weight=2 * self.up.weight)[0]))[0]
 
-        run = Run(Adapted(), expected=expected)
-        run.backward()
-        assert run.deferred() == {"down.weight"}
-        assert run.weights() == [1, 1]
-        run.assert_same()
 
-    @pytest.mark.parametrize("how", ["class", "layer"])
-    def test_a_product_of_one_s_own(self, how: str) -> None:
-        class Doubled(ColumnParallelLinear):
-            def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                return 2 * F.linear(input, weight, kwargs["bias"])
+class Doubled(ColumnParallelLinear):
+    """A product of its own."""
 
-        layers = Layers()
-        if how == "class":
-            layers.up.__class__ = Doubled
-        else:
-            layers.up._forward_impl = Doubled._forward_impl.__get__(layers.up)
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return F.linear(input, 2 * weight, kwargs["bias"])
 
-        def expected(layers: Layers, hidden: Tensor) -> Tensor:
-            inner = torch.tanh(2 * F.linear(hidden, layers.up.weight, layers.up.bias))
-            return F.linear(inner, layers.down.weight, layers.down.bias)
 
-        run = Run(layers, expected=expected)
-        run.backward()
-        assert run.weights() == [1, 1]
-        run.assert_same()
+@pytest.mark.parametrize("how", ["computed", "class", "layer"])
+def test_a_weight_or_a_product_that_is_not_megatron_s(how: str) -> None:
+    layers = Adapted() if how == "computed" else Layers()
+    if how == "class":
+        layers.up.__class__ = Doubled
+    elif how == "layer":
+        layers.up._forward_impl = Doubled._forward_impl.__get__(layers.up)
 
-    def test_autocast(self) -> None:
-        layers = Layers(torch.float32)
-        gradients = accumulate_in_products(layers, None)
-        gradients.open_batch(UNITS)
-        hidden = torch.randn(TOKENS, ROWS, IN, requires_grad=True)
-        with slice_of(UNITS[0]), gradients.deferred(UNITS[0]), torch.autocast("cpu", dtype=torch.bfloat16):
-            layers(hidden).float().sum().backward()
-        assert layers.up.weight.grad is not None and layers.down.weight.grad is not None
-        assert gradients.compute(UNITS[0], nullcontext) == 0
+    def expected(layers: Layers, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(F.linear(hidden, 2 * layers.up.weight, layers.up.bias))
+        return F.linear(inner, layers.down.weight, layers.down.bias)
+
+    run = Run(layers, expected=expected)
+    run.backward()
+    assert run.deferred() == {"down.weight"}
+    assert run.weights() == [1, 1]
+    run.assert_same()
+
+
+def test_autocast() -> None:
+    layers = Layers(torch.float32)
+    gradients = accumulate_in_products(layers, None)
+    gradients.open_batch(UNITS)
+    hidden = torch.randn(TOKENS, ROWS, IN, requires_grad=True)
+    with slice_of(UNITS[0]), gradients.deferred(UNITS[0]), torch.autocast("cpu", dtype=torch.bfloat16):
+        layers(hidden).float().sum().backward()
+    assert layers.up.weight.grad is not None and layers.down.weight.grad is not None
+    assert gradients.compute(UNITS[0], nullcontext) == 0
 
 
 def test_a_hook_on_a_weight_is_called_in_w_and_once() -> None:

@@ -53,11 +53,13 @@ def test_large_logits_do_not_overflow() -> None:
     assert losses.item() == pytest.approx(2e4) and torch.isfinite(logits.grad).all()
 
 
-def test_the_mean_is_weighted_by_the_mask() -> None:
+def test_the_mean_is_weighted_by_the_mask_and_masked_tokens_may_have_any_label() -> None:
     logits, labels, mask = sample()
-    loss = VocabParallelLoss()(logits, (labels, mask.double()))
-    assert loss.item() == pytest.approx(expected_loss(logits, labels, mask.double()).item(), rel=1e-12)
-    assert VocabParallelLoss.slice_weight((labels, mask)) == pytest.approx(mask.double().sum().item())
+    mask = mask.double()
+    wanted = expected_loss(logits, labels, mask).item()
+    assert VocabParallelLoss.slice_weight((labels, mask)) == pytest.approx(mask.sum().item())
+    for given in (labels, labels.where(mask != 0, torch.full_like(labels, -1))):
+        assert VocabParallelLoss()(logits, (given, mask)).item() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_ignored_labels_do_not_count_with_and_without_a_mask() -> None:
@@ -68,14 +70,6 @@ def test_ignored_labels_do_not_count_with_and_without_a_mask() -> None:
     for given in (labels, (labels, ones)):
         assert VocabParallelLoss()(logits, given).item() == pytest.approx(wanted.item(), rel=1e-12)
         assert VocabParallelLoss.slice_weight(given) == ROWS * TOKENS - 3
-
-
-def test_masked_tokens_may_have_any_label() -> None:
-    logits, labels, mask = sample()
-    mask = mask.double()
-    wanted = expected_loss(logits, labels, mask)
-    labels = labels.where(mask != 0, torch.full_like(labels, -1))
-    assert VocabParallelLoss()(logits, (labels, mask)).item() == pytest.approx(wanted.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 100])
@@ -94,16 +88,20 @@ def test_labels_of_another_form_are_refused() -> None:
         VocabParallelLoss("fused")
 
 
-def split_loss() -> tuple[float, Tensor]:
-    """On each rank: loss and gradient of its share of the vocabulary."""
+def split_loss(label: int) -> tuple[float, Tensor] | str:
+    """On each rank: loss and gradient of its share of the vocabulary, or what was refused."""
     import torch.distributed as torch_dist
 
     logits, labels, mask = sample()
-    labels[0, 0] = -100
+    labels[0, 0] = label
     mine = logits.detach().chunk(2, dim=-1)[torch_dist.get_rank()].clone().requires_grad_()
     loss_fn = VocabParallelLoss()
     loss_fn.use_group(lambda: torch_dist.group.WORLD)
-    loss = loss_fn(mine, (labels, mask.double()))
+    mask[0, 0] = 1.0
+    try:
+        loss = loss_fn(mine, (labels, mask.double()))
+    except ValueError as error:
+        return str(error)
     loss.backward()
     assert mine.grad is not None
     return float(loss), mine.grad
@@ -111,30 +109,15 @@ def split_loss() -> tuple[float, Tensor]:
 
 def test_split_over_ranks() -> None:
     logits, labels, mask = sample()
-    labels[0, 0] = -100
     mask = mask.double()
     mask[0, 0] = 0.0
-    wanted = expected_loss(logits, labels.clamp_min(0), mask)
+    wanted = expected_loss(logits, labels, mask)
     wanted.backward()
-    results = rank_pool(2).run(split_loss)
+    results = rank_pool(2).run(split_loss, label=-100)
     for loss, _ in results:
         assert loss == pytest.approx(wanted.item(), rel=1e-13)
     torch.testing.assert_close(torch.cat([gradient for _, gradient in results], dim=-1), logits.grad)
 
 
-def bad_label_on_ranks() -> str:
-    import torch.distributed as torch_dist
-
-    logits, labels, _ = sample()
-    labels[2, 1] = VOCAB  # in the share of no rank
-    loss_fn = VocabParallelLoss()
-    loss_fn.use_group(lambda: torch_dist.group.WORLD)
-    try:
-        loss_fn(logits.detach().chunk(2, dim=-1)[torch_dist.get_rank()], labels)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def test_every_rank_refuses_a_label_that_no_rank_has() -> None:
-    assert all("outside of the vocabulary" in text for text in rank_pool(2).run(bad_label_on_ranks))
+    assert all("outside of the vocabulary" in text for text in rank_pool(2).run(split_loss, label=VOCAB))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.models.megatron import MegatronConfigError
 from terapipe_ds.models.megatron.refusals import check_config
@@ -46,81 +46,50 @@ SUPPORTED = {
     "experts, sequence parallel": {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True},
 }  # fmt: skip
 
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+SWITCHED_ON = words("""
+    hybrid_context_parallel multi_latent_attention is_hybrid_model qk_clip log_max_attention_logit enable_cuda_graph
+    tp_comm_overlap gradient_accumulation_fusion delay_wgrad_compute defer_embedding_wgrad_compute
+    overlap_moe_expert_parallel_comm calculate_per_token_loss cpu_offloading fine_grained_activation_offloading
+    distribute_saved_activations account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    heterogeneous_block_specs enable_autocast moe_enable_routing_replay inference_rng_tracker
+    use_inference_optimized_layers inference_fuse_tp_communication flash_decode mtp_standalone
+    init_model_with_meta_device use_kitchen apply_rope_fusion persist_layer_norm
+""")  # the last two on a CPU
+FUNCTIONS = words("finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func")
+VALUES = {
+    "context_parallel_size": 2, "mtp_num_layers": 1, "experimental_attention_variant": "dsa",
+    "linear_attention_freq": 4, "window_size": (128, 0), "softmax_type": "learnable", "mrope_section": [2, 1, 1],
+    "fp8": "hybrid", "fp4": "e2m1", "cuda_graph_impl": "local", "virtual_pipeline_model_parallel_size": 2,
+    "pipeline_model_parallel_layout": "Et|tL", "num_layers_in_first_pipeline_stage": 1,
+    "num_layers_in_last_pipeline_stage": 1, "num_microbatches_with_partial_activation_checkpoints": 1,
+    **dict.fromkeys(SWITCHED_ON, True), **dict.fromkeys(FUNCTIONS, print),
+}  # fmt: skip
+WITH_EXPERTS = {
+    "moe_z_loss_coeff": 1e-3, "moe_expert_capacity_factor": 1.0, "moe_token_dropping": True,
+    "moe_router_enable_expert_bias": True, "moe_router_force_load_balancing": True, "expert_model_parallel_size": 2,
+}  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
-    "context_parallel_size": {"context_parallel_size": 2},
-    "hybrid_context_parallel": {"hybrid_context_parallel": True},
-    "mtp_num_layers": {"mtp_num_layers": 1},
-    "multi_latent_attention": {"multi_latent_attention": True},
-    "experimental_attention_variant": {"experimental_attention_variant": "dsa"},
-    "linear_attention_freq": {"linear_attention_freq": 4},
-    "is_hybrid_model": {"is_hybrid_model": True},
-    "window_size": {"window_size": (128, 0)},
-    "softmax_type": {"softmax_type": "learnable"},
-    "mrope_section": {"mrope_section": [2, 1, 1]},
-    "qk_clip": {"qk_clip": True},
-    "log_max_attention_logit": {"log_max_attention_logit": True},
+    **{name: {name: value} for name, value in VALUES.items()},
+    **{name: {**MOE, name: value} for name, value in WITH_EXPERTS.items()},
     "moe_aux_loss_coeff": {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
     r"moe_aux_loss_coeff=\[0.0, 0.001\]": {**MOE, "moe_router_load_balancing_type": ["aux_loss", "none"],
                                "moe_aux_loss_coeff": [0.0, 1e-3]},
-    "moe_z_loss_coeff": {**MOE, "moe_z_loss_coeff": 1e-3},
     "sinkhorn": {**MOE, "moe_router_load_balancing_type": "sinkhorn"},
-    "moe_expert_capacity_factor": {**MOE, "moe_expert_capacity_factor": 1.0},
-    "moe_token_dropping": {**MOE, "moe_token_dropping": True},
-    "moe_router_enable_expert_bias": {**MOE, "moe_router_enable_expert_bias": True},
-    "moe_router_force_load_balancing": {**MOE, "moe_router_force_load_balancing": True},
     "no sequence_parallel": {**MOE, "tensor_model_parallel_size": 2},
-    "expert_model_parallel_size": {**MOE, "expert_model_parallel_size": 2},
     "expert_tensor_parallel_size": {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
                                     "expert_tensor_parallel_size": 4},
     "moe_token_dispatcher_type='flex'": {**MOE, "moe_token_dispatcher_type": "flex"},
     "moe_token_dispatcher_type='alltoall'": {**MOE, "moe_token_dispatcher_type": "alltoall"},  # on a CPU
-    "fp8": {"fp8": "hybrid"},
-    "fp4": {"fp4": "e2m1"},
-    "cuda_graph_impl": {"cuda_graph_impl": "local"},
-    "enable_cuda_graph": {"enable_cuda_graph": True},
-    "tp_comm_overlap": {"tp_comm_overlap": True},
-    "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
-    "delay_wgrad_compute": {"delay_wgrad_compute": True},
-    "defer_embedding_wgrad_compute": {"defer_embedding_wgrad_compute": True},
-    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
-    "calculate_per_token_loss": {"calculate_per_token_loss": True},
-    "virtual_pipeline_model_parallel_size": {"virtual_pipeline_model_parallel_size": 2},
-    "pipeline_model_parallel_layout": {"pipeline_model_parallel_layout": "Et|tL"},
-    "cpu_offloading": {"cpu_offloading": True},
-    "fine_grained_activation_offloading": {"fine_grained_activation_offloading": True},
-    "distribute_saved_activations": {"distribute_saved_activations": True},
     "recompute_num_layers": {"recompute_granularity": "full", "recompute_method": "uniform",
                              "recompute_num_layers": 2},
-    "num_layers_in_first_pipeline_stage": {"num_layers_in_first_pipeline_stage": 1},
-    "num_layers_in_last_pipeline_stage": {"num_layers_in_last_pipeline_stage": 1},
-    "account_for_embedding_in_pipeline_split": {"account_for_embedding_in_pipeline_split": True},
-    "account_for_loss_in_pipeline_split": {"account_for_loss_in_pipeline_split": True},
-    "heterogeneous_block_specs": {"heterogeneous_block_specs": True},
-    "enable_autocast": {"enable_autocast": True},
-    "finalize_model_grads_func": {"finalize_model_grads_func": print},
-    "grad_scale_func": {"grad_scale_func": print},
-    "no_sync_func": {"no_sync_func": print},
-    "grad_sync_func": {"grad_sync_func": print},
-    "param_sync_func": {"param_sync_func": print},
-    "num_microbatches_with_partial_activation_checkpoints": {
-        "num_microbatches_with_partial_activation_checkpoints": 1},
-    "moe_enable_routing_replay": {"moe_enable_routing_replay": True},
-    "inference_rng_tracker": {"inference_rng_tracker": True},
-    "use_inference_optimized_layers": {"use_inference_optimized_layers": True},
-    "inference_fuse_tp_communication": {"inference_fuse_tp_communication": True},
-    "flash_decode": {"flash_decode": True},
-    "mtp_standalone": {"mtp_standalone": True},
     "fp32_residual_connection": {"fp32_residual_connection": True, "params_dtype": torch.bfloat16},
-    "init_model_with_meta_device": {"init_model_with_meta_device": True},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
-    "use_kitchen": {"use_kitchen": True},
-    "apply_rope_fusion": {"apply_rope_fusion": True},  # on a CPU
-    "persist_layer_norm": {"persist_layer_norm": True},
 }  # fmt: skip
-
-
-def words(text: str) -> list[str]:
-    return text.split()
 
 
 # Fields that the layers honour, slice by slice as in a whole sequence, and fields that say nothing here because what
@@ -191,11 +160,6 @@ def test_refused_with_the_name_of_the_field(named: str) -> None:
         check_config(config(**REFUSED[named]))
     lines = str(caught.value).splitlines()
     assert len(lines) == 2, "one problem, one line"
-
-
-def test_latent_attention_is_refused_as_its_own_config_class_says_it() -> None:
-    with pytest.raises(MegatronConfigError, match="multi_latent_attention"):
-        check_config(MLATransformerConfig(**SIZES))
 
 
 def test_all_problems_at_once() -> None:

@@ -272,6 +272,19 @@ def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str,
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
+def count_products(engine: Any) -> list[int]:
+    """Count the weight gradients of each W that `engine` runs from now on."""
+    counted: list[int] = []
+    compute = engine.weight_gradients.compute
+
+    def counting(*args: Any) -> int:
+        counted.append(compute(*args))
+        return counted[-1]
+
+    engine.weight_gradients.compute = counting
+    return counted
+
+
 def record_gradients(engine: PipelineEngine, keep: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
     """Hand each step's gradients to `keep` as the optimizer meets them, without the loss scale: reduced and, where
     neither ZeRO nor bf16, clipped. Returns what ends this."""

@@ -18,10 +18,10 @@ pytest.importorskip("megatron.core")
 import terapipe_ds.models.megatron.gradients as gradients_module
 from terapipe_ds.models.megatron import module as megatron_module
 from tests.distributed.compare import worst_error
+from tests.distributed.engines import count_products
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import Case, Weights, merged
 from tests.distributed.megatron_models import engine_of, held_by, train
-from tests.distributed.test_zero_bubble import count_products
 
 SPLIT = Case("tp2_pp2_sp", accumulation=2, block="swiglu_biases", heads="gqa", qk_norm=True, num_layers=2)
 REFERENCE = replace(SPLIT, layout="pp2_dp2")

@@ -15,6 +15,7 @@ from tests.distributed.engines import (
     Run,
     batches,
     both,
+    count_products,
     differences,
     engine_of,
     fp32_layers,
@@ -22,7 +23,6 @@ from tests.distributed.engines import (
     train,
 )
 from tests.distributed.harness import rank_pool
-from tests.distributed.test_zero_bubble import count_products
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 HALF: dict[str, dict[str, Any]] = {

@@ -212,7 +212,7 @@ def slice_weight(labels: Any) -> float:
     return float(loss_mask.sum(dtype=torch.float64))
 
 
-def before_reduce(model: Any, engine: Any) -> None:
+def before_reduce(model: Any, engine: object) -> None:
     """See that every attention layer of this stage took slices. Set on `GPTModelPipe`; called before the reduction.
 
     An insertion in the right function but in a branch that never runs is found here, before the first step.

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.bench.metrics import Recorded
 from terapipe_ds.runtime.engine.trace import wait_for_computation
@@ -90,7 +91,7 @@ _INSTRUCTIONS = {
 class InstructionRecorder(Recorder):
     """Records the instructions of DeepSpeed's own engines. Micro-batches run through each phase first in, first out."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: PipelineEngine) -> None:
         super().__init__()
         self._seen: Counter[tuple[str, int]] = Counter()
         known = type(engine)._INSTRUCTION_MAP
@@ -102,7 +103,7 @@ class InstructionRecorder(Recorder):
         self._seen.clear()
 
     def _recorded(self, kind: str, execute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(engine: Any, **kwargs: Any) -> Any:
+        def run(engine: PipelineEngine, **kwargs: Any) -> Any:
             unit: tuple[int, ...] = ()
             if kind in "FB":
                 phase = kwargs.get("phase", 0)

@@ -34,7 +34,7 @@ from terapipe_ds.simulator.costs import (
     plan_per_micro_batch,
     tabulate,
 )
-from terapipe_ds.simulator.memory import Memory, bytes_of_stage, over_time
+from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
 Plans = SlicePlan | Sequence[SlicePlan]

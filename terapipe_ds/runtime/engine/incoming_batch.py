@@ -15,7 +15,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFligh
 from terapipe_ds.runtime.batch.loss import slice_weights
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
-from terapipe_ds.runtime.engine.stage import Stage
+from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires

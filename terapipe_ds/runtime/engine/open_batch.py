@@ -10,9 +10,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
+from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
 from terapipe_ds.runtime.engine.part_runner import PartRunner
-from terapipe_ds.runtime.engine.stage import Stage
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.schedule.action import Kind

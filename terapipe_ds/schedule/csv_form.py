@@ -11,6 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,7 +69,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage: give one more to each"
         )
     orders = tuple(
-        tuple(Action(a.kind, *a.unit, placement[stage_id, a.chunk_id], a.chunk_id) for a in row)
+        tuple(replace(action, part_id=placement[stage_id, action.chunk_id]) for action in row)
         for stage_id, row in enumerate(actions)
     )
     forward_only = all(action.kind is Kind.FORWARD for action in everything)
@@ -95,20 +96,16 @@ def load(path: str | Path) -> Schedule:
 
 def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
     """Return what keeps a schedule from running a batch of such counts, with what to change; None where it fits."""
-    counts = tuple(num_slices)
+    counts, has, number = tuple(num_slices), f"schedule {schedule.name!r} has", schedule.num_micro_batches
     if schedule.num_stages != num_stages:
-        return f"schedule {schedule.name!r} has {schedule.num_stages} stages (rows), the pipeline {num_stages}"
-    if schedule.num_micro_batches != len(counts):
-        return (
-            f"schedule {schedule.name!r} has {schedule.num_micro_batches} micro-batches, a batch {len(counts)}: set"
-            f" gradient_accumulation_steps to {schedule.num_micro_batches}, or write a schedule for {len(counts)}"
-        )
-    for micro_batch_id, (has, wants) in enumerate(zip(schedule.num_slices, counts, strict=True)):
-        if has != wants:
-            return (
-                f"schedule {schedule.name!r} has {has} slices of micro-batch {micro_batch_id}, the plan {wants}: cut it"
-                f" into {has}, or write a schedule for {wants}"
-            )
+        return f"{has} {schedule.num_stages} stages (rows), the pipeline {num_stages}"
+    if number != len(counts):
+        fix = f"set gradient_accumulation_steps to {number}, or write a schedule for {len(counts)}"
+        return f"{has} {number} micro-batches, a batch {len(counts)}: {fix}"
+    for micro_batch_id, (number, wanted) in enumerate(zip(schedule.num_slices, counts, strict=True)):
+        if number != wanted:
+            fix = f"cut it into {number}, or write a schedule for {wanted}"
+            return f"{has} {number} slices of micro-batch {micro_batch_id}, the plan {wanted}: {fix}"
     return None
 
 
@@ -138,8 +135,7 @@ def _read_rows(text: str) -> list[list[str]]:
         raise ScheduleError(
             f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
         ) from error
-    rows = [_without_end([cell.strip() for cell in row]) for row in rows]
-    rows = _without_end(rows)
+    rows = _without_end([_without_end([cell.strip() for cell in row]) for row in rows])
     if not rows:
         raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
     if [] in rows:

@@ -65,9 +65,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     placement = loop(len(rows), _count_up(chunk_ids, "chunk")) if given is None else _read_placement(given, len(rows))
     num_chunks = len(placement) // len(rows)
     if max(chunk_ids) >= num_chunks:
-        raise ScheduleError(
-            f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage: give one more to each"
-        )
+        problem = f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage"
+        raise ScheduleError(f"{problem}: give one more to each")
     orders = tuple(
         tuple(replace(action, part_id=placement[stage_id, action.chunk_id]) for action in row)
         for stage_id, row in enumerate(actions)
@@ -112,15 +111,12 @@ def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str 
 def _read_placement(row: list[str], num_stages: int) -> Placement:
     cells = row[1:]
     if len(cells) != num_stages:
-        raise ScheduleError(
-            f"CSV row 1: the placement has {len(cells)} stages, {num_stages} rows follow; give one cell for each"
-        )
+        problem = f"the placement has {len(cells)} stages, {num_stages} rows follow"
+        raise ScheduleError(f"CSV row 1: {problem}; give one cell for each")
     for number, cell in enumerate(cells, start=2):
         if not _PARTS.fullmatch(cell) or cell.count("/") != cells[0].count("/"):
-            raise ScheduleError(
-                f"CSV row 1, cell {number}: cannot read {cell[:40]!r} as the parts of a stage: write one part per"
-                " chunk, as many for each stage, as 0/7"
-            )
+            problem = f"CSV row 1, cell {number}: cannot read {cell[:40]!r} as the parts of a stage"
+            raise ScheduleError(f"{problem}: write one part per chunk, as many for each stage, as 0/7")
     return {
         (stage_id, chunk_id): int(part)
         for stage_id, cell in enumerate(cells)
@@ -132,16 +128,14 @@ def _read_rows(text: str) -> list[list[str]]:
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
-        raise ScheduleError(
-            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
-        ) from error
+        fix = "give one row per stage, with cells such as F0.0 between commas"
+        raise ScheduleError(f"the CSV cannot be read: {error}; {fix}") from error
     rows = _without_end([_without_end([cell.strip() for cell in row]) for row in rows])
     if not rows:
         raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
     if [] in rows:
-        raise ScheduleError(
-            f"CSV row {rows.index([]) + 1} is empty: every stage computes something, give its computations"
-        )
+        fix = "every stage computes something, give its computations"
+        raise ScheduleError(f"CSV row {rows.index([]) + 1} is empty: {fix}")
     return rows
 
 

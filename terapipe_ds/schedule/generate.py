@@ -121,8 +121,7 @@ def build(
 
 
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
-    """Raise `ScheduleError` where the schedule does not take an option, or not its value. Without options nothing is
-    built."""
+    """Raise `ScheduleError` where the schedule does not take an option, or not its value."""
     if options:
         _check_option_names(name, options)  # one of build's own keywords is none of theirs
         build(name, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)
@@ -174,7 +173,6 @@ def _slice_counts(num_slices: int | Iterable[int], num_micro_batches: int) -> tu
         return (check_count("num_slices", num_slices, ScheduleError),) * num_micro_batches
     counts = tuple(check_count(f"num_slices[{m}]", value, ScheduleError) for m, value in enumerate(num_slices))
     if len(counts) != num_micro_batches:
-        raise ScheduleError(
-            f"num_slices has {len(counts)} entries: give one to each of {num_micro_batches} micro-batches"
-        )
+        fix = f"give one to each of {num_micro_batches} micro-batches"
+        raise ScheduleError(f"num_slices has {len(counts)} entries: {fix}")
     return counts

@@ -168,11 +168,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def job_of(options: BenchOptions) -> Job:
-    """Return what the preset and the options ask for.
-
-    Raises:
-        ValueError: options that contradict each other or the model.
-    """
+    """Return what the preset and the options ask for; refuse what contradicts itself or the model."""
     from terapipe_ds.bench.cases import PRESETS, Job, choose
     from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 
@@ -249,11 +245,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
 
 
 def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
-    """Return what the config's own section says, as a competitor.
-
-    Raises:
-        CommandError: it asks for an order, or a choice, that the benchmark does not run.
-    """
+    """Return what the config's own section says, as a competitor; refuse orders that the benchmark does not run."""
     from terapipe_ds.bench.cases import AUTO, PLAN, Case
     from terapipe_ds.config import TeraPipeConfig
 

@@ -78,11 +78,7 @@ class PlanOptions(Options):
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
-    """Return all that the options say.
-
-    Raises:
-        CommandError: something is missing, or does not fit together.
-    """
+    """Return all that the options say; raise CommandError where something is missing, or does not fit together."""
     from terapipe_ds.costs.profile import Profile
 
     profile = None if options.profile is None else Profile.load(options.profile)
@@ -97,8 +93,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
 def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
     """Return the options where those not given come from the profile, the DeepSpeed JSON, or the model.
 
-    Raises:
-        CommandError: what is asked for was not measured, or is missing.
+    Raises CommandError where what is asked for was not measured, or is missing.
     """
     from terapipe_ds.costs.model_sizes import model_size
 
@@ -169,10 +164,8 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
     for name, has in fixed.items():
         asked, has = (DTYPE_NAMES.get(str(value), value) for value in (wanted.get(name), has))
         if asked not in (None, "auto", has):
-            raise CommandError(
-                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}: give the same, or "
-                "measure again with `terapipe profile`"
-            )
+            problem = f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}"
+            raise CommandError(f"{problem}: give the same, or measure again with `terapipe profile`")
     stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
     return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
 

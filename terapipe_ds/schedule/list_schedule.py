@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from .action import Kind, ScheduleError, SliceKey
-from .one_f_one_b import PlacedUnit
+from .action import Kind, PlacedUnit, ScheduleError, SliceKey
 from .placement import Placement
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)

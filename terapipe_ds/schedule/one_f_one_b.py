@@ -1,4 +1,4 @@
-"""The schedules that alternate forwards and backwards, and the units that all generators write.
+"""The schedules that alternate forwards and backwards.
 
 A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
 stage. The tables show unit time slots (F, B and W take one each) of 3 stages, 2 micro-batches, 2 slices.
@@ -14,12 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from .action import Kind, ScheduleError
-
-Unit = tuple[Kind, int, int]
-"""(F or B or W, micro_batch_id, slice_id)."""
-PlacedUnit = tuple[Kind, int, int, int]
-"""(F or B or W, micro_batch_id, slice_id, chunk_id)."""
+from .action import Kind, PlacedUnit, ScheduleError, Unit
 
 AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
 """A unit, or one with its chunk."""

@@ -184,12 +184,10 @@ class PlanSetup:
     @property
     def title(self) -> str:
         """The heading of what is printed."""
-        options = self.options
+        options, micro_batches = self.options, many(self.options.micro_batches, "micro-batch")
         parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
         parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
-        shape = (
-            f"{many(options.micro_batches, 'micro-batch')} of {options.micro_batch_size} x {options.sequence_length}"
-        )
+        shape = f"{micro_batches} of {options.micro_batch_size} x {options.sequence_length}"
         return f"{self.subject}\n{parallel}, {shape} tokens{self.notes}"
 
     @property

@@ -21,7 +21,7 @@ from terapipe_ds.attention import active_slice, sliced_attention
 from terapipe_ds.compat.insertions import PATCH, PatchError
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.register import is_registered
-from terapipe_ds.runtime.register import register as register  # inserted in `pretrain_gpt.py`, before anything is built
+from terapipe_ds.runtime.register import register as register  # inserted where `pretrain_gpt.py` has built nothing yet
 
 _ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
 _ATTENDED = "_terapipe_attended"
@@ -151,7 +151,7 @@ def attend(
     """Compute `ParallelAttention`'s core for the active slice, with rotary positions from where the slice starts.
 
     query, key, value: [T, B, H, D]; returns [T, B, H * D]. Upstream's `apply_query_key_layer_scaling` divides the
-    scores by the layer number and multiplies them again inside the softmax, so the scale is 1/sqrt(D) without it too.
+    scores by the layer number and multiplies them again inside the softmax, so the scale is 1/sqrt(D) all the same.
 
     Args:
         rotary: what upstream keeps for all L positions, or None: see `turn`.

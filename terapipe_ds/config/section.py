@@ -65,9 +65,11 @@ class _StrictModel(BaseModel):  # each field's `description` says what is allowe
 class PlannerConfig(_StrictModel):
     """`terapipe.planner`: how slices are found when `slices` is "auto"."""
 
-    profile: _Profile = Field("measure", description='"measure", or a path that ends in .json')
-    cache_dir: _Path | None = Field(None, description="the path of a directory, or null")
-    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(None, description="a finite number > 0, or null")
+    profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
+    cache_dir: _Path | None = Field(default=None, description="the path of a directory, or null")
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="a finite number > 0, or null"
+    )
 
 
 class TeraPipeConfig(_StrictModel):

@@ -15,12 +15,7 @@ class CommandError(ValueError):
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:
-    """Return the object in a JSON file that `option` names.
-
-    Raises:
-        CommandError: no JSON, or no object.
-        OSError: the file cannot be read.
-    """
+    """Return the object in a JSON file that `option` names; raise CommandError where it holds none."""
     from terapipe_ds.files.strict_json import JsonError, parse_json
     from terapipe_ds.messages import show_value
 

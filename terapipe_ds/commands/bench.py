@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
-from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.commands.user_model import DeepSpeedJson, model_of
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
@@ -148,10 +148,8 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     if options.preset in ("gpu-attention", "gpu-layer"):
         unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html")]
         if unused:
-            raise CommandError(
-                f"preset {options.preset} does not use {', '.join(map(flag, unused))}: its sizes are fixed, it takes "
-                "--full, --json, --html"
-            )
+            fix = "its sizes are fixed, it takes --full, --json, --html"
+            raise CommandError(f"preset {options.preset} does not use {', '.join(map(flag, unused))}: {fix}")
         from terapipe_ds.bench.gpu import run_on_gpu
 
         return run_on_gpu(options.preset, full=options.full)
@@ -170,11 +168,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def job_of(options: BenchOptions) -> Job:
-    """Return what the preset and the options ask for.
-
-    Raises:
-        ValueError: options that contradict each other or the model.
-    """
+    """Return what the preset and the options ask for; refuse what contradicts itself or the model."""
     from terapipe_ds.bench.cases import PRESETS, Job, choose
     from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 
@@ -230,11 +224,9 @@ def command_line(words: Sequence[str]) -> str:
 def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, Any], dict[str, int]]:
     """Return the config, the fields of the model, and the sizes that they give the workload."""
     from terapipe_ds.bench.ranks import BF16_SETTINGS
-    from terapipe_ds.commands.user_model import model_of
 
-    for name in ("hidden", "layers", "heads"):
-        if name in options.given:
-            raise CommandError(f"{flag(name)} does not go with --model, which has its own: leave it out")
+    if own := [name for name in options.given if name in ("hidden", "layers", "heads")]:
+        raise CommandError(f"{flag(own[0])} does not go with --model, which has its own: leave it out")
     ds_config = read_json(options.config, "--config") if options.config else None
     if options.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
@@ -253,11 +245,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
 
 
 def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
-    """Return what the config's own section says, as a competitor.
-
-    Raises:
-        CommandError: it asks for an order, or a choice, that the benchmark does not run.
-    """
+    """Return what the config's own section says, as a competitor; refuse orders that the benchmark does not run."""
     from terapipe_ds.bench.cases import AUTO, PLAN, Case
     from terapipe_ds.config import TeraPipeConfig
 
@@ -268,10 +256,8 @@ def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> l
     if section.schedule.endswith(".csv"):
         raise CommandError(f"{given}: here schedules run by name, not from files; name one, or give --schedules")
     if section.schedule == AUTO and section.chunks_per_stage != 1:
-        raise CommandError(
-            f"{given} with chunks_per_stage = {section.chunks_per_stage}: here it chooses among those with one part "
-            "per stage; remove chunks_per_stage, or name a schedule"
-        )
+        given += f" with chunks_per_stage = {section.chunks_per_stage}: here it chooses among those with one part"
+        raise CommandError(f"{given} per stage; remove chunks_per_stage, or name a schedule")
     slices: Any = section.slices
     if not isinstance(slices, int):
         slices = PLAN if slices == "auto" else tuple(slices)

@@ -31,12 +31,7 @@ def flag(name: str) -> str:
 
 
 def check_output(path: str, option: str) -> None:
-    """Refuse a path where no file can be written, before anything is computed for it.
-
-    Raises:
-        CommandError: the path is empty, a folder, or in none that exists.
-        OSError: nothing can be written there.
-    """
+    """Refuse a path where no file can be written, before anything is computed for it: CommandError or OSError."""
     from terapipe_ds.files.atomic import check_writable
 
     if not Path(path).name:
@@ -135,11 +130,7 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
-        """Return the options that argparse has parsed.
-
-        Raises:
-            CommandError: the first option that cannot be, with its value and what is allowed.
-        """
+        """Return the options that argparse has parsed, or refuse the first that cannot be."""
         try:
             return cls(**{name: value for name, value in vars(arguments).items() if name in cls.model_fields})
         except ValidationError as error:

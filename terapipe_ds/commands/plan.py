@@ -62,9 +62,10 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
     """Return the best plan, and with "auto" the ranking of all schedules."""
     from terapipe_ds.planner import rank_schedules
 
-    options = setup.options
+    options, progress = setup.options, _progress if sys.stderr.isatty() else None
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
     if options.schedule != "auto":
-        return _search_one(setup), None
+        return _search_one(setup, limits), None
     if options.schedule_options:
         name = next(iter(options.schedule_options))
         raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
@@ -72,41 +73,35 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
         setup.costs_of,
         *setup.shape,
         memory_of=setup.memory_of,
-        memory_limit_bytes=setup.limit_bytes,
-        max_slices=options.max_slices,
-        chunks_per_stage=options.chunks_per_stage,
-        progress=_progress if sys.stderr.isatty() else None,
         both_ways_s_of=setup.both_ways_s_of,
+        chunks_per_stage=options.chunks_per_stage,
+        **limits,
     )
     return ranking.best, ranking
 
 
-def _search_one(setup: PlanSetup) -> PlanResult:
+def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     """Return the best plan of one schedule; the planner refuses an unknown one."""
     from terapipe_ds.planner import num_parts_of, plan_slices
     from terapipe_ds.schedule import SCHEDULE_NAMES
 
     options = setup.options
-    chunks, num_parts = options.chunks_per_stage or 1, setup.options.stages
+    chunks, num_parts = options.chunks_per_stage or 1, options.stages
     if options.schedule in SCHEDULE_NAMES:
-        num_parts = num_parts_of(options.schedule, setup.options.stages, chunks, None)
-    costs = setup.costs_of(num_parts)
-    if costs is None:
-        raise CommandError(
-            f"--schedule {options.schedule}: the layers cannot be cut in {num_parts} parts; ask for fewer"
-        )
+        num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
+    if (costs := setup.costs_of(num_parts)) is None:
+        problem = f"the layers cannot be cut in {num_parts} parts"
+        raise CommandError(f"--schedule {options.schedule}: {problem}; ask for fewer")
     result = plan_slices(
         costs,
         *setup.shape,
         options.schedule,
-        options.max_slices,
-        None if setup.memory_of is None else setup.memory_of(num_parts),
-        setup.limit_bytes,
-        progress=_progress if sys.stderr.isatty() else None,
+        memory=None if setup.memory_of is None else setup.memory_of(num_parts),
         chunks_per_stage=chunks,
         schedule_options=options.schedule_options,
+        **limits,
     )
-    if num_parts < result.chunks_per_stage * setup.options.stages:
+    if num_parts < result.chunks_per_stage * options.stages:
         result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
     return result
 

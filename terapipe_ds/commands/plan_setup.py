@@ -13,6 +13,7 @@ from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.options import Options, Output, Panel, Picture, ScheduleDetails, Text, details_option
 from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.messages import show_value
+from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
     from terapipe_ds.costs.profile import Profile
@@ -77,11 +78,7 @@ class PlanOptions(Options):
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
-    """Return all that the options say.
-
-    Raises:
-        CommandError: something is missing, or does not fit together.
-    """
+    """Return all that the options say; raise CommandError where something is missing, or does not fit together."""
     from terapipe_ds.costs.profile import Profile
 
     profile = None if options.profile is None else Profile.load(options.profile)
@@ -96,15 +93,19 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
 def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
     """Return the options where those not given come from the profile, the DeepSpeed JSON, or the model.
 
-    Raises:
-        CommandError: what is asked for was not measured, or is missing.
+    Raises CommandError where what is asked for was not measured, or is missing.
     """
+    from terapipe_ds.costs.model_sizes import model_size
+
     if profile is None and not (options.model and options.device):
         raise CommandError("no costs: give --model and --device, or --profile with measured costs")
     configured = from_config(options.config)
     options_by_schedule = configured.pop("options_by_schedule", {})
-    measured = {} if profile is None else _from_profile(profile, options, configured)
-    options = options.filled(measured, configured, {} if profile is not None else _from_model(options.model))
+    if profile is None:
+        usual = {"sequence_length": model_size(options.model).max_sequence_length}
+    else:
+        usual = _from_profile(profile, options, configured)
+    options = options.filled(usual, configured)
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
     if not options.stages:
         raise CommandError("--stages is missing: give the number of pipeline stages")
@@ -140,12 +141,6 @@ def from_config(path: str | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, "auto")}
 
 
-def _from_model(name: str) -> dict[str, Any]:
-    from terapipe_ds.costs.model_sizes import model_size
-
-    return {"sequence_length": model_size(name).max_sequence_length}
-
-
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
     """Return what was measured; no option makes other costs of another dtype or micro-batch size.
 
@@ -169,10 +164,8 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
     for name, has in fixed.items():
         asked, has = (DTYPE_NAMES.get(str(value), value) for value in (wanted.get(name), has))
         if asked not in (None, "auto", has):
-            raise CommandError(
-                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}: give the same, or "
-                "measure again with `terapipe profile`"
-            )
+            problem = f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}"
+            raise CommandError(f"{problem}: give the same, or measure again with `terapipe profile`")
     stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
     return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
 
@@ -191,10 +184,10 @@ class PlanSetup:
     @property
     def title(self) -> str:
         """The heading of what is printed."""
-        options, count = self.options, self.options.micro_batches
+        options, micro_batches = self.options, many(self.options.micro_batches, "micro-batch")
         parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
         parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
-        shape = f"{count} micro-batch{'es' * (count != 1)} of {options.micro_batch_size} x {options.sequence_length}"
+        shape = f"{micro_batches} of {options.micro_batch_size} x {options.sequence_length}"
         return f"{self.subject}\n{parallel}, {shape} tokens{self.notes}"
 
     @property
@@ -219,12 +212,9 @@ def _counted(options: PlanOptions) -> PlanSetup:
 
     size, card = model_size(options.model), device_card(options.device)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
-        raise CommandError(
-            f"--sequence-length {options.sequence_length}: {size.name} has learned positions for "
-            f"{size.max_sequence_length} tokens; give at most that many"
-        )
+        problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
+        raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
     dtype = card.resolve_dtype(options.dtype)
-
     count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **options.shape)
     link = count(num_stages=options.stages)[0].link  # several parts of a stage are on one device, and use its link
 
@@ -253,8 +243,7 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     replicas = options.data_parallel
 
     def both_ways_s_of(num_parts: int) -> float | None:
-        parts = costs_of(num_parts)
-        if parts is None:
+        if (parts := costs_of(num_parts)) is None:
             return None
         bandwidth = parts[0].link.bandwidth_bytes_per_s
         itemsize = gradient_itemsize(DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype))
@@ -283,7 +272,7 @@ def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
         parts = dataclasses.replace(parts, most_parts=2 * stages)
     if parts.cut(stages) is None:
         raise CommandError(f"--stages {stages}: {options.profile} has {len(models)} parts; give --stages {len(models)}")
-    notes = f"\nplanned for {stages} stages; the profile has {len(models)} part{'s' * (len(models) != 1)}"
+    notes = f"\nplanned for {stages} stages; the profile has {many(len(models), 'part')}"
     if profile.pipeline_stages not in (None, len(models)):
         notes += f" of {profile.pipeline_stages} stages"
     notes += f"; {NOT_TIMED}" if parts.shares is None else ""

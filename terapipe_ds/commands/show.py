@@ -52,7 +52,11 @@ def run(arguments: argparse.Namespace) -> None:
     if options.csv not in (None, "-"):
         check_output(options.csv, "--csv")
     try:
-        schedule = _schedule(options)
+        path, counts = options.from_csv if options.file is None else options.file, options.slices
+        if path is None:
+            schedule = options.build(counts[0] if len(counts) == 1 else counts)
+        else:
+            schedule = options.load(path, "slices")
         validate(schedule)
     except ScheduleError as error:
         if error.picture:
@@ -64,14 +68,6 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(options.csv, to_csv(schedule))
     else:
         print(_text(schedule, options))
-
-
-def _schedule(options: ShowOptions) -> Schedule:
-    path = options.from_csv if options.file is None else options.file
-    if path is not None:
-        return options.load(path, "slices")
-    counts = options.slices
-    return options.build(counts[0] if len(counts) == 1 else counts)
 
 
 def _text(schedule: Schedule, options: ShowOptions) -> str:

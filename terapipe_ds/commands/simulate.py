@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.options import MAX_FORWARDS, Output, Panel, Picture, ScheduleOptions, Text, option, switch
+from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -124,7 +125,7 @@ def _stages(timeline: Timeline) -> list[dict[str, Any]]:
 def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
     shown = " | ".join(",".join(map(str, plan.lengths)) for plan in dict.fromkeys(plans))
     lines = [
-        f"{timeline.name}: {_many(timeline.num_stages)}, {_many(len(plans), 'micro-batch')}, slices {shown}",
+        f"{timeline.name}: {many(timeline.num_stages, 'stage')}, {many(len(plans), 'micro-batch')}, slices {shown}",
         f"makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %",
         "",
         f"{'stage':<6}{'busy s':>12}{'bubble %':>10}{'live slices':>13}" + "      peak GiB" * bool(timeline.peak_bytes),
@@ -145,13 +146,8 @@ def _critical_path(timeline: Timeline) -> str:
     for event in events:
         by_kind[event.kind] = by_kind.get(event.kind, 0.0) + event.end_s - event.start_s
     shares = ", ".join(f"{names[kind]} {seconds:.6g} s" for kind, seconds in by_kind.items())
-    stages = _many(len({event.stage_id for event in events}))
+    stages = many(len({event.stage_id for event in events}), "stage")
     return f"critical path: {len(events)} steps on {stages}; {shares}"
-
-
-def _many(count: int, noun: str = "stage") -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan]]:

@@ -55,10 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
         missing = "--json goes with --against only" if options.as_json else "--out is missing"
         raise CommandError(f"{missing}: give --out FILE for a picture, or --against PREDICTED for a table")
     step, timeline = load_step([Path(trace) for trace in options.traces], options.step)
-    other_step, predicted = "", None
-    if options.against is not None:
-        other_step, predicted = load_step([Path(options.against)], options.step)
-    if options.step is not None and not (step or other_step):
+    other, predicted = ("", None) if options.against is None else load_step([Path(options.against)], options.step)
+    if options.step is not None and not (step or other):
         raise CommandError(f"--step {options.step} goes with a trace directory or its files only: leave it out")
     if predicted is None:
         draw_timelines([(", ".join(filter(None, (step, timeline.name))), timeline)], str(options.out))
@@ -136,13 +134,14 @@ def _merge_replica(files: dict[int, Path]) -> Timeline:
             taken |= stages
     others = sorted(set(files) - set(chosen))
     if others:
-        print(
-            f"terapipe: note: ranks {', '.join(map(str, chosen))}; others hold the same stages (replicas, "
-            f"tensor-parallel ranks): {', '.join(map(str, others))}. Give their files to see them.",
-            file=sys.stderr,
-        )
+        same = f"others hold the same stages (replicas, tensor-parallel ranks): {', '.join(map(str, others))}"
+        _note(f"ranks {', '.join(map(str, chosen))}; {same}. Give their files to see them.")
     timeline = Timeline.merge(chosen.values())
     absent = sorted(set(range(timeline.num_stages)) - taken)
     if absent:
-        print(f"terapipe: note: no events of stage {', '.join(map(str, absent))}", file=sys.stderr)
+        _note(f"no events of stage {', '.join(map(str, absent))}")
     return timeline
+
+
+def _note(text: str) -> None:
+    print(f"terapipe: note: {text}", file=sys.stderr)

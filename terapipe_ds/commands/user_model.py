@@ -22,8 +22,7 @@ MAX_TOKENS, MAX_THREADS = 2**26, 4096
 class DeepSpeedJson:
     """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
 
-    Raises:
-        CommandError: from all methods, where a key has a value that cannot be.
+    All methods raise CommandError where a key has a value that cannot be.
     """
 
     content: dict[str, Any]

@@ -97,10 +97,8 @@ def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None)
             what = f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}"
             raise CommandError(f"{what}: give others, or another --sequence-length")
         return plan
-    if section.slices != "auto":
-        return section.plan_for(length)
-    section.check_granularity(length)
-    most = length
-    if "granularity_tokens" in section.model_fields_set:
-        most = -(-length // section.granularity_tokens)
-    return section.model_copy(update={"slices": min(4, most)}).plan_for(length)
+    if section.slices == "auto":
+        section.check_granularity(length)
+        most = -(-length // section.granularity_tokens) if "granularity_tokens" in section.model_fields_set else length
+        section = section.model_copy(update={"slices": min(4, most)})
+    return section.plan_for(length)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.conflicts import conflicts_in
+from terapipe_ds.files.strict_json import STRICT
 from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
@@ -51,15 +52,14 @@ _Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 _Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 _Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 _Path = Annotated[str, Field(min_length=1)]
-_SCHEDULE_FORM = rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$"
-_Schedule = Annotated[str, Field(pattern=_SCHEDULE_FORM)]
+_Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
 _Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 
 
 class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 class PlannerConfig(_StrictModel):
@@ -88,8 +88,7 @@ class TeraPipeConfig(_StrictModel):
         {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
     )
     slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
-        "auto",
-        description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',
+        "auto", description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1'
     )
     sequence_dim: _Index = Field(1, description="an integer >= 0, counted from the front")
     sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
@@ -101,8 +100,7 @@ class TeraPipeConfig(_StrictModel):
     )
     ignore_index: _Int64 = Field(-100, description="a 64-bit integer")
     planner: PlannerConfig = Field(
-        default=PlannerConfig(),
-        description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
+        PlannerConfig(), description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}"
     )
     verify: Literal["off", "first_batch"] | None = Field(
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
@@ -169,12 +167,11 @@ class TeraPipeConfig(_StrictModel):
                 'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them '
                 "give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
             )
-        if isinstance(self.slices, tuple) and sum(self.slices) != sequence_length:
-            raise TeraPipeConfigError(
-                f"{_shown(list(self.slices), 'slices')} adds up to {sum(self.slices)} tokens, but a sequence has "
-                f"{sequence_length}: give lengths that add up to that, or a number of equal slices"
-            )
         if isinstance(self.slices, tuple):
+            if (total := sum(self.slices)) != sequence_length:
+                problem = f"adds up to {total} tokens, but a sequence has {sequence_length}"
+                fix = "give lengths that add up to that, or a number of equal slices"
+                raise TeraPipeConfigError(f"{_shown(list(self.slices), 'slices')} {problem}: {fix}")
             return SlicePlan(self.slices)
         granularity = self.granularity_for(sequence_length)
         try:
@@ -257,10 +254,9 @@ def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: dict[t
     for key, value in section.items():
         if key not in _MODELS[path].model_fields:
             problems[*path, key] = _unknown_key((*path, key), value)
-        elif (*path, key) in _MODELS and isinstance(value, dict):
-            known[key] = _take_known(value, (*path, key), problems)
         else:
-            known[key] = value
+            is_model = (*path, key) in _MODELS and isinstance(value, dict)
+            known[key] = _take_known(value, (*path, key), problems) if is_model else value
     return known
 
 

@@ -21,16 +21,11 @@ from terapipe_ds.attention import active_slice, sliced_attention
 from terapipe_ds.compat.insertions import PATCH, PatchError
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.register import is_registered
-from terapipe_ds.runtime.register import register as _register
+from terapipe_ds.runtime.register import register as register  # inserted where `pretrain_gpt.py` has built nothing yet
 
 _ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
 _ATTENDED = "_terapipe_attended"
 _COMPRESSION = "deepspeed.compression.compress"
-
-
-def register() -> None:
-    """Register the engine. Inserted in `pretrain_gpt.py`, where `deepspeed` is imported and nothing is built yet."""
-    _register()
 
 
 def enabled(args: Any) -> bool:
@@ -109,10 +104,8 @@ def check_arguments(args: Any) -> None:
         batches = "upstream's batches are [batch, sequence], also where its layers run sequence first"
         raise PatchError(f"terapipe.sequence_dim is {config.sequence_dim}: {batches}. Set it to 1")
     if config.sliced_inputs is not None and set(config.sliced_inputs) != {0, 1}:
-        raise PatchError(
-            f"terapipe.sliced_inputs is {list(config.sliced_inputs)}: tokens (0) and position ids (1) must be sliced, "
-            "the mask (2) must not. Set it to [0, 1] or null"
-        )
+        needed = "tokens (0) and position ids (1) must be sliced, the mask (2) must not"
+        raise PatchError(f"terapipe.sliced_inputs is {list(config.sliced_inputs)}: {needed}. Set it to [0, 1] or null")
 
 
 def batch_mask(mask: Tensor, args: Any) -> Tensor:
@@ -157,12 +150,10 @@ def attend(
 ) -> Tensor:
     """Compute `ParallelAttention`'s core for the active slice, with rotary positions from where the slice starts.
 
-    query, key, value: [T, B, H, D]; returns [T, B, H * D]. The mask is not needed: attention is causal. Upstream's
-    `apply_query_key_layer_scaling` divides the scores by the layer number and multiplies them again inside the
-    softmax, so the scale is 1/sqrt(D) with and without it.
+    query, key, value: [T, B, H, D]; returns [T, B, H * D]. Upstream's `apply_query_key_layer_scaling` divides the
+    scores by the layer number and multiplies them again inside the softmax, so the scale is 1/sqrt(D) all the same.
 
     Args:
-        attention: upstream's module.
         rotary: what upstream keeps for all L positions, or None: see `turn`.
         fork_rng: random state of this tensor-parallel rank, whose heads need a dropout mask of their own.
     """
@@ -217,11 +208,8 @@ def before_reduce(model: Any, engine: object) -> None:
 
     An insertion in the right function but in a branch that never runs is found here, before the first step.
     """
-    silent = [
-        name
-        for name, module in model.named_modules()
-        if any(cls.__name__ == _ATTENTION for cls in type(module).__mro__) and not hasattr(module, _ATTENDED)
-    ]
+    layers = {name: module for name, module in model.named_modules() if not hasattr(module, _ATTENDED)}
+    silent = [name for name, layer in layers.items() if _ATTENTION in (cls.__name__ for cls in type(layer).__mro__)]
     if silent:
         raise PatchError(
             f"a batch was run in slices, but attention layers did not call sliced attention: {', '.join(silent[:4])}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
-from terapipe_ds.models.rotary import first_position, rotary_turns, rotate
+from terapipe_ds.models.rotary import check_learned_positions, first_position, rotary_turns, rotate
 
 IGNORE_INDEX = -100
 
@@ -179,11 +179,8 @@ class PositionEmbedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
-        start = first_position()
-        stop, known = start + hidden.shape[1], self.weight.shape[0]
-        if stop > known:
-            problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
-            raise GPTConfigError(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+        stop = (start := first_position()) + hidden.shape[1]
+        check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
         return F.dropout(hidden + self.weight[start:stop], self.dropout, self.training)
 
 

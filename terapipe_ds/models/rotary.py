@@ -16,6 +16,13 @@ def first_position() -> int:
     return 0 if active is None else active.start
 
 
+def check_learned_positions(stop: int, known: int, error: type[ValueError]) -> None:
+    """Raise `error` where a sequence of `stop` tokens or more needs learned positions that a table has not."""
+    if stop > known:
+        problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
+        raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+
+
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn x [B, T, H, D] by `turns` [T, 1, D/2] (Su et al. 2021, arXiv 2104.09864, eq. 34).
 

@@ -51,6 +51,10 @@ SliceKey = tuple[int, int]
 """(micro_batch_id, slice_id)."""
 ComputeKey = tuple[Kind, int, int, int]
 """(kind, part_id, micro_batch_id, slice_id)."""
+Unit = tuple[Kind, int, int]
+"""(F or B or W, micro_batch_id, slice_id): what generators write where a stage holds one part."""
+PlacedUnit = tuple[Kind, int, int, int]
+"""(F or B or W, micro_batch_id, slice_id, chunk_id)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +107,10 @@ class Action:
         return text
 
     @classmethod
-    def parse(cls, text: str, part_id: int = 0) -> Action:
-        """Return the computation that `text` names: `F0.3`, `B1.0c1`.
+    def parse(cls, text: str) -> Action:
+        """Return the computation that `text` names: `F0.3`, `B1.0c1`; of part 0, for the text does not name the part.
 
-        The text does not name the part, so the caller gives it. Raises `ScheduleError` on any other text.
+        Raises `ScheduleError` on any other text.
         """
         match = _COMPUTE_FORM.fullmatch(text)
         if match is None:
@@ -115,4 +119,4 @@ class Action:
                 " c<chunk> where stages hold several parts, for example F0.3 or B1.0c1"
             )
         kind, micro_batch_id, slice_id, chunk_id = match.groups()
-        return cls(Kind(kind), int(micro_batch_id), int(slice_id), part_id, int(chunk_id or 0))
+        return cls(Kind(kind), int(micro_batch_id), int(slice_id), chunk_id=int(chunk_id or 0))

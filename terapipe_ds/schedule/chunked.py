@@ -12,9 +12,9 @@ from itertools import accumulate, islice
 
 from terapipe_ds.plan import split_evenly
 
-from .action import Kind, ScheduleError
+from .action import Kind, PlacedUnit, ScheduleError, Unit
 from .list_schedule import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
-from .one_f_one_b import PlacedUnit, Unit, backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
+from .one_f_one_b import backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
 from .placement import bidirectional, v_shape
 
 # -- a loop: a unit goes round the stages v times
@@ -182,9 +182,7 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     ways = directions(num_stages, len(num_slices))
     found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
-    fits = all(
-        _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)
-    )
+    fits = all(_peak(whole[stage_id], chunk) <= limit for (stage_id, chunk), limit in limits.items())
     (times,) = UNSPLIT
     return whole if fits and num_slots(whole, placement, times) < num_slots(found, placement, times) else found
 

@@ -11,6 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,11 +65,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     placement = loop(len(rows), _count_up(chunk_ids, "chunk")) if given is None else _read_placement(given, len(rows))
     num_chunks = len(placement) // len(rows)
     if max(chunk_ids) >= num_chunks:
-        raise ScheduleError(
-            f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage: give one more to each"
-        )
+        problem = f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage"
+        raise ScheduleError(f"{problem}: give one more to each")
     orders = tuple(
-        tuple(Action(a.kind, *a.unit, placement[stage_id, a.chunk_id], a.chunk_id) for a in row)
+        tuple(replace(action, part_id=placement[stage_id, action.chunk_id]) for action in row)
         for stage_id, row in enumerate(actions)
     )
     forward_only = all(action.kind is Kind.FORWARD for action in everything)
@@ -95,35 +95,28 @@ def load(path: str | Path) -> Schedule:
 
 def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
     """Return what keeps a schedule from running a batch of such counts, with what to change; None where it fits."""
-    counts = tuple(num_slices)
+    counts, has, number = tuple(num_slices), f"schedule {schedule.name!r} has", schedule.num_micro_batches
     if schedule.num_stages != num_stages:
-        return f"schedule {schedule.name!r} has {schedule.num_stages} stages (rows), the pipeline {num_stages}"
-    if schedule.num_micro_batches != len(counts):
-        return (
-            f"schedule {schedule.name!r} has {schedule.num_micro_batches} micro-batches, a batch {len(counts)}: set"
-            f" gradient_accumulation_steps to {schedule.num_micro_batches}, or write a schedule for {len(counts)}"
-        )
-    for micro_batch_id, (has, wants) in enumerate(zip(schedule.num_slices, counts, strict=True)):
-        if has != wants:
-            return (
-                f"schedule {schedule.name!r} has {has} slices of micro-batch {micro_batch_id}, the plan {wants}: cut it"
-                f" into {has}, or write a schedule for {wants}"
-            )
+        return f"{has} {schedule.num_stages} stages (rows), the pipeline {num_stages}"
+    if number != len(counts):
+        fix = f"set gradient_accumulation_steps to {number}, or write a schedule for {len(counts)}"
+        return f"{has} {number} micro-batches, a batch {len(counts)}: {fix}"
+    for micro_batch_id, (number, wanted) in enumerate(zip(schedule.num_slices, counts, strict=True)):
+        if number != wanted:
+            fix = f"cut it into {number}, or write a schedule for {wanted}"
+            return f"{has} {number} slices of micro-batch {micro_batch_id}, the plan {wanted}: {fix}"
     return None
 
 
 def _read_placement(row: list[str], num_stages: int) -> Placement:
     cells = row[1:]
     if len(cells) != num_stages:
-        raise ScheduleError(
-            f"CSV row 1: the placement has {len(cells)} stages, {num_stages} rows follow; give one cell for each"
-        )
+        problem = f"the placement has {len(cells)} stages, {num_stages} rows follow"
+        raise ScheduleError(f"CSV row 1: {problem}; give one cell for each")
     for number, cell in enumerate(cells, start=2):
         if not _PARTS.fullmatch(cell) or cell.count("/") != cells[0].count("/"):
-            raise ScheduleError(
-                f"CSV row 1, cell {number}: cannot read {cell[:40]!r} as the parts of a stage: write one part per"
-                " chunk, as many for each stage, as 0/7"
-            )
+            problem = f"CSV row 1, cell {number}: cannot read {cell[:40]!r} as the parts of a stage"
+            raise ScheduleError(f"{problem}: write one part per chunk, as many for each stage, as 0/7")
     return {
         (stage_id, chunk_id): int(part)
         for stage_id, cell in enumerate(cells)
@@ -135,17 +128,14 @@ def _read_rows(text: str) -> list[list[str]]:
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
-        raise ScheduleError(
-            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
-        ) from error
-    rows = [_without_end([cell.strip() for cell in row]) for row in rows]
-    rows = _without_end(rows)
+        fix = "give one row per stage, with cells such as F0.0 between commas"
+        raise ScheduleError(f"the CSV cannot be read: {error}; {fix}") from error
+    rows = _without_end([_without_end([cell.strip() for cell in row]) for row in rows])
     if not rows:
         raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
     if [] in rows:
-        raise ScheduleError(
-            f"CSV row {rows.index([]) + 1} is empty: every stage computes something, give its computations"
-        )
+        fix = "every stage computes something, give its computations"
+        raise ScheduleError(f"CSV row {rows.index([]) + 1} is empty: {fix}")
     return rows
 
 

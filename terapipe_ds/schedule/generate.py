@@ -12,20 +12,9 @@ from typing import Any
 
 from terapipe_ds.messages import check_count
 
-from .action import Action, Kind, ScheduleError
+from .action import Action, Kind, PlacedUnit, ScheduleError, Unit
 from .chunked import chimera, chimera_seq, interleaved, looped_forwards, seq1f1b_interleaved, v_forwards, zbv
-from .one_f_one_b import (
-    PlacedUnit,
-    Unit,
-    backwards,
-    dapple,
-    forwards,
-    on_chunk_0,
-    one_f_one_b,
-    seq1f1b,
-    seq1f1b_zb,
-    zb_h1,
-)
+from .one_f_one_b import backwards, dapple, forwards, on_chunk_0, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
 from .schedule import Schedule
 
@@ -89,16 +78,13 @@ def build(
 ) -> Schedule:
     """Return a schedule for K stages, m micro-batches and `num_slices` slices (one int, or one per micro-batch).
 
-    `chunks_per_stage` is v, the number of parts of each stage; 1, the default, means: for `zbv`, `chimera` and
-    `chimera-seq` the 2 that they always have (1 and 2 are accepted, the schedule says 2); for `interleaved` and
-    `seq1f1b-interleaved` one part per stage, hence `1f1b` and `seq1f1b`; all others accept 1 only.
+    `chunks_per_stage` is v, the number of parts of each stage. `zbv`, `chimera` and `chimera-seq` take 1 and 2, and
+    always have 2; `interleaved` and `seq1f1b-interleaved` take any, and are `1f1b` and `seq1f1b` with 1; all others
+    take 1 only. With `forward_only` (evaluation) every stage runs all forwards: micro-batches and slices in order,
+    parts in the order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`,
+    what F, B and W take, for its list scheduling.
 
-    With `forward_only` (evaluation) every stage runs all forwards: micro-batches and slices in order, parts in the
-    order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`, what F, B
-    and W take, for its list scheduling.
-
-    Raises `ScheduleError` on an unknown name, on counts that are not whole numbers of at least 1, and on counts or
-    options that the schedule does not take.
+    Raises `ScheduleError` on an unknown name, and on counts or options that the schedule does not take.
     """
     _check_name(name)
     num_stages = check_count("num_stages", num_stages, ScheduleError)
@@ -121,8 +107,7 @@ def build(
 
 
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
-    """Raise `ScheduleError` where the schedule does not take an option, or not its value. Without options nothing is
-    built."""
+    """Raise `ScheduleError` where the schedule does not take an option, or not its value."""
     if options:
         _check_option_names(name, options)  # one of build's own keywords is none of theirs
         build(name, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)
@@ -174,7 +159,6 @@ def _slice_counts(num_slices: int | Iterable[int], num_micro_batches: int) -> tu
         return (check_count("num_slices", num_slices, ScheduleError),) * num_micro_batches
     counts = tuple(check_count(f"num_slices[{m}]", value, ScheduleError) for m, value in enumerate(num_slices))
     if len(counts) != num_micro_batches:
-        raise ScheduleError(
-            f"num_slices has {len(counts)} entries: give one to each of {num_micro_batches} micro-batches"
-        )
+        fix = f"give one to each of {num_micro_batches} micro-batches"
+        raise ScheduleError(f"num_slices has {len(counts)} entries: {fix}")
     return counts

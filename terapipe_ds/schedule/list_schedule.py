@@ -20,9 +20,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
-from .action import Kind, ScheduleError, SliceKey
-from .one_f_one_b import PlacedUnit
+from .action import Kind, PlacedUnit, ScheduleError, SliceKey
 from .placement import Placement
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
@@ -103,16 +103,14 @@ def list_schedule(
 ) -> list[list[PlacedUnit]]:
     """Return the orders of the stages of a placement: of several plays the one that is shortest over all `times`.
 
-    `limits` has for each place the most live slices (F run, last of B and W not). `directions` has for each
-    micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
-    it a micro-batch passes all places.
+    `limits` has for each place the most live slices. `directions` has for each micro-batch the chunk that it passes on
+    every stage, where every part has a place of each direction; without it a micro-batch passes all places.
     """
     units = sum(num_slices) * len(placement) * len(_clock(times[0]))
     clocks, rules = (times, _RULES) if units <= _MANY_UNITS else ([times[len(times) // 2]], _RULES[:2])
     plays = [
         _play(_lanes(placement, num_slices, limits, directions), _clock(slots), rule)
-        for slots in clocks
-        for rule in rules
+        for slots, rule in product(clocks, rules)
     ]
 
     def length(orders: list[list[PlacedUnit]]) -> float:

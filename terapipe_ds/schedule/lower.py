@@ -60,15 +60,11 @@ def lower(orders: Orders, num_parts: int, forward_only: bool) -> tuple[StageSche
 
 
 class Wiring:
-    """Which messages and data a computation needs, by the places of all computations."""
+    """Which messages a computation needs and gives, by the places of all computations."""
 
     def __init__(self, orders: Orders, num_parts: int) -> None:
         self.last_part_id = num_parts - 1
         self.homes = {action.key: stage_id for stage_id, order in enumerate(orders) for action in order}
-
-    def reads_batch(self, action: Action) -> bool:
-        """Return whether the computation reads the batch: the first part its inputs, the last one its labels."""
-        return action.kind is Kind.FORWARD and action.part_id in (0, self.last_part_id)
 
     def receive(self, action: Action, stage_id: int) -> Action | None:
         """Return the receive that feeds a computation; None at an end of the pipeline or within one stage."""
@@ -99,7 +95,9 @@ def _lower_stage(
     for index, action in enumerate(order):
         first = index + RECEIVE_AHEAD if index else 0  # what would come before entry 0 is posted at entry 0
         yield from filter(None, receives[first : index + RECEIVE_AHEAD + 1])
-        if wiring.reads_batch(action) and action.micro_batch_id not in loaded:
+        # the first part reads the inputs of the batch, the last one its labels
+        reads_batch = action.kind is Kind.FORWARD and action.part_id in (0, wiring.last_part_id)
+        if reads_batch and action.micro_batch_id not in loaded:
             loaded.add(action.micro_batch_id)
             yield Action(Kind.LOAD, action.micro_batch_id, part_id=action.part_id, chunk_id=action.chunk_id)
         yield action

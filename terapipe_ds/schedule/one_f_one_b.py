@@ -1,4 +1,4 @@
-"""The schedules that alternate forwards and backwards, and the units that all generators write.
+"""The schedules that alternate forwards and backwards.
 
 A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
 stage. The tables show unit time slots (F, B and W take one each) of 3 stages, 2 micro-batches, 2 slices.
@@ -14,12 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from .action import Kind, ScheduleError
-
-Unit = tuple[Kind, int, int]
-"""(F or B or W, micro_batch_id, slice_id)."""
-PlacedUnit = tuple[Kind, int, int, int]
-"""(F or B or W, micro_batch_id, slice_id, chunk_id)."""
+from .action import Kind, PlacedUnit, ScheduleError, Unit
 
 AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
 """A unit, or one with its chunk."""
@@ -126,10 +121,9 @@ def slices_of(kind: Kind, count: int) -> range:
 def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """1F1B by whole micro-batches, with W (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3).
 
-    No stage holds more than K micro-batches between their F and their W, as many as stage 0 of `1f1b`:
-    before a forward that would be one more, the oldest W runs. After the last forward one W follows each B,
-    and the rest stands at the end. Sliced micro-batches run as `1f1b` runs them: each F, B and W is expanded
-    to the slices, in reverse for B and W, so that the W of a micro-batch stand in a row.
+    No stage holds more than K micro-batches between their F and their W, as many as stage 0 of `1f1b`: see
+    `with_weights`. Each F, B and W is expanded to the slices, in reverse for B and W, so that the W of a micro-batch
+    are in a row.
     """
     whole = one_f_one_b(num_stages, (1,) * len(num_slices))
     return [
@@ -144,9 +138,8 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """`seq1f1b` with W (the rule behind the zero-bubble figure of the Seq1F1B authors, arXiv 2406.03488).
 
-    No stage holds more than K + s - 1 slices between their F and their W, as many as stage 0 of `seq1f1b`
-    (s of the micro-batch that has most); where `seq1f1b` itself holds more, because a longer micro-batch
-    comes, every W that can runs before a forward.
+    No stage holds more than K + s - 1 slices between their F and their W, as many as stage 0 of `seq1f1b` (s of the
+    micro-batch that has most). Where `seq1f1b` holds more, for a longer one comes, every W that can runs before an F.
     """
     limit = num_stages + max(num_slices) - 1
     return [with_weights(order, limit) for order in seq1f1b(num_stages, num_slices)]
@@ -155,8 +148,8 @@ def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]
 def with_weights(order: list[Unit], limit: int) -> list[Unit]:
     """Return `order` (F and B) with a W for each B, first in first out.
 
-    Before a forward the oldest ones, until fewer than `limit` units are between F and W; after the last
-    forward one after each B; at the end those that are left.
+    Before a forward the oldest ones run, until fewer than `limit` units are between F and W; after the last forward
+    one runs after each B; at the end those that are left.
     """
     found: list[Unit] = []
     pending: deque[Unit] = deque()

@@ -39,19 +39,16 @@ def bidirectional(num_stages: int) -> Placement:
     (Chimera, Li and Hoefler, SC'21, arXiv 2107.06925.) Raises `ScheduleError` where K is odd.
     """
     if num_stages % 2:
-        raise ScheduleError(
-            f"num_stages is {num_stages}: a bidirectional schedule needs an even number of stages, for its two"
-            " pipelines share the slots of a stage in turns; give an even number or another schedule"
-        )
+        problem = f"num_stages is {num_stages}: a bidirectional schedule needs an even number of stages"
+        reason = "its two pipelines share the slots of a stage in turns"
+        raise ScheduleError(f"{problem}, for {reason}; give an even number or another schedule")
     return {(s, c): (s, num_stages - 1 - s)[c] for c in range(2) for s in range(num_stages)}
 
 
 def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Placement:
-    """Return the placement of the schedule `name`.
+    """Return the placement of the schedule `name`; chunks are as for `build`, which refuses unknown names.
 
-    `chunks_per_stage` as for `build`: the V-shaped and the bidirectional schedules have two chunks, and
-    take 1 (the default) or 2; the looped ones any number; all others 1. Raises `ScheduleError` on a number
-    that the schedule cannot take. (Whether there is a schedule of that name, `build` says.)
+    Raises `ScheduleError` on a number of chunks that the schedule cannot take.
     """
     if name in LOOPED:
         return loop(num_stages, chunks_per_stage)

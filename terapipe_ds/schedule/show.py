@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .schedule import Schedule
 from .validate import replay
 
-WIDTH, MAX_SLOTS = 110, 512
 
-
-@dataclass(frozen=True)
-class SlotCount:
+class SlotCount(NamedTuple):
     """A schedule's length when every computation takes one slot."""
 
-    num_stages: int
     num_slots: int
-    num_idle: int
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Idle slots over all slots of all stages."""
-        return self.num_idle / max(self.num_stages * self.num_slots, 1)
+    num_idle: int  # of all stages
+    bubble_fraction: float  # idle slots over all slots of all stages
 
 
 def count_slots(schedule: Schedule) -> SlotCount:
     """Return how many unit slots the schedule takes, and how many the stages idle. Raises on a deadlock."""
     num_slots = max((starts[-1] + 1 for starts in replay(schedule) if starts), default=0)
-    busy = sum(len(order) for order in schedule.orders)
-    return SlotCount(schedule.num_stages, num_slots, schedule.num_stages * num_slots - busy)
+    num_idle = schedule.num_stages * num_slots - sum(map(len, schedule.orders))
+    return SlotCount(num_slots, num_idle, num_idle / max(schedule.num_stages * num_slots, 1))
 
 
-def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -> str:
+def render(schedule: Schedule, width: int = 110, max_slots: int = 512) -> str:
     """Return the grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a stage
     waits.
 
@@ -40,24 +31,22 @@ def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -
     """
     count = count_slots(schedule)
     shown = min(count.num_slots, max_slots)
-    cells = _cells(schedule, shown)
+    rows = {"slot": list(map(str, range(shown)))}
+    rows |= {f"stage {stage_id}": row for stage_id, row in enumerate(_cells(schedule, shown))}
     lines = [_headline(schedule, count), ""]
     label_width = len(f"stage {schedule.num_stages - 1}")
-    cell_width = max([len(str(max(shown - 1, 0))), *(len(cell) for row in cells for cell in row)])
+    cell_width = max((len(cell) for row in rows.values() for cell in row), default=1)
     per_block = max((width - label_width - 1) // (cell_width + 1), 1)
     for left in range(0, shown, per_block):
-        slots = range(left, min(left + per_block, shown))
-        rows = [("slot", [str(slot) for slot in slots])]
-        rows += [(f"stage {stage_id}", [row[slot] for slot in slots]) for stage_id, row in enumerate(cells)]
-        for label, row in rows:
-            padded = (f"{cell:<{cell_width}}" for cell in row)
+        for label, row in rows.items():
+            padded = (f"{cell:<{cell_width}}" for cell in row[left : left + per_block])
             lines.append(f"{label:<{label_width}}  {' '.join(padded)}".rstrip())
         lines.append("")
     if shown < count.num_slots:
         lines += [f"({count.num_slots - shown} more slots are not shown; the CSV form has every entry)", ""]
     if not schedule.forward_only:  # without a backward nothing is kept for one, and this would be mistaken for memory
         lines.append(f"peak live slices  {' '.join(map(str, schedule.peak_live_slices()))}")
-    idle = f"{count.num_idle} of {count.num_stages * count.num_slots} slots idle"
+    idle = f"{count.num_idle} of {schedule.num_stages * count.num_slots} slots idle"
     return "\n".join([*lines, f"bubble            {idle} ({100 * count.bubble_fraction:.1f} %)"])
 
 
@@ -93,12 +82,13 @@ def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
     each = " + ".join([*map(str, slices[:8]), *["..."] * (len(slices) > 8)])
     counts = {"stage": schedule.num_stages, "micro-batch": schedule.num_micro_batches, "slice": sum(slices)}
-    words = [_many(number, noun) for noun, number in counts.items()]
+    words = [many(number, noun) for noun, number in counts.items()]
     words[-1] += f" ({slices[0]} each)" if len(set(slices)) == 1 else f" ({each})"
     mode = ", forward only" if schedule.forward_only else ""
-    return f"{schedule.name}{mode}: {', '.join(words)}, {_many(count.num_slots, 'slot')}"
+    return f"{schedule.name}{mode}: {', '.join(words)}, {many(count.num_slots, 'slot')}"
 
 
-def _many(count: int, noun: str) -> str:
+def many(count: int, noun: str) -> str:
+    """Return `1 stage`, `2 stages`, `2 micro-batches`."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{'' if count == 1 else plural}"

@@ -97,22 +97,17 @@ def replay(schedule: Schedule) -> list[list[int]]:
 
 def _check_shape(schedule: Schedule) -> None:
     if len(schedule.orders) != schedule.num_stages or len(schedule.num_slices) != schedule.num_micro_batches:
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: {len(schedule.orders)} orders for {schedule.num_stages} stages,"
-            f" {len(schedule.num_slices)} slice counts for {schedule.num_micro_batches} micro-batches;"
-            " give one of each"
-        )
+        orders = f"{len(schedule.orders)} orders for {schedule.num_stages} stages"
+        counts = f"{len(schedule.num_slices)} slice counts for {schedule.num_micro_batches} micro-batches"
+        raise ScheduleError(f"schedule {schedule.name!r}: {orders}, {counts}; give one of each")
     places = {(s, c) for s in range(schedule.num_stages) for c in range(schedule.chunks_per_stage)}
     parts = set(schedule.placement.values())
     if set(schedule.placement) != places or parts != set(range(len(parts))):
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: the placement is {schedule.placement}; give every (stage, chunk) a"
-            " part, and number the parts from 0 without a gap"
-        )
+        fix = "give every (stage, chunk) a part, and number the parts from 0 without a gap"
+        raise ScheduleError(f"schedule {schedule.name!r}: the placement is {schedule.placement}; {fix}")
     for stage_id, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
-            problem = _misplaced(schedule, stage_id, action)
-            if problem:
+            if problem := _misplaced(schedule, stage_id, action):
                 schedule.fail_at(f"{action} cannot stand here, {problem}", stage_id, index)
 
 
@@ -141,9 +136,8 @@ def _check_once(schedule: Schedule) -> None:
             if action.key in seen:
                 schedule.fail_at(f"{action} of part {action.part_id} runs a second time: drop it", stage_id, index)
             seen.add(action.key)
-            place = stage_id, action.chunk_id
-            home = homes.setdefault((action.part_id, action.micro_batch_id), place)
-            if home != place:
+            home = homes.setdefault((action.part_id, action.micro_batch_id), (stage_id, action.chunk_id))
+            if home != (stage_id, action.chunk_id):
                 where = f"at stage {home[0]}, chunk {home[1]}"
                 reason = f"part {action.part_id} has units of micro-batch {action.micro_batch_id} {where}"
                 schedule.fail_at(f"{reason}, so {action} cannot run here: keep them at one place", stage_id, index)

@@ -44,10 +44,7 @@ def is_split(parameter: nn.Parameter) -> bool:
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
     """Return a function from a parameter to the gradient that DeepSpeed's `optimizer` will read, or None.
 
-    Other attributes of the parameter are stale or empty.
-
-    Raises:
-        TypeError: for an optimizer of which it is not known where its gradients are.
+    Other attributes of the parameter are stale or empty. Raises TypeError where the optimizer keeps them elsewhere.
     """
     if isinstance(optimizer, BF16_Optimizer):
         buffers = (optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients)
@@ -57,10 +54,8 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
         name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         return lambda parameter: getattr(parameter, name, None)
     if isinstance(optimizer, ZeROOptimizer):
-        raise TypeError(
-            f"where {type(optimizer).__name__} keeps gradients is not known, so that those of tensor-parallel ranks "
-            "cannot be summed. Use ZeRO stage 0 or 1"
-        )
+        problem = f"where {type(optimizer).__name__} keeps gradients is not known"
+        raise TypeError(f"{problem}, so that those of tensor-parallel ranks cannot be summed. Use ZeRO stage 0 or 1")
     return lambda parameter: parameter.grad
 
 
@@ -83,16 +78,12 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
         RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.
     """
     partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
-    gradient_of = gradient_reader(optimizer)
+    gradients = dict(zip(partial, map(gradient_reader(optimizer), partial.values()), strict=True))
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    missing = []
-    for name, parameter in partial.items():
-        gradient = gradient_of(parameter)
-        if gradient is None:
-            missing.append(name)
-        else:
+    for gradient in gradients.values():
+        if gradient is not None:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    if missing:
+    if missing := [name for name, gradient in gradients.items() if gradient is None]:
         raise RuntimeError(
             f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
             f"have none where {type(optimizer).__name__} reads it: {_few(missing)}. Set requires_grad_(False) on what "

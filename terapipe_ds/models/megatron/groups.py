@@ -60,15 +60,11 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
     given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if given_tensor != tensor:
-        return (
-            f"TransformerConfig has tensor_model_parallel_size={given_tensor}, but the topology has {tensor} "
-            "tensor-parallel ranks; give both the same number"
-        )
+        given = f"TransformerConfig has tensor_model_parallel_size={given_tensor}"
+        return f"{given}, but the topology has {tensor} tensor-parallel ranks; give both the same number"
     if given_stages not in (1, stages):
-        return (
-            f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages} stages; "
-            "give the same number, or 1 to leave stages to DeepSpeed"
-        )
+        given = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
+        return f"{given} stages; give the same number, or 1 to leave stages to DeepSpeed"
     megatron = parallel_state.RankGenerator(
         tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=_ORDER
     )
@@ -91,10 +87,8 @@ def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int
         expected = next((row for row in grid.topology().get_axis_comm_lists(axis) if rank in row), [rank])
         ranks = ranks_in(group, len(expected))
         if ranks != expected:
-            return (
-                f"the {axis} group of rank {rank} holds the ranks {ranks}, by the topology it is {expected}. Leave "
-                "DeepSpeed's grid the groups that it has made"
-            )
+            problem = f"the {axis} group of rank {rank} holds the ranks {ranks}, by the topology it is {expected}"
+            return f"{problem}. Leave DeepSpeed's grid the groups that it has made"
     return None
 
 
@@ -114,19 +108,12 @@ def _problem_of_parallel_state(grid: PipelineParallelGrid) -> str | None:
     """Compare a `parallel_state` that another program has initialized."""
     if not parallel_state.model_parallel_is_initialized() or _entered_by_us():
         return None
-    megatron = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
-    for name, *both in zip(("tensor", "data", "pipeline"), megatron, _groups(grid), strict=True):
-        members = list(map(_ranks_of, both))
-        if members[0] != members[1]:
-            return (
-                f"Megatron's parallel_state was initialized with other {name} groups: rank {torch_dist.get_rank()} is "
-                f"in {members[0]} there and in {members[1]} of DeepSpeed's. Leave it uninitialized, or use the same "
-                "sizes and order"
-            )
+    for name, group in zip(("tensor_model", "data", "pipeline_model"), _groups(grid), strict=True):
+        theirs, ours = _ranks_of(getattr(parallel_state, f"get_{name}_parallel_group")()), _ranks_of(group)
+        if theirs != ours:
+            rank = f"rank {torch_dist.get_rank()} is in {theirs} there and in {ours} of DeepSpeed's"
+            problem = f"Megatron's parallel_state was initialized with other {name.split('_')[0]} groups: {rank}"
+            return f"{problem}. Leave it uninitialized, or use the same sizes and order"
     return None
 
 

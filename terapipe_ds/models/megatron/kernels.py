@@ -111,12 +111,8 @@ def stand_in_for_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
     if not hasattr(megatron_random, "FP8GlobalStateManager"):
         megatron_random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        megatron_random.activation_recompute_forward = _no_fp8_context
-        megatron_random.fp8_autocast = _no_fp8_context
-
-
-def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+        megatron_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        megatron_random.fp8_autocast = lambda **_: contextlib.nullcontext()
 
 
 class CpuRngTracker(megatron_random.CudaRNGStatesTracker):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
-from terapipe_ds.models.rotary import first_position
+from terapipe_ds.models.rotary import check_learned_positions, first_position
 
 
 @dataclass
@@ -132,8 +132,8 @@ def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
 class MegatronEmbedding(LanguageModelEmbedding):
     """Tokens [B, T], or (tokens, position ids), int64 -> hidden states.
 
-    Position ids matter for learned positions; rotary ones follow from a token's place in the sequence, as in
-    megatron-core's `GPTModel`. `positions=False`: the last stage's copy of a tied embedding.
+    Position ids are for learned positions: as in megatron-core's `GPTModel`, rotary ones follow from a token's place
+    in the sequence. `positions=False`: the last stage's copy of a tied embedding.
     """
 
     def __init__(self, blueprint: Blueprint, positions: bool = True) -> None:
@@ -158,11 +158,8 @@ class MegatronEmbedding(LanguageModelEmbedding):
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
         if self.add_position_embedding and position_ids is None:
-            start = first_position()
-            stop, known = start + tokens.shape[1], self.max_sequence_length
-            if stop > known:
-                problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
-                raise ValueError(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+            stop = (start := first_position()) + tokens.shape[1]
+            check_learned_positions(stop, self.max_sequence_length, ValueError)
             position_ids = torch.arange(start, stop, device=tokens.device).expand_as(tokens)
         return super().forward(tokens, position_ids)
 

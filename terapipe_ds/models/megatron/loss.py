@@ -60,10 +60,8 @@ def _require_known_labels(ranks_with_label: Tensor) -> None:
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
     """Return the cross entropy per token, in fp32, or fp64 where the logits are.
 
-    Args:
-        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of `group`.
-        labels: [...] int64 in [0, V).
-        group: the tensor-parallel group; None for one rank.
+    logits: [..., V / tp], this rank's share of the vocabulary in the order of `group` (None: one rank); labels: [...]
+    int64 in [0, V).
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, group)
 

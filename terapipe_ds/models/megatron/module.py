@@ -111,11 +111,9 @@ class MegatronGPT(PipelineModule):
                 layer.recompute = True
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers of this stage, one after the other.
+        """Run the layers of this stage, one after the other; with tensor parallelism under our engine only.
 
-        Raises:
-            MegatronConfigError: with tensor parallelism under an engine that does not know of `before_reduce`: the
-                gradients that it sums would stay partial.
+        Raises MegatronConfigError under another, which knows nothing of `before_reduce`: gradients would stay partial.
         """
         if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
             raise MegatronConfigError(
@@ -164,10 +162,8 @@ def _topology(config: TransformerConfig) -> ProcessTopology:
     pipe, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
     world = torch_dist.get_world_size()
     if world % (pipe * tensor):
-        raise MegatronConfigError(
-            f"{world} ranks do not divide by pipeline_model_parallel_size x tensor_model_parallel_size = "
-            f"{pipe} x {tensor}: start a multiple of {pipe * tensor} ranks"
-        )
+        sizes = f"pipeline_model_parallel_size x tensor_model_parallel_size = {pipe} x {tensor}"
+        raise MegatronConfigError(f"{world} ranks do not divide by {sizes}: start a multiple of {pipe * tensor} ranks")
     return PipeModelDataParallelTopology(num_pp=pipe, num_mp=tensor, num_dp=world // (pipe * tensor))
 
 
@@ -211,13 +207,11 @@ _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_ou
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
     """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
 
-    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something. `module` has this
-    stage's layers, with their tensor-parallel marks.
+    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
     """
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
-    stages: list[dict[str, list[str]]] = [here]
-    if grid.get_pipe_parallel_world_size() > 1:
-        stages = [{} for _ in range(grid.get_pipe_parallel_world_size())]
+    stages: list[dict[str, list[str]]] = [here] * grid.get_pipe_parallel_world_size()
+    if len(stages) > 1:
         torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
     kinds_of = {name: kinds for stage in stages for name, kinds in stage.items()}
     sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}

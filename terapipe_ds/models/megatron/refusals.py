@@ -63,10 +63,8 @@ _WITH_EXPERTS = {
     "Megatron's own training loop updates the bias from token counts once per step": "moe_router_enable_expert_bias",
     "routing by random numbers is for benchmarks, and slices change it": "moe_router_force_load_balancing",
 }
-_ON_CPU = {
-    "it is a CUDA kernel, and this run "
-    "is on a CPU": "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion",
-}
+_CUDA_KERNELS = "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion"
+_ON_CPU = {"it is a CUDA kernel, and this run is on a CPU": _CUDA_KERNELS}
 
 _Test = Callable[[TransformerConfig], Any]
 _COMBINATIONS: tuple[tuple[_Test, str], ...] = (

@@ -24,10 +24,7 @@ from terapipe_ds.models.megatron.refusals import MegatronConfigError
 
 
 class SlicedCoreAttention(MegatronModule):
-    """Causal attention of a slice's queries to the slice and its prefix, for the heads of this tensor-parallel rank.
-
-    It takes the place, and the arguments, of `DotProductAttention` in `self_attention.submodules.core_attention`.
-    """
+    """Attend causally to the slice and its prefix with the heads of this rank, in place of `DotProductAttention`."""
 
     def __init__(
         self,
@@ -59,8 +56,7 @@ class SlicedCoreAttention(MegatronModule):
     ) -> Tensor:
         """Take query [T, B, H, D], key and value [T, B, H_kv, D] of this rank's heads; return [T, B, H * D].
 
-        Raises:
-            ValueError: a mask, a bias or packed sequences were given: causal attention is all that slices can do.
+        Raises ValueError on a mask, a bias or packed sequences: causal attention is all that slices can do.
         """
         for name, argument in {"attention_mask": attention_mask, **others}.items():
             if argument is not None:
@@ -78,12 +74,8 @@ class SlicedCoreAttention(MegatronModule):
 def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
     """Return one spec for each of the `config.num_layers` decoder layers, with sliced attention.
 
-    Args:
-        given: the user's, for all layers or one for each. None: megatron-core's, dense or mixture of experts by
-            `config.moe_layer_freq`.
-
-    Raises:
-        MegatronConfigError: specs of another number, or of layers whose attention cannot be replaced.
+    `given` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
+    Raises MegatronConfigError on specs of another number, or of layers whose attention cannot be replaced.
     """
     specs = [given] * config.num_layers if isinstance(given, ModuleSpec) else given
     if specs is None:
@@ -94,21 +86,16 @@ def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] 
             qk_l2_norm=config.qk_l2_norm,
         )
     if len(specs) != config.num_layers:
-        raise MegatronConfigError(
-            f"transformer_layer_spec has {len(specs)} specs for num_layers={config.num_layers} layers: give one for "
-            "each, or one for all"
-        )
+        problem = f"transformer_layer_spec has {len(specs)} specs for num_layers={config.num_layers} layers"
+        raise MegatronConfigError(f"{problem}: give one for each, or one for all")
     return [_with_sliced_attention(spec, config) for spec in specs]
 
 
 def _with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """Return a copy of a `TransformerLayer`'s spec whose core attention is ours and whose norms this machine has."""
-    problem = _problem_of_spec(spec)
-    if problem is not None:
-        raise MegatronConfigError(
-            f"transformer_layer_spec {problem}: give the spec of a TransformerLayer with SelfAttention and no cross "
-            "attention, such as get_gpt_layer_local_spec()"
-        )
+    if (problem := _problem_of_spec(spec)) is not None:
+        fix = "give the spec of a TransformerLayer with SelfAttention and no cross attention"
+        raise MegatronConfigError(f"transformer_layer_spec {problem}: {fix}, such as get_gpt_layer_local_spec()")
     spec = copy.deepcopy(spec)
     spec.submodules.self_attention.submodules.core_attention = SlicedCoreAttention
     for submodules in (spec.submodules, spec.submodules.self_attention.submodules):

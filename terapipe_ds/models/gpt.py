@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
-from terapipe_ds.models.rotary import check_learned_positions, first_position, rotary_turns, rotate
+from terapipe_ds.models.positions import check_learned_positions, first_position, rotary_turns, rotate
 
 IGNORE_INDEX = -100
 

@@ -18,7 +18,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
-from terapipe_ds.models.rotary import rotary_turns, rotate
+from terapipe_ds.models.positions import rotary_turns, rotate
 
 LENGTH = 23
 LAYERS = {"hidden_size": 24, "num_layers": 3, "num_heads": 4, "ffn_size": 40}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
-from terapipe_ds.models.rotary import check_learned_positions, first_position
+from terapipe_ds.models.positions import check_learned_positions, first_position
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.backends import fused
 from terapipe_ds.attention.backends.blocks import Block
-from terapipe_ds.models import rotary
+from terapipe_ds.models import positions
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.loss import weighted_loss
@@ -66,7 +66,7 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
     config = GPTConfig(
         hidden_size=512, num_heads=8, num_layers=1, max_sequence_length=512, dtype=dtype, **MODELS[model]
     )
-    rotary._turn_table.cache_clear()
+    positions._turn_table.cache_clear()
     calls: list[tuple[int, int]] = []
     run = fused.CudaFlash.run
 
@@ -89,7 +89,7 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
                 assert parameter.grad.shape == parameter.shape, name
         store.release(0, 0)
         store.assert_drained()
-    rotary._turn_table.cache_clear()
+    positions._turn_table.cache_clear()
     kv_heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
     blocks = [(200, 200), (300, 300), (300 * groups, 200), (12, 12), (12 * groups, 500)]
     assert kv_heads * groups == 8 and calls == ([(200, 200), (300, 500), (12, 512)] if one_call else blocks)

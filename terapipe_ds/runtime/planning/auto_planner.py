@@ -21,7 +21,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, describe, plan_slices
+from terapipe_ds.planner import PlanResult, describe
 from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -91,9 +91,7 @@ class AutoPlanner:
     def _longest_without_choice(self, lengths: Collection[int]) -> int:
         """Return the longest sequence of any pipeline that has no plan yet; 0 where all have."""
         longest = max((length for length in lengths if self.known(length) is None), default=0)
-        if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
-            return longest
-        return int(Peers(self._groups.everyone).largest(longest))
+        return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
         try:
@@ -170,29 +168,11 @@ class AutoPlanner:
             )
         parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
         cuts = Cuts(engine.module, layout, parts, memory)
-        costs = cuts.costs(layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
+        result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+        self._write_prediction(result, cuts.costs(layout.num_parts))
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        is_chosen = config.schedule == "auto"
-        more: list[str] = []
-        if is_chosen:
-            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
-        else:
-            result = plan_slices(
-                costs,
-                length,
-                engine.num_stages,
-                engine.micro_batches,
-                config.granularity_for(length),
-                config.schedule,
-                memory=memory,
-                memory_limit_bytes=limit_bytes,
-                chunks_per_stage=layout.chunks_per_stage,
-                placement=layout.placement,
-                schedule_options=config.schedule_options,
-            )
-        self._write_prediction(result, costs)
-        lines = [head, *describe(result, schedule_chosen=is_chosen), *more]
+        lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
         return Choice(result.plan, result.schedule), "\n  ".join(lines)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
@@ -286,11 +266,5 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], nu
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)
     if path is not None:
-        try:
-            write_cache(path, profile)
-        except OSError as error:
-            raise TeraPipeConfigError(
-                f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
-                "write, or null"
-            ) from error
+        write_cache(path, profile)
     return profile

@@ -8,7 +8,6 @@ keeps the order of events, costs little, and writes nothing to the terminal.
 from __future__ import annotations
 
 import itertools
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,9 +49,7 @@ class MemoryPeak:
         torch.autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options, experimental))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         allocator = _allocator()
         if allocator is not None:
             self.grown_bytes = int(allocator.max_memory_allocated()) - self._before

@@ -90,7 +90,6 @@ def time_part(
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        with_layers: time each layer as well.
         trials: of the tensor-parallel peers, see `layer_shares`.
         progress: told the share that is done, between 0 and 1.
     """
@@ -188,11 +187,10 @@ class Rounds:
         """Return medians of the runs without disturbance, and spreads of all; `weight_s` has tokens -> seconds of W."""
         samples = []
         for point, forwards in self.forwards.items():
-            backwards = self.backwards[point]
-            forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in (forwards, backwards))
-            forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in (forwards, backwards))
+            both = forwards, self.backwards[point]
+            forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in both)
+            spreads = [spread([run.seconds for run in runs]) for runs in both]
             w_s = None if weight_s is None else min(weight_s[point[0]], backward_s)
-            spreads = forward_spread, backward_spread
             samples.append(CostSample(*point, forward_s, backward_s, *spreads, len(forwards), w_s))
         return tuple(samples)
 
@@ -312,16 +310,13 @@ def layer_shares(
 
 
 def _run(timer: SliceTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
-    seconds, caught = [], None
+    what = f"timing the layers of part {timer.part_id} one by one"
     try:
         seconds = timer.layer_seconds(tokens)
     except Exception as error:  # of the model's own code, so of any kind
-        caught = error
         timer.store.reset()
-    try:
-        return seconds, trials.failure(caught, f"timing the layers of part {timer.part_id} one by one", _WITHOUT)
-    finally:
-        caught = None  # whose traceback holds this frame, and tensors of the layers
+        return [], trials.failure(error, what, _WITHOUT)
+    return seconds, trials.failure(None, what, _WITHOUT)
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch.in_flight import Key
@@ -259,7 +260,7 @@ class LayerByLayer:
         """Return the outputs of the last layer, without the graph behind them.
 
         Raises:
-            UnknownInputs: a layer hands on something else than tensors, in lists, named or plain tuples, or dicts.
+            UnknownInputs: a layer hands on something else than tensors in containers that torch knows.
         """
         self._forward_s, self._handed = [], [[]]
         values = _apart(inputs, self._handed[0])
@@ -288,16 +289,14 @@ class LayerByLayer:
 
 def _apart(value: Any, handed: Handed) -> Any:
     """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
-    if torch.is_tensor(value):
-        leaf = value.detach().requires_grad_(value.requires_grad)
-        handed.append((value, leaf))
-        return leaf.clone()
-    if type(value) in (tuple, list):
-        return type(value)(_apart(each, handed) for each in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return value._make(_apart(each, handed) for each in value)
-    if type(value) is dict:  # one of another class may keep more than its items
-        return {name: _apart(each, handed) for name, each in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnknownInputs(type(value).__name__)
+
+    def copy_of(item: Any) -> Any:
+        if torch.is_tensor(item):
+            leaf = item.detach().requires_grad_(item.requires_grad)
+            handed.append((item, leaf))
+            return leaf.clone()
+        if item is None or isinstance(item, bool | int | float | str):
+            return item
+        raise UnknownInputs(type(item).__name__)
+
+    return tree_map(copy_of, value)

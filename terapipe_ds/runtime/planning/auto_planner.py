@@ -55,8 +55,7 @@ class Choice:
 class AutoPlanner:
     """Choose the plan (and the schedule, where that is "auto") for each sequence length that comes.
 
-    Args:
-        note: told what is going on, so that a long measurement does not look like a stall.
+    `note` is told what is going on, so that a long measurement does not look like a stall.
     """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
@@ -94,10 +93,7 @@ class AutoPlanner:
         return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
-        try:
-            self._config.check_granularity(length)
-        except TeraPipeConfigError as error:
-            raise RaisedEverywhere(error) from None
+        self._from_rank_0(lambda: self._config.check_granularity(length))
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
         if profile is None or profile.key.sequence_length < length:
@@ -251,12 +247,9 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity < smallest:
         logger.warning(
-            "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
-            "plans are cut at multiples of %d; measure again, or raise terapipe.granularity_tokens",
-            path,
-            smallest,
-            smallest,
-            granularity,
+            f"terapipe.planner.profile = {path}: slices of fewer than {smallest} tokens were not measured and count as "
+            f"{smallest}, but plans are cut at multiples of {granularity}; measure again, or raise "
+            "terapipe.granularity_tokens"
         )
     return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
 

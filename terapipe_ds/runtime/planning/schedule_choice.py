@@ -197,11 +197,8 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
         whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
         return bounds if whole and all(start < stop for start, stop in itertools.pairwise(bounds)) else None
     except Exception as error:  # of the program's own code, so of any kind
-        logger.warning(
-            "the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
-            num_parts,
-            first_line(error),
-        )
+        problem = f"the layers cannot be cut in {num_parts} parts ({first_line(error)})"
+        logger.warning(f"{problem}; schedules that want so many are left out")
         return None
 
 

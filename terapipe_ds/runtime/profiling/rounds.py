@@ -293,11 +293,8 @@ def layer_shares(
     for _ in range(_RUNS if quarter else 1):
         seconds, failure = _run(timer, tokens, trials or Trials())
         if failure is not None:
-            logger.warning(
-                "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
-                timer.part_id,
-                str(failure).splitlines()[0],
-            )
+            problem = f"the layers of part {timer.part_id} cannot be timed one by one ({str(failure).splitlines()[0]})"
+            logger.warning(f"{problem}; plans for other cuts take them as alike")
             return None
         runs.append(seconds)
     functions: Any = timer.module.forward_funcs

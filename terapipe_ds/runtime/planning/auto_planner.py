@@ -79,7 +79,7 @@ class AutoPlanner:
         return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
     def choose_all(
-        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int]
     ) -> dict[int, Choice]:
         """Return the choice for each length in `shapes` but those in `besides`; plan new ones. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
@@ -182,14 +182,9 @@ class AutoPlanner:
         """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
             return
-        schedule = build(
-            result.schedule,
-            result.num_stages,
-            result.num_micro_batches,
-            result.plan.num_slices,
-            chunks_per_stage=self._stage.layout.chunks_per_stage,
-            **self._config.options_of(result.schedule),
-        )
+        counts, options = (result.num_stages, result.num_micro_batches), self._config.options_of(result.schedule)
+        chunks, num_slices = self._stage.layout.chunks_per_stage, result.plan.num_slices
+        schedule = build(result.schedule, *counts, num_slices, chunks_per_stage=chunks, **options)
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"

@@ -152,12 +152,11 @@ class Plans:
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
-        key = (name, training, num_slices)
+        key = name, training, num_slices
         if key not in self._schedules:
-            schedule = self._built(name, training, num_slices)
-            if len(self._schedules) >= _SCHEDULES_KEPT:
+            self._schedules[key] = self._built(*key)
+            if len(self._schedules) > _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = schedule
         return self._schedules[key]
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -60,8 +60,8 @@ class StageToPlan:
 class LinkTimes:
     """Hold the link of one part to the next, and what messages take of the stage's own time."""
 
-    samples: list[LinkSample] = field(default_factory=list)
-    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
+    samples: list[LinkSample]
+    message_s: dict[int, float]  # of one F or B, by the tokens of a slice
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _measure_part(
         trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
         progress=progress,
     )
-    everyone_counts = peers.largest(0.0 if MemoryPeak.is_available() else 1.0) == 0.0  # or peers would run more slices
+    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
     return times, _part_memory(engine, timer, specs) if everyone_counts else None
 
 
@@ -211,10 +211,9 @@ def _measure_links(
             for tokens in chosen:
                 spec = specs[part_id][tokens]
                 trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(1 + _LINK_REPEATS)][1:]
-                own_s = statistics.median(own_s for _, own_s in trips)
+                sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
-                    sent_s = statistics.median(seconds for seconds, _ in trips)
                     num_bytes = sum(t.num_bytes for t in spec.tensors) or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)

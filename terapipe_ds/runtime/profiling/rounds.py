@@ -143,13 +143,10 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
 
 
 class Taken(NamedTuple):
-    """Hold the seconds of one run, and those of them in which this process had no processor.
-
-    Another program had it, or a peer was waited for inside the layers.
-    """
+    """Hold what one run took."""
 
     seconds: float
-    lost_s: float = 0.0
+    lost_s: float = 0.0  # without a processor: another program had it, or a peer was waited for inside the layers
 
 
 @dataclass
@@ -279,10 +276,8 @@ def layer_shares(
     """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
 
     The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
-    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
-
-    Args:
-        trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.
+    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store. With
+    `trials` this is a collective of tensor-parallel peers, which all have no shares where one of them fails.
 
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.

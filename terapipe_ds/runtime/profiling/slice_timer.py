@@ -242,10 +242,6 @@ Handed = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and the leaves that a layer takes in their places."""
 
 
-class UnknownInputs(TypeError):
-    """Say that a layer hands on something that may hold tensors unseen."""
-
-
 class LayerByLayer:
     """Run layers once, each with its own graph: called like a part, then asked for one backward after the other."""
 
@@ -259,7 +255,7 @@ class LayerByLayer:
         """Return the outputs of the last layer, without the graph behind them.
 
         Raises:
-            UnknownInputs: a layer hands on something else than tensors in containers that torch knows.
+            TypeError: a layer hands on something else than tensors in containers that torch knows.
         """
         values = _apart(inputs, self._handed[0])
         for function in self._functions:
@@ -294,6 +290,6 @@ def _apart(value: Any, handed: Handed) -> Any:
             return leaf.clone()
         if item is None or isinstance(item, bool | int | float | str):
             return item
-        raise UnknownInputs(type(item).__name__)
+        raise TypeError(f"a layer hands on a {type(item).__name__}, which may hold tensors unseen")
 
     return tree_map(copy_of, value)

@@ -162,8 +162,8 @@ class Cuts:
 
     def memory(self, num_parts: int) -> MemoryModel | None:
         """Return the memory of so many parts; None where it or the cut is not known."""
-        bounds = self._bounds(num_parts)
-        return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
+        bounds, measured = self._bounds(num_parts), self.measured_memory
+        return None if bounds is None or measured is None else self.parts.memory(measured, num_parts, bounds)
 
     def both_ways_s(self, num_parts: int) -> float | None:
         """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""

@@ -186,9 +186,10 @@ class Rounds:
         for point, forwards in self.forwards.items():
             both = forwards, self.backwards[point]
             forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in both)
-            spreads = [spread([run.seconds for run in runs]) for runs in both]
+            forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in both)
             w_s = None if weight_s is None else min(weight_s[point[0]], backward_s)
-            samples.append(CostSample(*point, forward_s, backward_s, *spreads, len(forwards), w_s))
+            numbers = forward_s, backward_s, forward_spread, backward_spread
+            samples.append(CostSample(*point, *numbers, len(forwards), w_s))
         return tuple(samples)
 
 

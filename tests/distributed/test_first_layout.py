@@ -14,7 +14,7 @@ import torch
 import terapipe_ds
 from terapipe_ds.runtime.engine import build as engine_build
 from terapipe_ds.runtime.layout.parted_module import PartedModule
-from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.planning import schedule_choice
 from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import (
     LENGTH,
@@ -113,7 +113,7 @@ def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
         train(engine, batches(1))
         planner = engine._plans._planner
         (profile,) = planner._profiles.values()
-        with mock.patch.object(auto_planner, "plan_slices", wraps=auto_planner.plan_slices) as search:
+        with mock.patch.object(schedule_choice, "plan_slices", wraps=schedule_choice.plan_slices) as search:
             planner._plan(LENGTH, profile)
         return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]
 

@@ -14,7 +14,7 @@ import torch
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.engine import own_time
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.planning import auto_planner, schedule_choice
 from terapipe_ds.runtime.profiling import rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
@@ -63,7 +63,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, float]:
     """The plan, the slices that were measured, and how far a run with that plan as a list is from it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto_planner, "plan_slices", cut_anyway)
+        patch.setattr(schedule_choice, "plan_slices", cut_anyway)
         patch.setattr(rounds, "MAX_ROUNDS", 4)
         patch.setattr(rounds, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)

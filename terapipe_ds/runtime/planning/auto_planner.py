@@ -21,7 +21,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, describe, plan_slices
+from terapipe_ds.planner import PlanResult, describe
 from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -55,8 +55,7 @@ class Choice:
 class AutoPlanner:
     """Choose the plan (and the schedule, where that is "auto") for each sequence length that comes.
 
-    Args:
-        note: told what is going on, so that a long measurement does not look like a stall.
+    `note` is told what is going on, so that a long measurement does not look like a stall.
     """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
@@ -80,7 +79,7 @@ class AutoPlanner:
         return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
     def choose_all(
-        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int]
     ) -> dict[int, Choice]:
         """Return the choice for each length in `shapes` but those in `besides`; plan new ones. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
@@ -91,15 +90,10 @@ class AutoPlanner:
     def _longest_without_choice(self, lengths: Collection[int]) -> int:
         """Return the longest sequence of any pipeline that has no plan yet; 0 where all have."""
         longest = max((length for length in lengths if self.known(length) is None), default=0)
-        if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
-            return longest
-        return int(Peers(self._groups.everyone).largest(longest))
+        return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
-        try:
-            self._config.check_granularity(length)
-        except TeraPipeConfigError as error:
-            raise RaisedEverywhere(error) from None
+        self._from_rank_0(lambda: self._config.check_granularity(length))
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
         if profile is None or profile.key.sequence_length < length:
@@ -170,29 +164,11 @@ class AutoPlanner:
             )
         parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
         cuts = Cuts(engine.module, layout, parts, memory)
-        costs = cuts.costs(layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
+        result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+        self._write_prediction(result, cuts.costs(layout.num_parts))
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        is_chosen = config.schedule == "auto"
-        more: list[str] = []
-        if is_chosen:
-            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
-        else:
-            result = plan_slices(
-                costs,
-                length,
-                engine.num_stages,
-                engine.micro_batches,
-                config.granularity_for(length),
-                config.schedule,
-                memory=memory,
-                memory_limit_bytes=limit_bytes,
-                chunks_per_stage=layout.chunks_per_stage,
-                placement=layout.placement,
-                schedule_options=config.schedule_options,
-            )
-        self._write_prediction(result, costs)
-        lines = [head, *describe(result, schedule_chosen=is_chosen), *more]
+        lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
         return Choice(result.plan, result.schedule), "\n  ".join(lines)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
@@ -206,14 +182,9 @@ class AutoPlanner:
         """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
             return
-        schedule = build(
-            result.schedule,
-            result.num_stages,
-            result.num_micro_batches,
-            result.plan.num_slices,
-            chunks_per_stage=self._stage.layout.chunks_per_stage,
-            **self._config.options_of(result.schedule),
-        )
+        counts, options = (result.num_stages, result.num_micro_batches), self._config.options_of(result.schedule)
+        chunks, num_slices = self._stage.layout.chunks_per_stage, result.plan.num_slices
+        schedule = build(result.schedule, *counts, num_slices, chunks_per_stage=chunks, **options)
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
@@ -271,12 +242,9 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity < smallest:
         logger.warning(
-            "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
-            "plans are cut at multiples of %d; measure again, or raise terapipe.granularity_tokens",
-            path,
-            smallest,
-            smallest,
-            granularity,
+            f"terapipe.planner.profile = {path}: slices of fewer than {smallest} tokens were not measured and count as "
+            f"{smallest}, but plans are cut at multiples of {granularity}; measure again, or raise "
+            "terapipe.granularity_tokens"
         )
     return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
 
@@ -286,11 +254,5 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], nu
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)
     if path is not None:
-        try:
-            write_cache(path, profile)
-        except OSError as error:
-            raise TeraPipeConfigError(
-                f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
-                "write, or null"
-            ) from error
+        write_cache(path, profile)
     return profile

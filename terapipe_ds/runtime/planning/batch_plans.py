@@ -27,11 +27,7 @@ _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-
 
 
 class Plans:
-    """Keep the plans and schedules of one engine, per sequence length.
-
-    Args:
-        note: told what is going on while slices are measured.
-    """
+    """Keep the plans and schedules of one engine, per sequence length; `note` is told what a measurement does."""
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._layout, self._groups, self._config = stage.layout, stage.groups, stage.config
@@ -75,7 +71,10 @@ class Plans:
         return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
 
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
-        """Take `plan` for its sequence length from now on. Return what the ranks must have alike."""
+        """Take `plan` for its sequence length from now on. Return what the ranks must have alike.
+
+        A schedule that wants the layers at other places is refused: they stay where they are.
+        """
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._token_multiple)
         if problem is not None:
             raise PlanError(problem)
@@ -83,13 +82,6 @@ class Plans:
         if schedule == "auto":  # the first choice among the schedules that run on this layout
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
-        self._check_placement(schedule)
-        self._by_hand[plan.sequence_length] = Choice(plan, schedule)
-        return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
-
-    def _check_placement(self, schedule: str) -> None:
-        """Refuse a schedule that wants its parts at other places: layers stay where they are."""
-        layout = self._layout
         try:
             wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
         except ScheduleError as error:
@@ -99,28 +91,25 @@ class Plans:
                 f"use_slice_plan: schedule {schedule!r} wants the layers at other places than they are; set "
                 "terapipe.schedule and chunks_per_stage before the engine is built"
             )
+        self._by_hand[plan.sequence_length] = Choice(plan, schedule)
+        return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
 
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[str, list[SlicePlan]]:
         """Return the schedule of the longest micro-batch, and a plan for each micro-batch. A collective."""
-        name, plans = self._choose(drawn, shapes)
+        choices = dict(self._by_hand)
+        if self._planner is not None:
+            choices |= self._planner.choose_all(drawn, shapes, besides=self._by_hand)
+        try:
+            plans = [self.plan(shape.length) for shape in shapes]
+        except ValueError as error:
+            raise self._of_shapes(error) from None
+        longest = max(shape.length for shape in shapes)
+        name = choices[longest].schedule if longest in choices else self._config.schedule
         for plan in plans:
             self._note_run(Choice(plan, name))
         return name, plans
-
-    def _choose(
-        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> tuple[str, list[SlicePlan]]:
-        longest = max(shape.length for shape in shapes)
-        if self._planner is not None:
-            choices = self._planner.choose_all(drawn, shapes, besides=self._by_hand) | self._by_hand
-            return choices[longest].schedule, [choices[shape.length].plan for shape in shapes]
-        name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
-        try:
-            return name, [self.plan(shape.length) for shape in shapes]
-        except ValueError as error:
-            raise self._of_shapes(error) from None
 
     def _of_shapes(self, error: BaseException) -> BaseException:
         """Mark an error in the shapes of a batch, which all stages raise, though not all replicas."""
@@ -130,14 +119,10 @@ class Plans:
 
     def described(self) -> dict[str, Any]:
         """Return, for a checkpoint, what ran last for each length, the config, and what the plans came from."""
-        slices = self._config.slices
+        config = self._config.model_dump(mode="json", include={"schedule", "schedule_options", "slices"})
         return {
             "terapipe_ds": __version__,
-            "config": {
-                "schedule": self._config.schedule,
-                "schedule_options": self._config.schedule_options,
-                "slices": slices if isinstance(slices, (str, int)) else list(slices),
-            },
+            "config": config,
             "plans": {str(length): choice.described() for length, choice in sorted(self._ran.items())},
             "profile": self._profile,
         }
@@ -167,12 +152,11 @@ class Plans:
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
-        key = (name, training, num_slices)
+        key = name, training, num_slices
         if key not in self._schedules:
-            schedule = self._built(name, training, num_slices)
-            if len(self._schedules) >= _SCHEDULES_KEPT:
+            self._schedules[key] = self._built(*key)
+            if len(self._schedules) > _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = schedule
         return self._schedules[key]
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:

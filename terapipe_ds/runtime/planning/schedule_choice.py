@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -20,6 +20,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import (
     MemoryLimitError,
+    MemoryModel,
     PlanResult,
     Ranking,
     best_schedule,
@@ -44,27 +45,33 @@ from terapipe_ds.schedule import placement_for
 
 logger = logging.getLogger("terapipe_ds")
 
+_Moved = tuple[str, int]
+"""A schedule whose layout is not plain, and the parts per stage."""
+
 WORTH_MOVING = 0.01  # of the time; a smaller difference cannot be measured
 
 
 def best_without_moving(
     stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[str]]:
-    """Return the plan and schedule to run, and lines for the log: the ranking, and which layout would be faster by 1 %.
+    """Return the plan and schedule to run, where `cuts` are of the stage's module, and lines for the log.
 
-    Args:
-        cuts: of the stage's module.
+    With "auto" these lines are the ranking, and which layout would be faster by 1 %.
 
     Raises:
         MemoryLimitError: no schedule fits that leaves the layers where they are; says which one fits elsewhere.
     """
     layout = stage.layout
+    if stage.config.schedule != "auto":
+        return _on_layout(stage, cuts, length, limit_bytes), []
     ranking = cuts.ranking(stage.config, length, stage.engine.micro_batches, limit_bytes)
     possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
     try:
         result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout) from None
+    if layout.has_copies:
+        result = dataclasses.replace(result, extra_s=cuts.both_ways_s(layout.num_parts))
     notes = [NOT_TIMED] if cuts.parts.shares is None else []
     return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
 
@@ -88,35 +95,26 @@ def _to_write(result: PlanResult) -> str:
 
 
 def _plain(ranking: Ranking) -> PlanResult:
-    results = [result for result in ranking.results if result.chunks_per_stage == 1]
-    refused = [refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1]
-    if not results:
-        raise min(refused, key=lambda refusal: refusal.need_bytes).error
-    return choose(results)
+    results = (result for result in ranking.results if result.chunks_per_stage == 1)
+    return Ranking.of(results, (refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1)).best
 
 
 def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
-    """Return the best of those on a layout of several parts per stage, searched with the whole budget."""
+    """Return the best plan of the config's schedule, or of all that run on the layout, with the whole budget."""
     layout, config = stage.layout, stage.config
-    options: dict[str, Any] = {
-        "memory": cuts.measured_memory,
-        "memory_limit_bytes": limit_bytes,
-        "chunks_per_stage": layout.chunks_per_stage,
-        "placement": layout.placement,
-    }
+    limits = {"memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes}
+    options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
     costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
-    if config.slices == "auto":
-        result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
-    else:
-        result = best_schedule(costs, config.plan_for(length), *shape, **options)
-    extra_s = cuts.both_ways_s(layout.num_parts) if layout.has_copies else 0.0
-    return dataclasses.replace(result, extra_s=extra_s)
+    if config.slices != "auto":
+        return best_schedule(costs, config.plan_for(length), *shape, **options)
+    shape_and_name = *shape, config.granularity_for(length), config.schedule
+    return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
 
 def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout) -> list[str]:
     """Return what to write in the config to train faster than by `result`, where that is worth it."""
-    best = choose(list(possible)) if possible else result
-    gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
+    best = choose(possible) if possible else result
+    gain = _gain(best, result)
     if _leaves(best, layout) or gain <= WORTH_MOVING:
         return []
     besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
@@ -126,16 +124,18 @@ def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout) 
     ]
 
 
-class Cuts:
-    """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`.
+def _gain(best: PlanResult, result: PlanResult) -> float:
+    return 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
 
-    Args:
-        layout: that of `module`.
-        parts: as measured, by the cut that `module` has, or by any where the shares of layers are known.
-        memory: the same of memory, or None.
+
+class Cuts:
+    """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`, which has `layout`.
+
+    `parts` and `memory` were measured by the cut that `module` has, or `parts` by any where the shares of layers are
+    known.
     """
 
-    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: MemoryModel | None) -> None:
         self.parts, self.measured_memory = parts, memory
         self._module, self._layout = module, layout
         self._dry_runs: dict[int, list[int] | None] = {}
@@ -149,28 +149,21 @@ class Cuts:
             TeraPipeConfigError: the slices of `config` are not those of `length` tokens.
         """
         shape = self._layout.num_stages, num_micro_batches
-        options: dict[str, Any] = {
-            "both_ways_s_of": self.both_ways_s,
-            "memory_limit_bytes": limit_bytes,
-            "memory_of": None if self.measured_memory is None else self.memory,
-        }
+        limits = {"memory_of": None if self.measured_memory is None else self.memory, "memory_limit_bytes": limit_bytes}
+        options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
         return rank_given(self.costs, config.plan_for(length), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """Return the costs of so many parts; None where the layers cannot be cut so."""
-        if num_parts == self._layout.num_parts and self.parts.shares is None:
-            return list(self.parts.costs)
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.cut(num_parts, bounds)
 
-    def memory(self, num_parts: int) -> Any:
+    def memory(self, num_parts: int) -> MemoryModel | None:
         """Return the memory of so many parts; None where it or the cut is not known."""
-        if num_parts == self._layout.num_parts:
-            return self.measured_memory
-        bounds = self._bounds(num_parts)
-        return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
+        bounds, measured = self._bounds(num_parts), self.measured_memory
+        return None if bounds is None or measured is None else self.parts.memory(measured, num_parts, bounds)
 
     def both_ways_s(self, num_parts: int) -> float | None:
         """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""
@@ -191,10 +184,8 @@ class Cuts:
 def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
     """Return where DeepSpeed's partition method would cut `module`, without building or printing anything.
 
-    None: some parts would be empty, or the method fails (a program may have its own), which is logged.
-
-    Args:
-        parameters: the trained ones of each layer; DeepSpeed builds every layer once more to count them.
+    None: some parts would be empty, or the method fails (a program may have its own), which is logged. `parameters` are
+    the trained ones of each layer; DeepSpeed builds every layer once more to count them.
     """
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None
@@ -204,26 +195,14 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
             return balanced_bounds(parameters, num_parts)
         bounds = bounds_by(module, method, num_parts, parameters)
         whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
-        return bounds if whole and all(a < b for a, b in itertools.pairwise(bounds)) else None
+        return bounds if whole and all(start < stop for start, stop in itertools.pairwise(bounds)) else None
     except Exception as error:  # of the program's own code, so of any kind
-        logger.warning(
-            "the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
-            num_parts,
-            first_line(error),
-        )
+        problem = f"the layers cannot be cut in {num_parts} parts ({first_line(error)})"
+        logger.warning(f"{problem}; schedules that want so many are left out")
         return None
 
 
 # -- before the layers move ------------------------------------------------------------------------------------------
-
-
-class _Answer(NamedTuple):
-    """Hold what one rank knows; of rank 0 also the schedule whose layout is best, and why."""
-
-    can_move: bool
-    schedule: str | None = None
-    chunks_per_stage: int = 1
-    why: str = ""
 
 
 def first_layout(
@@ -236,8 +215,7 @@ def first_layout(
 
     Args:
         raw: DeepSpeed's config.
-        parameters, optimizer: as of `deepspeed.initialize`; layers stay where these were made of layers that then could
-            not move.
+        parameters, optimizer: as of `deepspeed.initialize`; made of layers, they may keep these where they are.
 
     Raises:
         TeraPipeConfigError: the schedule has no layout on so many stages.
@@ -251,47 +229,48 @@ def first_layout(
         return module.terapipe_layout, parameters
     rank = torch_dist.get_rank()
 
-    def answer_of_rank() -> _Answer:
+    def answer_of_rank() -> tuple[bool, tuple[_Moved | None, str]]:
         nonlocal parameters
         if isinstance(parameters, Iterator):
             parameters = list(parameters)
         movable = can_move(module, parameters, optimizer)
-        return _answer_of_rank_0(movable, config, raw, module) if rank == 0 else _Answer(movable)
+        return movable, _best_move(config, raw, module) if rank == 0 else (None, "")
 
-    everyone = [each for each in gather_results(answer_of_rank) if each is not None]
-    answer = everyone[0]
-    moves = answer.schedule is not None and all(each.can_move for each in everyone)
+    everyone = [answer for answer in gather_results(answer_of_rank) if answer is not None]
+    _, (moved, why) = everyone[0]
+    if moved is not None and not all(movable for movable, _ in everyone):
+        moved, why = None, f"{why}; but they stay, for the optimizer or its parameters are made of them"
     if rank == 0:
         show_log(0)
-        stay = "; but they stay, for the optimizer or its parameters are made of them"
-        kept = "" if moves or answer.schedule is None else stay
-        logger.info('schedule "auto": %s%s', answer.why, kept)
-    if not moves or answer.schedule is None:
+        logger.info('schedule "auto": %s', why)
+    if moved is None:
         return Layout.plain(stages), parameters
-    return Layout(stages, placement_for(answer.schedule, stages, answer.chunks_per_stage)), parameters
+    schedule, chunks = moved
+    return Layout(stages, placement_for(schedule, stages, chunks)), parameters
 
 
-def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> _Answer:
+def _best_move(config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> tuple[_Moved | None, str]:
+    """Return the schedule whose layout is best, if layers have to move for it, and why."""
     profile = Profile.load(config.planner.profile)
     parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
     if parts.shares is None or profile.key.layers_fingerprint is None:
-        return _Answer(movable, why=f"layers stay; {config.planner.profile} does not tell what each layer takes")
+        return None, f"layers stay; {config.planner.profile} does not tell what each layer takes"
     if not _may_be_of(profile, parts, module):
-        return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
+        return None, f"layers stay; {config.planner.profile} is the profile of other layers"
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
         ranking = Cuts(module, Layout.plain(module.num_stages), parts, None).ranking(config, length, count)
     except ValueError as error:  # slices of another length, say: the first batch has its own
-        return _Answer(movable, why=f"layers stay; no schedules were compared ({error})")
-    results = [one for one in ranking.results if _can_train(one, raw)]
+        return None, f"layers stay; no schedules were compared ({error})"
+    results = [one for one in ranking.results if can_have(one.schedule, raw=raw) and one.extra_s is not None]
     plain, best = choose([one for one in results if one.chunks_per_stage == 1]), choose(results)
     case = f"for {length} tokens and {count} micro-batches"
-    gain = 1 - best.total_s / plain.total_s if plain.total_s > 0 else 0.0
+    gain = _gain(best, plain)
     if best.chunks_per_stage == 1 or gain <= WORTH_MOVING:
-        return _Answer(movable, why=f"layers stay, no other layout is better than that of {plain.schedule} {case}")
+        return None, f"layers stay, no other layout is better than that of {plain.schedule} {case}"
     chunks = best.chunks_per_stage
     why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
-    return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
+    return (best.schedule, chunks), f"{why}than {plain.schedule} {case}"
 
 
 def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
@@ -306,10 +285,6 @@ def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
     sizes = [parameters_of_layer(function)[0] for function in module.forward_funcs]
     same_sizes = sizes == layers[module._local_start : module._local_stop]
     return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
-
-
-def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:
-    return can_have(result.schedule, raw=raw) and result.extra_s is not None
 
 
 def micro_batches_of(raw: Mapping[str, Any], module: Any) -> int:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.layout.layout import Layout, Place, WireEnds, rounds_of
+from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
 from terapipe_ds.runtime.links.channel import MessageSpec, Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
@@ -60,8 +60,8 @@ class StageToPlan:
 class LinkTimes:
     """Hold the link of one part to the next, and what messages take of the stage's own time."""
 
-    samples: list[LinkSample] = field(default_factory=list)
-    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
+    samples: list[LinkSample]
+    message_s: dict[int, float]  # of one F or B, by the tokens of a slice
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,8 @@ def measure_parts(
 ) -> list[PartCosts]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
-    A part that is at several places is measured at its own one.
-
-    Args:
-        micro_batch, shape: the longest of this pipeline; it is stretched if it is too short.
-        progress: told the share that is done, between 0 and 1.
+    A part that is at several places is measured at its home. `micro_batch` and `shape` are the longest of this
+    pipeline, which is stretched if it is too short. `progress` is told the share that is done, between 0 and 1.
     """
     engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
@@ -101,10 +98,10 @@ def measure_parts(
     try:
         with untouched(engine.module, accumulates_in_fp32), guard_plain_attention():
             specs = _exchange_specs(stage, timers, lengths)
-            measured = []
-            for index, (place, timer) in enumerate(timers.items()):
-                share = partial(_tell_share, progress, index, len(timers))
-                measured.append(_measure_part(stage, place, timer, specs[place.part_id], granularity, peers, share))
+            measured: list[tuple[PartTimes, PartMemory | None]] = []
+            for place, timer in timers.items():
+                of_part = stage, place, timer, specs[place.part_id], granularity, peers
+                measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
     links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
@@ -113,10 +110,6 @@ def measure_parts(
         PartCosts(place.part_id, replica_id, times, memory, links[place.part_id])
         for place, (times, memory) in zip(places, measured, strict=True)
     ]
-
-
-def _tell_share(progress: Callable[[float], None], index: int, count: int, share: float) -> None:
-    progress((index + share) / count)
 
 
 def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_length: int, length: int) -> SliceTimer:
@@ -190,7 +183,7 @@ def _measure_part(
         trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
         progress=progress,
     )
-    everyone_counts = peers.largest(0.0 if MemoryPeak.is_available() else 1.0) == 0.0  # or peers would run more slices
+    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
     return times, _part_memory(engine, timer, specs) if everyone_counts else None
 
 
@@ -204,7 +197,9 @@ def _measure_links(
     lengths = sorted(specs[parts[0]])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     times = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
-    for links in _rounds_of_links(layout):
+    ways = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
+    between_stages = (way for way in ways if way[1][0] != way[1][2])
+    for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):
         peers.barrier()
         for part_id, ends in links:
             source, _, target, _ = ends
@@ -216,21 +211,13 @@ def _measure_links(
             for tokens in chosen:
                 spec = specs[part_id][tokens]
                 trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(1 + _LINK_REPEATS)][1:]
-                own_s = statistics.median(own_s for _, own_s in trips)
+                sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
-                    sent_s = statistics.median(seconds for seconds, _ in trips)
                     num_bytes = sum(t.num_bytes for t in spec.tensors) or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)
     return times
-
-
-def _rounds_of_links(layout: Layout) -> list[list[tuple[int, WireEnds]]]:
-    """Return the part that sends activations and the wire of each link, in rounds: each stage has at most one in it."""
-    links = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
-    between_stages = (link for link in links if link[1][0] != link[1][2])
-    return rounds_of(between_stages, ends=lambda link: (link[1][0], link[1][2]))
 
 
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:
@@ -246,23 +233,19 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     works: list[Any] = [incoming.irecv(buffer) for buffer in back]
     called_s = time.perf_counter() - begin_s
     if not sends:
-        _wait(works)
-        works = []
+        while works:
+            works.pop(0).wait()
     again_s = time.perf_counter()
     ready = [outgoing.outgoing(tensor) for tensor in there]
     works += [outgoing.isend(tensor) for tensor in ready]
     called_s += time.perf_counter() - again_s
-    _wait(works)
+    for work in works:
+        work.wait()
     for buffer, tensor in zip(back, spec.tensors, strict=True):
         incoming.incoming(buffer, tensor)
     synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -281,10 +264,11 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
     parameters = parameters_of_part(engine.module)
-    states, gradients = _state_bytes(engine, parameters), _gradient_bytes(parameters)
+    # half precision is taken to accumulate in fp32
+    gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
     return PartMemory(
-        static_bytes=states + (0 if drops else gradients),
+        static_bytes=_state_bytes(engine, parameters) + (0 if drops else gradients),
         slice_bytes_per_token=rate,
         store_bytes_per_token=keys_bytes / length,
         # and what is sent back of a micro-batch: the stage before may be behind by as much
@@ -322,8 +306,3 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
     trained = [p for p in parameters if p.requires_grad]
     master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
     return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks
-
-
-def _gradient_bytes(parameters: Sequence[torch.nn.Parameter]) -> int:
-    """Count gradients; half precision is taken to accumulate in fp32."""
-    return sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)

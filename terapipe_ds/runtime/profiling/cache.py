@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
@@ -25,13 +26,10 @@ _Sample = TypeVar("_Sample", CostSample, LinkSample)
 
 
 def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Profile:
-    """Return one profile: of tensor-parallel peers the slowest, of replicas the median.
+    """Return one profile of parts on `num_stages` stages: of tensor-parallel peers the slowest, of replicas the median.
 
     Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the
     median leaves out one that a busy machine disturbs.
-
-    Args:
-        num_stages: held the parts.
     """
     by_part: dict[int, dict[int, list[PartCosts]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
@@ -40,9 +38,9 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None 
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
         shares = None if None in [rank.times.layer_shares for rank in ranks] else ranks[0].times.layer_shares
-        memories = [rank.memory for rank in ranks if rank.memory is not None]
-        fullest = max(memories, key=lambda memory: memory.static_bytes) if len(memories) == len(ranks) else None
-        memory = None if fullest is None else dataclasses.asdict(fullest)
+        memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
+        is_known = len(memories) == len(ranks)
+        memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
         parts.append(PartProfile(part_id, tuple(samples), None, shares, memory))
         links += _merged([[rank.links.samples for rank in peers] for peers in replicas.values()])
@@ -119,7 +117,13 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
 
 
 def write_cache(path: Path, profile: Profile) -> None:
-    """Keep a profile. May raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, profile.to_json())
+    """Keep a profile, or raise TeraPipeConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, profile.to_json())
+    except OSError as error:
+        raise TeraPipeConfigError(
+            f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may write, "
+            "or null"
+        ) from error
     logger.info("the measured profile is kept in %s", path)

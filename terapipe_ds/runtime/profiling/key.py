@@ -66,13 +66,10 @@ def profile_key(
     """
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
-    together: list[Any] = [part.together for part in parts]
+    multiple = made_of[-1:] if slice_length_multiple > 1 else []
     one_by_one = [*(layer for part in parts for layer in part.one_by_one), module.activation_checkpoint_interval]
-    if slice_length_multiple > 1:
-        together.append(made_of[-1])
-        one_by_one.append(made_of[-1])
     return ProfileKey(
-        model_fingerprint=_hash(together),
+        model_fingerprint=_hash([*(part.together for part in parts), *multiple]),
         model=", ".join(made_of),
         device=device_name(device),
         dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
@@ -83,7 +80,7 @@ def profile_key(
         sequence_length=length,
         attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
         versions=installed_versions(),
-        layers_fingerprint=_hash(one_by_one),
+        layers_fingerprint=_hash([*one_by_one, *multiple]),
     )
 
 

@@ -8,7 +8,6 @@ keeps the order of events, costs little, and writes nothing to the terminal.
 from __future__ import annotations
 
 import itertools
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,22 +38,17 @@ class MemoryPeak:
     def __enter__(self) -> MemoryPeak:
         if not self.is_available():
             raise RuntimeError("tensor bytes cannot be recorded: end the profiler that runs, or use a tested torch")
-        allocator = _allocator()
-        if allocator is not None:
+        if (allocator := _allocator()) is not None:
             allocator.reset_peak_memory_stats()
             self._before = int(allocator.memory_allocated())
             return self
-        report_input_shapes, profile_memory, with_stack, with_flops, with_modules = False, True, False, False, False
-        options = report_input_shapes, profile_memory, with_stack, with_flops, with_modules
+        options = False, True, False, False, False  # input shapes, memory, stacks, flops, modules
         experimental = torch._C._profiler._ExperimentalConfig()
         torch.autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options, experimental))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        allocator = _allocator()
-        if allocator is not None:
+    def __exit__(self, *error: object) -> None:
+        if (allocator := _allocator()) is not None:
             self.grown_bytes = int(allocator.max_memory_allocated()) - self._before
             self.left_bytes = int(allocator.memory_allocated()) - self._before
             return

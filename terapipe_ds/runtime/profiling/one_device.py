@@ -55,9 +55,7 @@ class OfflineJob:
 def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]) -> Profile:
     """Return the profile of all parts of `job`. A process group is made where there is none.
 
-    Args:
-        progress: told the part that is measured, and the share of it that is done.
-        warn: told where the numbers vary too much.
+    `progress` is told the part that is measured, and the share of it that is done; `warn` where numbers vary too much.
     """
     init_single_process()
     bounds = partition(job.layers, job.num_stages, job.partition_method)
@@ -77,11 +75,10 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
                 specs[tokens] = timer.output_spec(tokens)
             same = _alike(described[-1], part_id, job.num_stages)
             if same not in known:
-                steps, told = (job.num_stages, job.num_micro_batches), partial(progress, part_id)
-                times = time_part(timer, job.granularity_tokens, *steps, progress=told)
-                known[same] = times
-                if times.warning is not None:
-                    warn(f"part {part_id}: {times.warning}")
+                steps = job.num_stages, job.num_micro_batches
+                known[same] = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
+                if known[same].warning is not None:
+                    warn(f"part {part_id}: {known[same].warning}")
         parts.append(PartProfile(part_id, known[same].samples, layer_shares=known[same].layer_shares))
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)

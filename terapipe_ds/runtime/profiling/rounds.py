@@ -90,7 +90,6 @@ def time_part(
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        with_layers: time each layer as well.
         trials: of the tensor-parallel peers, see `layer_shares`.
         progress: told the share that is done, between 0 and 1.
     """
@@ -144,13 +143,10 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
 
 
 class Taken(NamedTuple):
-    """Hold the seconds of one run, and those of them in which this process had no processor.
-
-    Another program had it, or a peer was waited for inside the layers.
-    """
+    """Hold what one run took."""
 
     seconds: float
-    lost_s: float = 0.0
+    lost_s: float = 0.0  # without a processor: another program had it, or a peer was waited for inside the layers
 
 
 @dataclass
@@ -188,12 +184,12 @@ class Rounds:
         """Return medians of the runs without disturbance, and spreads of all; `weight_s` has tokens -> seconds of W."""
         samples = []
         for point, forwards in self.forwards.items():
-            backwards = self.backwards[point]
-            forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in (forwards, backwards))
-            forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in (forwards, backwards))
+            both = forwards, self.backwards[point]
+            forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in both)
+            forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in both)
             w_s = None if weight_s is None else min(weight_s[point[0]], backward_s)
-            spreads = forward_spread, backward_spread
-            samples.append(CostSample(*point, forward_s, backward_s, *spreads, len(forwards), w_s))
+            numbers = forward_s, backward_s, forward_spread, backward_spread
+            samples.append(CostSample(*point, *numbers, len(forwards), w_s))
         return tuple(samples)
 
 
@@ -281,10 +277,8 @@ def layer_shares(
     """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
 
     The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
-    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
-
-    Args:
-        trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.
+    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store. With
+    `trials` this is a collective of tensor-parallel peers, which all have no shares where one of them fails.
 
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
@@ -295,11 +289,8 @@ def layer_shares(
     for _ in range(_RUNS if quarter else 1):
         seconds, failure = _run(timer, tokens, trials or Trials())
         if failure is not None:
-            logger.warning(
-                "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
-                timer.part_id,
-                str(failure).splitlines()[0],
-            )
+            problem = f"the layers of part {timer.part_id} cannot be timed one by one ({str(failure).splitlines()[0]})"
+            logger.warning(f"{problem}; plans for other cuts take them as alike")
             return None
         runs.append(seconds)
     functions: Any = timer.module.forward_funcs
@@ -312,16 +303,13 @@ def layer_shares(
 
 
 def _run(timer: SliceTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
-    seconds, caught = [], None
+    what = f"timing the layers of part {timer.part_id} one by one"
     try:
         seconds = timer.layer_seconds(tokens)
     except Exception as error:  # of the model's own code, so of any kind
-        caught = error
         timer.store.reset()
-    try:
-        return seconds, trials.failure(caught, f"timing the layers of part {timer.part_id} one by one", _WITHOUT)
-    finally:
-        caught = None  # whose traceback holds this frame, and tensors of the layers
+        return [], trials.failure(error, what, _WITHOUT)
+    return seconds, trials.failure(None, what, _WITHOUT)
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch.in_flight import Key
@@ -101,7 +102,7 @@ class SliceTimer:
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
         layers = LayerByLayer(functions, self.now_s)
-        live = LiveSlice(active, *self._forward(active, layers))
+        live = self._forward(active, layers)
         begin_s = self.now_s()
         self.issue_backward(live)
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
@@ -147,8 +148,7 @@ class SliceTimer:
 
     def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
         """Run F without a clock; a device may still be at work afterwards."""
-        active = self._active(tokens, prefix)
-        return LiveSlice(active, *self._forward(active))
+        return self._forward(self._active(tokens, prefix))
 
     def issue_backward(self, live: LiveSlice) -> None:
         """Run what the engine's B does, bookkeeping apart, without a clock."""
@@ -177,7 +177,7 @@ class SliceTimer:
         key = active.part_id, active.micro_batch_id, active.slice_id
         self.weights.open_batch([key])
         try:
-            live = LiveSlice(active, *self._forward(active))
+            live = self._forward(active)
             with self.weights.deferred(key):
                 self.issue_backward(live)
             yield key
@@ -191,7 +191,7 @@ class SliceTimer:
     def _outputs(self, live: LiveSlice) -> Tensors:
         return () if self.is_last else as_tuple(live.outputs, "the outputs of a stage")
 
-    def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
+    def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> LiveSlice:
         """Run what the engine's F does, bookkeeping apart, on the module or on `layers` in its place."""
         leaves, is_tuple = self._leaves(active)
         copies = tuple(leaf.clone() for leaf in leaves)
@@ -199,10 +199,10 @@ class SliceTimer:
             with self.autocast():
                 outputs = (layers or self.module)(copies if is_tuple else copies[0])
             if not self.is_last:
-                return outputs, None
+                return LiveSlice(active, outputs, None)
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
             loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
-            return None, loss if torch.is_tensor(loss) else sum(loss)
+            return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:
@@ -242,26 +242,21 @@ Handed = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and the leaves that a layer takes in their places."""
 
 
-class UnknownInputs(TypeError):
-    """Say that a layer hands on something that may hold tensors unseen."""
-
-
 class LayerByLayer:
-    """Run layers with a graph of its own each: called like a part, then asked for one backward after the other."""
+    """Run layers once, each with its own graph: called like a part, then asked for one backward after the other."""
 
     def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
         self._functions, self._now_s = tuple(functions), now_s
         self._forward_s: list[float] = []
-        self._handed: list[Handed] = []  # to the first layer, between the layers, and out of the last one
+        self._handed: list[Handed] = [[]]  # to the first layer, between the layers, and out of the last one
         self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
 
     def __call__(self, inputs: Any) -> Any:
         """Return the outputs of the last layer, without the graph behind them.
 
         Raises:
-            UnknownInputs: a layer hands on something else than tensors, in lists, named or plain tuples, or dicts.
+            TypeError: a layer hands on something else than tensors in containers that torch knows.
         """
-        self._forward_s, self._handed = [], [[]]
         values = _apart(inputs, self._handed[0])
         for function in self._functions:
             begin_s = self._now_s()
@@ -282,22 +277,19 @@ class LayerByLayer:
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             seconds.append((forward_s, self._now_s() - begin_s))
-        self._forward_s, self._handed = [], []
         return seconds[::-1]
 
 
 def _apart(value: Any, handed: Handed) -> Any:
     """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
-    if torch.is_tensor(value):
-        leaf = value.detach().requires_grad_(value.requires_grad)
-        handed.append((value, leaf))
-        return leaf.clone()
-    if type(value) in (tuple, list):
-        return type(value)(_apart(each, handed) for each in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return value._make(_apart(each, handed) for each in value)
-    if type(value) is dict:  # one of another class may keep more than its items
-        return {name: _apart(each, handed) for name, each in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnknownInputs(type(value).__name__)
+
+    def copy_of(item: Any) -> Any:
+        if torch.is_tensor(item):
+            leaf = item.detach().requires_grad_(item.requires_grad)
+            handed.append((item, leaf))
+            return leaf.clone()
+        if item is None or isinstance(item, bool | int | float | str):
+            return item
+        raise TypeError(f"a layer hands on a {type(item).__name__}, which may hold tensors unseen")
+
+    return tree_map(copy_of, value)

@@ -13,7 +13,7 @@ from terapipe_ds.attention import guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
@@ -114,15 +114,6 @@ class LossCheck:
         slicing.store.reset()
         joined = map(slicing.joined_gradients, layouts, zip(*gradients, strict=True))
         return Losses(torch.stack([loss.detach().double().reshape(()) for _, loss in runs]), list(joined), size)
-
-
-def weights_of(
-    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
-) -> tuple[float, ...]:
-    """Return the weights of the slices' losses; `reduction`: in place of that of the config."""
-    weight = getattr(loss_fn, "slice_weight", None)
-    reduction = reduction or config.loss_reduction
-    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
 
 
 def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:

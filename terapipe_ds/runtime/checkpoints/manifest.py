@@ -74,15 +74,6 @@ class Manifest(BaseModel):
         return ", ".join(problems[:_SHOWN]) + more if problems else None
 
 
-def is_whole(folder: Path) -> bool:
-    """Return whether `folder` has a manifest and all files that it lists."""
-    try:
-        manifest = Manifest.read(folder)
-    except CheckpointError:
-        return False
-    return manifest is not None and manifest.problem(folder) is None
-
-
 @dataclass(frozen=True)
 class CheckpointPaths:
     """Say where the checkpoint `tag` is in `folder`: under its name, while it is saved, while another replaces it."""
@@ -110,7 +101,8 @@ class CheckpointPaths:
         """Finish what a save that was killed has left of this tag, or remove it."""
         if self.replaced.exists() and self.final.exists():
             self._drop_replaced()
-        if is_whole(self.saving):
+        saved = _readable(self.saving)
+        if saved is not None and saved.problem(self.saving) is None:
             self.commit()
         _remove(self.saving)
         if self.replaced.exists():
@@ -127,16 +119,20 @@ class CheckpointPaths:
 
     def _drop_replaced(self) -> None:
         """Remove the older checkpoint; what a user has put beside its files moves over."""
-        try:
-            old = Manifest.read(self.replaced)
-        except CheckpointError:
-            old = None
+        old = _readable(self.replaced)
         listed = {MANIFEST, *(() if old is None else old.files)}
         for entry in self.replaced.iterdir():
             moved = self.final / entry.name
             if entry.name not in listed and not moved.exists():
                 entry.rename(moved)
         _remove(self.replaced)
+
+
+def _readable(folder: Path) -> Manifest | None:
+    try:
+        return Manifest.read(folder)
+    except CheckpointError:
+        return None
 
 
 def _remove(folder: Path) -> None:

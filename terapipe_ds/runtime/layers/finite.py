@@ -78,7 +78,7 @@ class FiniteCheck:
         names: dict[nn.Module, str] = {}  # a module at several places has several
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
-            own = [(layer_name(layer, start + index), layer) for index, layer in enumerate(layers)]
+            own = [(layer_title(layer, start + index), layer) for index, layer in enumerate(layers)]
             for name, layer in own:
                 if isinstance(layer, nn.Module):
                     names[layer] = f"{names[layer]} or {name}" if layer in names else name
@@ -216,7 +216,7 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     return problems
 
 
-def layer_name(layer: Any, index: int) -> str:
+def layer_title(layer: Any, index: int) -> str:
     """Return `layer 3 (DecoderLayer)`; of tied layers and of plain functions the function's name."""
     if isinstance(layer, functools.partial):
         layer = layer.func

@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layout.parted_module import activate, each_part
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
-from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
+from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
@@ -65,7 +65,7 @@ class FirstBatchCheck:
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
         self._labels_agreed = False  # it is clear how labels weigh the losses of slices
-        self._later_labels: LaterLabels | None = None
+        self._later_labels: LossCheck | None = None  # waits for a batch that tells how the loss reduces
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, where this is the first; with `ends` a whole micro-batch, and then end the process.
@@ -103,7 +103,7 @@ class FirstBatchCheck:
             VerifyError: the loss or its gradients differ.
         """
         if self._later_labels is not None:
-            is_told, difference = self._later_labels.compare(labels)
+            is_told, difference = compare_later(self._later_labels, labels)
             if difference is not None:
                 raise VerifyError(difference)
             self._later_labels = None if is_told else self._later_labels
@@ -240,7 +240,7 @@ class FirstBatchCheck:
         elif labels is not None:
             loss = LossCheck(loss_fn, cut.of(labels).to(self._device), outputs, check.slicing, self._config)
             if check.check_loss(loss, self._module._local_stop):
-                self._later_labels = LaterLabels.of(loss)
+                self._later_labels = kept_for_later(loss)
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
+from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
@@ -60,8 +61,7 @@ class NamedLayer:
         return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
 
     def __str__(self) -> str:
-        named = self.function if self.module is None else type(self.module)
-        return f"layer {self.layer_id} ({getattr(named, '__name__', type(named).__name__)})"
+        return layer_title(self.function, self.layer_id)
 
 
 @dataclass

@@ -13,8 +13,14 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.manifest import LATEST, MANIFEST, CheckpointError, CheckpointPaths, Manifest
-from terapipe_ds.runtime.checkpoints.save import names_files
+from terapipe_ds.runtime.checkpoints.save import (
+    LATEST,
+    MANIFEST,
+    CheckpointError,
+    CheckpointPaths,
+    Manifest,
+    names_files,
+)
 
 logger = logging.getLogger("terapipe_ds")
 

@@ -39,16 +39,13 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
 
 
 class _Product(NamedTuple):
-    """What one weight gradient is made of: `rows^T inputs`, [tokens, out] and [tokens, in].
-
-    With `gather` other ranks have parts of the inputs, and it makes all of them of this rank's.
-    """
+    """Hold what one weight gradient is made of: `rows^T inputs`."""
 
     weight: Tensor
-    rows: Tensor
-    inputs: Tensor
+    rows: Tensor  # [tokens, out]
+    inputs: Tensor  # [tokens, in]
     versions: tuple[int, int]
-    gather: Callable[[Tensor], Tensor] | None
+    gather: Callable[[Tensor], Tensor] | None  # makes all inputs of this rank's, where other ranks have parts of them
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)

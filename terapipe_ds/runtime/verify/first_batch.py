@@ -153,15 +153,10 @@ class FirstBatchCheck:
         except VerifyError as error:
             result.findings.append(Finding(self._module._local_stop, "loss_fn", str(error)))
 
-    # -- what is compared --------------------------------------------------------------------------------------------
-
     def _choose_cut(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
     ) -> tuple[int, Cut, list[Finding]]:
-        """Return the index of the first micro-batch in which labels count (else of the first one), and its cut.
-
-        The stage of the loss, which has the labels, decides; what `slice_weight` raises there is found on all stages.
-        """
+        """Let the stage of the loss choose the first micro-batch in which labels count, else the first, and its cut."""
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
         choices: list[tuple[int, Cut, list[Finding]]] = []
@@ -205,8 +200,6 @@ class FirstBatchCheck:
             shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
             return replace(cut, weights=shares, has_labels=False)
         return replace(cut, weights=weights_of(labels, cut.plan, self._config, self._module.loss_fn))
-
-    # -- the check ---------------------------------------------------------------------------------------------------
 
     def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
         engine, module, layout, inputs = self._engine, self._module, self._layout, None

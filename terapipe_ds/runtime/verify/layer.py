@@ -93,10 +93,7 @@ class LayerCheck:
         return slicing.ranks.first(self._compare_gradients(self._backwards(slicing, parts, gradients), expected))
 
     def _run_whole(self) -> _Forward:
-        """Run the whole sequence; in evaluation mode where the layer draws random numbers, as dropout does.
-
-        Slices draw other ones than a whole sequence does, so that the results could not be compared.
-        """
+        """Run the whole sequence; in evaluation mode where the layer draws random numbers: slices draw other ones."""
         before = _random_states(self.stage)
         [run] = self._forwards(self.slicing.whole())
         self.is_random = not all(map(torch.equal, before, _random_states(self.stage)))

@@ -48,11 +48,7 @@ class LoadOptions(NamedTuple):
 
 
 class SafeCheckpoints:
-    """Save and load the checkpoints of one engine: they are whole or not there, and say which slices they had.
-
-    Args:
-        world: a group of all ranks, on the CPU.
-    """
+    """Save and load the checkpoints of one engine; `world` is a group of all ranks on the CPU."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, world: Any, plans: Plans, watchdog: Watchdog) -> None:
         self._engine, self._layout, self._world = engine, layout, world

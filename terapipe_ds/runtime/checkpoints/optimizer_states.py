@@ -68,10 +68,9 @@ class OptimizerStates:
 
     @contextmanager
     def saved_in_stock_order(self) -> Iterator[dict[str, Any]]:
-        """Let the optimizer give its states as DeepSpeed's own engine would. A collective over all ranks.
+        """Let the optimizer give its states as DeepSpeed's own engine would, and yield what to save beside them.
 
-        Yields:
-            What to save with the client's state.
+        A collective over all ranks.
         """
         optimizer, stage_id = self.engine.optimizer, self.engine.stage_id
         if self.stock == self.orders:
@@ -212,11 +211,7 @@ class _Saved(NamedTuple):
 
 
 def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> OptimizerStates | None:
-    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks.
-
-    Args:
-        world: a group of all ranks on the CPU; None for a single rank.
-    """
+    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks."""
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return None
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
@@ -293,9 +288,7 @@ def moved(
 ) -> Received:
     """Send the pieces that this rank has and others need, and return those that it needs. A collective.
 
-    Args:
-        owners: the stage whose states count, for parameters that have copies.
-        group: on the CPU; all these ranks are members.
+    `owners` are the stages whose states count, for parameters that have copies; `group` is on the CPU.
     """
     received: dict[str, list[tuple[Piece, Content]]] = {}
     for (source, target), pieces in sorted(routes_between(before, after, owners).items()):
@@ -313,11 +306,7 @@ def moved(
 def routes_between(
     before: Shards, after: Shards, owners: Mapping[str, int]
 ) -> dict[tuple[Holder, Holder], list[Piece]]:
-    """Return which pieces go from where to where.
-
-    A parameter comes from its owner; without one, from the target's own stage if that has it, else from the first stage
-    that has it.
-    """
+    """Return which pieces go where: from their owner, else the target's own stage, else the first one that has them."""
     sources: dict[tuple[str, int], list[tuple[Holder, Piece]]] = {}
     first: dict[str, int] = {}
     for source, shard in before.items():
@@ -337,9 +326,7 @@ def routes_between(
 def stock_orders(module: Any, shapes: Shapes, orders: Orders) -> Orders:
     """Return the orders in DeepSpeed's own engine, which cuts the module as it did at first: tied layers before others.
 
-    Args:
-        shapes: of all parameters, with those of each layer in the module's order.
-        orders: those of this engine, which tell the group of each parameter.
+    `shapes` have the parameters of each layer in the module's order, `orders` of this engine tell their groups.
     """
     by_layer: dict[LayerName | None, list[str]] = {}
     for name in shapes:

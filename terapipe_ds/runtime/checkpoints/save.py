@@ -186,7 +186,7 @@ def save_checkpoint(
     if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed's error; files that come later
         return save(tag, save_latest)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    paths, leads = CheckpointPaths(Path(save_dir), tag), names_files(engine)
+    paths, leads = CheckpointPaths(Path(save_dir), tag), is_leader(engine)
     tags = sorted(set(gather(tag, world)))
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
@@ -214,7 +214,7 @@ def save_checkpoint(
     return saved
 
 
-def names_files(engine: PipelineEngine) -> bool:
+def is_leader(engine: PipelineEngine) -> bool:
     """Return whether this rank names files: the first one of all, or of each node that has a disk of its own."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 

@@ -32,7 +32,7 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Look:
-    """The extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
+    """Hold the extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
 
     active: ActiveSlice
     layer: str
@@ -55,10 +55,9 @@ class Look:
 
 
 class FiniteCheck:
-    """The check of one stage; one per engine.
+    """Check one stage; `world` is a group of all ranks on the CPU, None for a single rank.
 
-    `world` is a group of all ranks on the CPU; None for a single rank. `gradients` are looked at unless the loss scale
-    is dynamic. With `collected` the optimizer collects them by hooks: `.grad` has not those of the whole batch.
+    `gradients` are looked at unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks.
     """
 
     def __init__(

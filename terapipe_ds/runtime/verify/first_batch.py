@@ -97,11 +97,7 @@ class FirstBatchCheck:
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
-        """Compare the loss once more where these labels tell how it reduces, and earlier ones did not.
-
-        Raises:
-            VerifyError: the loss or its gradients differ.
-        """
+        """Raise VerifyError if these labels tell how the loss reduces, earlier ones did not, and it differs."""
         if self._later_labels is not None:
             is_told, difference = compare_later(self._later_labels, labels)
             if difference is not None:
@@ -236,13 +232,10 @@ class FirstBatchCheck:
                 self._later_labels = kept_for_later(loss)
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
-        """Give the next part's stage these outputs, through the host; None on all other stages.
-
-        All stages hear when the part is done, so that their watch-dogs see no stall in a long check.
-        """
+        """Give the next part's stage these outputs, through the host; None on all other stages."""
         stage_id, ranks, group = self._engine.stage_id, self._groups.ranks, self._groups.control
         owner, follower = self._layout.owner(part_id), self._layout.owner(part_id + 1)
-        if group is not None:
+        if group is not None:  # so that no watch-dog sees a stall in a long check
             self._note(f"waiting for the check of part {part_id}")
             torch_dist.broadcast(torch.zeros(1), src=ranks[owner], group=group)
         if owner == follower or stage_id not in (owner, follower):

@@ -140,10 +140,7 @@ class LayerCheck:
         return list(of_inputs), self._take_gradients()
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that backwards have left in the parameters, which have none from now on.
-
-        They are summed over tensor-parallel ranks: under sequence parallelism each rank has a share, by its tokens.
-        """
+        """Take the parameters' gradients, summed over tensor-parallel ranks: each may have a share of the tokens."""
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:

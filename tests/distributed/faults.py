@@ -93,7 +93,7 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 STORE = "attention.slice_store:SliceStore"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
-SLICE_WEIGHTS = "runtime.engine.incoming_batch:weights_of"
+SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
@@ -223,7 +223,7 @@ def unweighted_losses(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", SLICE_WEIGHTS)(
-    weights_of_tokens=lambda weigh, *args, **kwargs: weigh(*args, reduction="mean")
+    weights_of_tokens=lambda weigh, *args, **kwargs: weigh(*args, **{**kwargs, "loss_reduction": "mean"})
 )
 
 

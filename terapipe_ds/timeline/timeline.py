@@ -160,7 +160,7 @@ class Timeline:
     def from_json(cls, text: str | bytes) -> Timeline:
         """Read what `to_json` wrote. Raise `TimelineError` on anything else, naming what is wrong."""
         try:
-            file = parse_as(_File, text)
+            file = parse_as(_TimelineFile, text)
         except JsonError as error:
             raise TimelineError(f"not a timeline: {error}; {_GIVE}") from None
         path = None
@@ -205,7 +205,7 @@ class Timeline:
         return cls(num_stages, tuple(events), parts[0].name, live_slices, peak_bytes)
 
 
-class _File(BaseModel):
+class _TimelineFile(BaseModel):
     """The file of a timeline. `critical_path` holds [number of an event, what it waited for]."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -221,7 +221,7 @@ class _File(BaseModel):
     critical_path: tuple[tuple[Annotated[int, Field(ge=0)], str], ...] | None = None
 
     @model_validator(mode="after")
-    def _check_path(self) -> _File:
+    def _check_path(self) -> _TimelineFile:
         largest = max((index for index, _ in self.critical_path or ()), default=-1)
         if largest >= len(self.events):
             raise ValueError(f"critical_path has event {largest}: give numbers below {len(self.events)}")

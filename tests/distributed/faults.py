@@ -93,7 +93,7 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 STORE = "attention.slice_store:SliceStore"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
-SLICE_WEIGHTS = "runtime.engine.incoming_batch:slice_weights"
+SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"

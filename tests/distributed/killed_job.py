@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from terapipe_ds.runtime.checkpoints import manifest as checkpoint_manifest
 from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from tests.distributed.engines import engine_of, gpt_layers, micro_batch, section
 
@@ -127,8 +126,8 @@ def _lay(kill: Kill, engine: Any) -> None:
         "forward": lambda: engine.module.register_forward_pre_hook(lambda *_: strike(engine.global_steps + 1)),
         "file": lambda: after_a_file(halve=False),
         "half a file": lambda: after_a_file(halve=True),
-        "manifest": lambda: before(checkpoint_manifest.Manifest, "write"),
+        "manifest": lambda: before(checkpoint_save.Manifest, "write"),
         "rename": lambda: before(Path, "rename"),
-        "latest": lambda: before(checkpoint_save, "write_text"),
+        "latest": lambda: before(checkpoint_save.CheckpointPaths, "write_latest"),
     }
     points[kill.point]()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.runtime.checkpoints.manifest import CheckpointPaths
+from terapipe_ds.runtime.checkpoints.save import CheckpointPaths
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.killed_job import Kill, Training, job_train
 from tests.distributed.kills import TRAININGS, History, chain, histories_in, problems

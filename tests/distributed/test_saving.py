@@ -14,7 +14,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import distributed
 
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
+from terapipe_ds.runtime.checkpoints.save import MANIFEST
 from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, raised_by, section, train
 from tests.distributed.harness import rank_pool
 

@@ -117,7 +117,7 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
 
 
-class _Answer(NamedTuple):
+class _BestLengths(NamedTuple):
     """A plan, and what is proven."""
 
     lengths: Lengths
@@ -183,7 +183,7 @@ class Problem:
 
     # --- three ways to a plan, tried in order
 
-    def _proven_by_program(self, judge: Judge) -> _Answer | None:
+    def _proven_by_program(self, judge: Judge) -> _BestLengths | None:
         """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
         if not (judge.is_flow_shop and self._has_equal_stages):
             return None
@@ -194,9 +194,9 @@ class Problem:
         proven = program.optimal and judge.seconds(lengths) <= program.lower_bound_s * (1 + _ROUNDING)
         if not proven and self.num_granules <= MANY_GRANULES:
             return None
-        return _Answer(lengths, program.lower_bound_s, proven)
+        return _BestLengths(lengths, program.lower_bound_s, proven)
 
-    def _best_of_all(self, judge: Judge) -> _Answer | None:
+    def _best_of_all(self, judge: Judge) -> _BestLengths | None:
         """Return the best of all plans, where there are few."""
         if not self._can_judge_all(judge):
             return None
@@ -204,9 +204,9 @@ class Problem:
         best = judge.fastest(plans, judge.seconds)
         if best is None:
             raise memory_limit_error(judge, plans)
-        return _Answer(best, judge.seconds(best), True)
+        return _BestLengths(best, judge.seconds(best), True)
 
-    def _climbed(self, judge: Judge) -> _Answer:
+    def _climbed(self, judge: Judge) -> _BestLengths:
         """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
         if judge.has_chunks or judge.splits_backward:
             works_s = least_works_s(self.pipeline.parts, self.pipeline.num_micro_batches, self.max_slices)
@@ -215,7 +215,7 @@ class Problem:
         else:
             fits_program = judge.is_flow_shop and self._has_equal_stages
             bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
-        return _Answer(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
+        return _BestLengths(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
 
     def _can_judge_all(self, judge: Judge) -> bool:
         if self.num_granules > _ALL_PLANS.bit_length():
@@ -293,7 +293,7 @@ class Problem:
 
     # --- the answer
 
-    def _result(self, judge: Judge, answer: _Answer) -> PlanResult:
+    def _result(self, judge: Judge, answer: _BestLengths) -> PlanResult:
         pipeline, lengths = self.pipeline, answer.lengths
         predicted_s, equal = judge.seconds(lengths), self._best_equal(judge)
         busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
 
@@ -53,6 +54,15 @@ def slice_weights(
         )
         return (0.0,) * len(counts)
     return tuple(count / total for count in counts)
+
+
+def weights_of(
+    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
+) -> tuple[float, ...]:
+    """Return one factor per slice as the config and `loss_fn` say; `reduction`: in place of that of the config."""
+    weight = getattr(loss_fn, "slice_weight", None)
+    reduction = reduction or config.loss_reduction
+    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
 
 
 def slice_counts(

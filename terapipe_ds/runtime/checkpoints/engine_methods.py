@@ -1,21 +1,40 @@
-"""Save and load checkpoints of an engine around DeepSpeed's own methods."""
+"""Save and load checkpoints of an engine around DeepSpeed's own methods, and refuse what does not fit the engine.
+
+Plan and schedule may differ from those of the checkpoint; TP x PP x DP may not. DeepSpeed (0.19.8) fails with another
+tensor-parallel size, and with another number of stages it fills optimizers with states of other layers, or with zeros.
+So a checkpoint is looked at before DeepSpeed reads it, and refused alike on every rank.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as torch_dist
+from deepspeed.checkpoint import constants
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.runtime.checkpoints.compatibility import refuse_what_does_not_fit, with_description
-from terapipe_ds.runtime.checkpoints.load import find_checkpoint
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.checkpoints.load import find_checkpoint, read_states
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.batch_plans import Plans
+
+logger = logging.getLogger("terapipe_ds")
+
+_TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
+MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
+_CONVERT = (
+    "Convert the checkpoint (python -m deepspeed.checkpoint.ds_to_universal; its writer must use ZeRO stage 1) and "
+    'load it with "checkpoint": {"load_universal": true}'
+)
 
 
 class LoadOptions(NamedTuple):
@@ -29,11 +48,7 @@ class LoadOptions(NamedTuple):
 
 
 class SafeCheckpoints:
-    """Save and load the checkpoints of one engine: they are whole or not there, and say which slices they had.
-
-    Args:
-        world: a group of all ranks, on the CPU.
-    """
+    """Save and load the checkpoints of one engine; `world` is a group of all ranks on the CPU."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, world: Any, plans: Plans, watchdog: Watchdog) -> None:
         self._engine, self._layout, self._world = engine, layout, world
@@ -83,3 +98,116 @@ class SafeCheckpoints:
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def refuse_what_does_not_fit(
+    engine: PipelineEngine, world: Any, folder: Path | None, load_optimizer_states: bool, load_module_only: bool
+) -> None:
+    """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
+
+    Raises:
+        TeraPipeConfigError: on every rank: what would be loaded wrongly, and what to do.
+        CheckpointError: on every rank: the file to look at cannot be read.
+    """
+
+    def look() -> str | None:
+        problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
+        path = None if folder is None else folder / "mp_rank_00_model_states.pt"
+        if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
+            return problem
+        saved = read_states(engine, path)
+        problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
+        if problem is not None or not engine.load_universal_checkpoint():
+            return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
+        if stage == 1:
+            return None
+        return (
+            f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
+            'parameters. Set "zero_optimization": {"stage": 1}'
+        )
+
+    problem = gather_results(look if torch_dist.get_rank() == 0 else None, world)[0]
+    if problem is not None:
+        raise TeraPipeConfigError(problem)
+
+
+def warn_of_checkpoints(engine: PipelineEngine) -> None:
+    """Warn before hours of training of checkpoints that cannot be loaded whole."""
+    if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
+        logger.warning(
+            "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "
+            'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
+            '"fp32"}'
+        )
+
+
+def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
+    """Say why the next step would undo the load: without ZeRO, DeepSpeed may leave the fp32 copies as they were."""
+    if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
+        return None
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return (
+            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. Load the "
+            'parameters alone, with load_module_only=True, and set "zero_optimization": {"stage": 1} for the next time'
+        )
+    if not load_optimizer_states:
+        return (
+            "load_optimizer_states=False leaves the fp32 copies of the parameters as they are, so that the next step "
+            "undoes the load. Use load_module_only=True"
+        )
+    return None
+
+
+def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:
+    dimensions = saved.get(constants.CHECKPOINT_PARALLEL_DIMS)
+    if not isinstance(dimensions, Mapping):  # of another version of DeepSpeed
+        return None
+    saved_tensor, saved_stages = (dimensions.get(key) for key in (_TP_DEGREE, _PP_DEGREE))
+    tensor, stages = engine.grid.get_slice_parallel_world_size(), engine.grid.get_pipe_parallel_world_size()
+    alone = "Load the parameters alone, with load_module_only=True. To keep the states: "
+    replicas, saved_replicas = engine.dp_world_size, saved.get("dp_world_size")
+    splits, why = with_optimizer and engine.zero_optimization(), f"ZeRO splits optimizer states over them. {alone}"
+    for matters, theirs, ours, who, reason in (
+        (True, saved_tensor, tensor, "tensor-parallel ranks", "each holds another part of the parameters. "),
+        (with_optimizer, saved_stages, stages, "stages", f"optimizer states are saved by stage. {alone}"),
+        (splits, saved_replicas, replicas, "data-parallel replicas", why),
+    ):
+        if matters and theirs != ours:
+            return f"the checkpoint was saved by {theirs} {who}, and {ours} would load it: {reason}{_CONVERT}"
+    return None
+
+
+def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
+    """Compare sizes that a module writes down beside its parameters: shapes do not tell heads from head size."""
+    both = saved.get(constants.UNIVERSAL_CHECKPOINT_INFO), _description(module)
+    theirs, ours = (info.get(MODEL_SIZES) if isinstance(info, Mapping) else None for info in both)
+    if theirs is None or ours is None:
+        return None
+    different = [
+        f"{name}={theirs.get(name)} there and {ours.get(name)} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    what = f"the checkpoint is of another model: {', '.join(different)}. Build the one that was saved"
+    return what if different else None
+
+
+def _description(module: Any) -> Any:
+    """Return how a module describes its parameters to DeepSpeed's converter: in a dict, by a method, or not at all."""
+    info = getattr(module, constants.UNIVERSAL_CHECKPOINT_INFO, None)
+    return info() if callable(info) else info
+
+
+def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Add to `client_state` what a method of the module says of its parameters.
+
+    DeepSpeed (0.19.8) takes `universal_checkpoint_info` for a dict and would save the method, with the module and its
+    process groups. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
+    """
+    state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
+    if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
+        return state  # with experts DeepSpeed makes a dict of it itself, and takes none from the client
+    return {**state, name: _description(engine.module)}

@@ -13,8 +13,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.manifest import LATEST, MANIFEST, CheckpointError, CheckpointPaths, Manifest
-from terapipe_ds.runtime.checkpoints.save import names_files
+from terapipe_ds.runtime.checkpoints.save import LATEST, MANIFEST, CheckpointError, CheckpointPaths, Manifest, is_leader
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -49,7 +48,7 @@ def find_checkpoint(
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
-    choices = gather_results(choose if names_files(engine) else None, world)
+    choices = gather_results(choose if is_leader(engine) else None, world)
     tags = {choice.tag for choice in choices if choice is not None}
     if len(tags) > 1:
         raise CheckpointError(

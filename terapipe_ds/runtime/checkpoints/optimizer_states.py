@@ -3,27 +3,42 @@
 A stage that holds several parts has other layers than the same stage in DeepSpeed's own cut. Its states go where
 DeepSpeed has them while a checkpoint is saved, and back on load, by the names of parameters that a checkpoint lists.
 States that cannot be brought there are saved in an envelope that only this package opens.
+
+DeepSpeed saves optimizer states by stage, and in a stage by number, which another layout gives to another parameter.
+Names stay: they are made of the number of the layer, or of its tied key.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.load import read_states
-from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, Shard, StateError, StateForm, form_of
-from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, shards_of, stock_orders
+from terapipe_ds.runtime.checkpoints.optimizer_forms import (
+    Content,
+    Contents,
+    Groups,
+    Piece,
+    Received,
+    Shapes,
+    Shard,
+    StateError,
+    StateForm,
+    form_of,
+)
 from terapipe_ds.runtime.checkpoints.save import replaced
-from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 
@@ -31,6 +46,10 @@ LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters b
 ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake
 _UNLIKE = (StateError, KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
 _MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments begin anew"
+
+
+Orders = tuple[Groups, ...]
+"""The parameters of each stage, by group of its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +68,9 @@ class OptimizerStates:
 
     @contextmanager
     def saved_in_stock_order(self) -> Iterator[dict[str, Any]]:
-        """Let the optimizer give its states as DeepSpeed's own engine would. A collective over all ranks.
+        """Let the optimizer give its states as DeepSpeed's own engine would, and yield what to save beside them.
 
-        Yields:
-            What to save with the client's state.
+        A collective over all ranks.
         """
         optimizer, stage_id = self.engine.optimizer, self.engine.stage_id
         if self.stock == self.orders:
@@ -193,11 +211,7 @@ class _Saved(NamedTuple):
 
 
 def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> OptimizerStates | None:
-    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks.
-
-    Args:
-        world: a group of all ranks on the CPU; None for a single rank.
-    """
+    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks."""
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return None
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
@@ -240,3 +254,89 @@ def _problem_of_order(shapes: Shapes, groups: Groups) -> str | None:
             return "the groups of the optimizer are not in the order of module.named_parameters()"
     strange = next((name for name in shapes if layer_of_parameter(name) is None), None)
     return None if strange is None else f"{strange} is no parameter of a layer"
+
+
+# -- which states go where ---------------------------------------------------------------------------------------------
+
+
+class Holder(NamedTuple):
+    """Name a stage, and one partition of its states."""
+
+    stage_id: int
+    partition: int
+
+
+Shards = Mapping[Holder, Shard]
+
+
+def shards_of(form: StateForm, orders: Orders, shapes: Shapes) -> Shards:
+    return {
+        Holder(stage_id, partition): Shard(form, groups, shapes, partition)
+        for stage_id, groups in enumerate(orders)
+        for partition in range(form.num_partitions)
+    }
+
+
+def moved(
+    contents: Contents,
+    before: Shards,
+    after: Shards,
+    owners: Mapping[str, int],
+    here: Holder,
+    rank_of: Callable[[Holder], int],
+    group: Any,
+) -> Received:
+    """Send the pieces that this rank has and others need, and return those that it needs. A collective.
+
+    `owners` are the stages whose states count, for parameters that have copies; `group` is on the CPU.
+    """
+    received: dict[str, list[tuple[Piece, Content]]] = {}
+    for (source, target), pieces in sorted(routes_between(before, after, owners).items()):
+        sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
+        if here == source != target:
+            sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
+            torch_dist.send_object_list(sent, dst=rank_of(target), group=group)
+        elif here == target != source:
+            torch_dist.recv_object_list(sent, src=rank_of(source), group=group)
+        for piece, content in sent[0] if here == target else ():
+            received.setdefault(piece.name, []).append((piece, content))
+    return received
+
+
+def routes_between(
+    before: Shards, after: Shards, owners: Mapping[str, int]
+) -> dict[tuple[Holder, Holder], list[Piece]]:
+    """Return which pieces go where: from their owner, else the target's own stage, else the first one that has them."""
+    sources: dict[tuple[str, int], list[tuple[Holder, Piece]]] = {}
+    first: dict[str, int] = {}
+    for source, shard in before.items():
+        for piece in shard.pieces:
+            sources.setdefault((piece.name, source.stage_id), []).append((source, piece))
+            first.setdefault(piece.name, source.stage_id)
+    routes: dict[tuple[Holder, Holder], list[Piece]] = {}
+    for target, shard in after.items():
+        for wanted in shard.pieces:
+            nearest = target.stage_id if (wanted.name, target.stage_id) in sources else first[wanted.name]
+            for source, piece in sources[wanted.name, owners.get(wanted.name, nearest)]:
+                if piece.overlap(wanted):
+                    routes.setdefault((source, target), []).append(piece)
+    return routes
+
+
+def stock_orders(module: Any, shapes: Shapes, orders: Orders) -> Orders:
+    """Return the orders in DeepSpeed's own engine, which cuts the module as it did at first: tied layers before others.
+
+    `shapes` have the parameters of each layer in the module's order, `orders` of this engine tell their groups.
+    """
+    by_layer: dict[LayerName | None, list[str]] = {}
+    for name in shapes:
+        by_layer.setdefault(layer_of_parameter(name), []).append(name)
+    group_of = {name: index for groups in orders for index, names in enumerate(groups) for name in names}
+    stock = []
+    for start, stop in itertools.pairwise(getattr(module, STOCK_BOUNDS, module.parts)):
+        layers = dict.fromkeys(layer_name(module._layer_specs, layer_id) for layer_id in range(start, stop))
+        tied_first = sorted(layers, key=lambda layer: isinstance(layer, int))  # stable
+        names = [name for layer in tied_first for name in by_layer.get(layer, ())]
+        indices = range(max(map(len, orders)))
+        stock.append(tuple(tuple(name for name in names if group_of.get(name) == index) for index in indices))
+    return tuple(stock)

@@ -17,8 +17,7 @@ from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
-from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
-from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints
+from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
@@ -83,7 +82,7 @@ class TeraPipeEngine(PipelineEngine):
         self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
-        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires, verify_only)
+        self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)
         self._batch_end = BatchEnd(self, self._layout, stage)

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
-
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import slice_weights
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.loss import weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.collaborators import Stage
-from terapipe_ds.runtime.failures.trials import Trials
-from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import check_checkpointing, problem_of_device_waits
-from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
+from terapipe_ds.runtime.verify import FirstBatchCheck
 
 
 class IncomingBatches:
     """The batches of one stage, up to the point where their actions can run."""
 
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        layout: Layout,
-        groups: PipelineGroups,
-        plans: Plans,
-        stage: Stage,
-        wires: Wires,
-        verify_only: bool,
-    ) -> None:
-        self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
+    def __init__(self, to_plan: StageToPlan, plans: Plans, stage: Stage, wires: Wires, verify_only: bool) -> None:
+        engine, layout = to_plan.engine, to_plan.layout
+        self._engine, self._config, self._plans = engine, to_plan.config, plans
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
-        self._first_batch = FirstBatchCheck(self._stage_to_check(layout, groups, stage))
+        self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
             self._config,
             engine._next_batch,
-            groups.place(layout, stage.stage_id),
+            to_plan.groups.place(layout, stage.stage_id),
             layout,
             plans.cuts,
             engine.slice_length_multiple,
@@ -55,24 +39,6 @@ class IncomingBatches:
             check=self._check_options,
         )
         self._source.also_agree_on("slice_length_multiple", str(engine.slice_length_multiple))
-
-    def _stage_to_check(self, layout: Layout, groups: PipelineGroups, stage: Stage) -> StageToCheck:
-        engine = self._engine
-        trials = Trials(groups.peer_ranks, engine.global_rank, self._config.stall_timeout_s)
-        return StageToCheck(
-            engine.module,
-            self._config,
-            layout,
-            groups,
-            stage.stage_id,
-            torch.device(engine.device),
-            engine.slice_length_multiple,
-            TensorRanks.of(engine.grid, trials),
-            autocast=partial(autocast_if_enabled, engine),
-            weights_of_slices=self.weights_of_slices,
-            cast_input=engine._cast_inputs_half if engine.fp16_auto_cast() else lambda tensor: tensor,
-            note=stage.watchdog.note,
-        )
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
@@ -97,11 +63,6 @@ class IncomingBatches:
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
-        weights = self.weights_of_slices(drawn.labels, plan) if drawn.labels is not None else ()
-        return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
-
-    def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
-        """Return the factor of each slice's loss, on a stage that has the labels."""
-        reduction, ignored = self._config.loss_reduction, self._config.ignore_index
-        own = getattr(self._engine.module.loss_fn, "slice_weight", None)
-        return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=ignored, slice_weight=own)
+        labels, loss_fn = drawn.labels, self._engine.module.loss_fn
+        weights = () if labels is None else weights_of(labels, plan, self._config, loss_fn)
+        return MicroBatchInFlight(plan, shape, inputs, labels, weights)

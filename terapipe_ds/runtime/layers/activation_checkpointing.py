@@ -13,10 +13,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 
 @contextmanager
 def checkpointing_with_gradients(module: Any) -> Iterator[None]:
-    """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward.
-
-    Only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function.
-    """
+    """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward."""
+    # only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function
     checkpoint = getattr(module, "activation_checkpoint_func", None)
     if checkpoint is None:  # a measured module of another kind
         yield

@@ -32,7 +32,7 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Look:
-    """The extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
+    """Hold the extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
 
     active: ActiveSlice
     layer: str
@@ -55,10 +55,9 @@ class Look:
 
 
 class FiniteCheck:
-    """The check of one stage; one per engine.
+    """Check one stage; `world` is a group of all ranks on the CPU, None for a single rank.
 
-    `world` is a group of all ranks on the CPU; None for a single rank. `gradients` are looked at unless the loss scale
-    is dynamic. With `collected` the optimizer collects them by hooks: `.grad` has not those of the whole batch.
+    `gradients` are looked at unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class FiniteCheck:
         names: dict[nn.Module, str] = {}  # a module at several places has several
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
-            own = [(layer_name(layer, start + index), layer) for index, layer in enumerate(layers)]
+            own = [(layer_title(layer, start + index), layer) for index, layer in enumerate(layers)]
             for name, layer in own:
                 if isinstance(layer, nn.Module):
                     names[layer] = f"{names[layer]} or {name}" if layer in names else name
@@ -216,7 +215,7 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     return problems
 
 
-def layer_name(layer: Any, index: int) -> str:
+def layer_title(layer: Any, index: int) -> str:
     """Return `layer 3 (DecoderLayer)`; of tied layers and of plain functions the function's name."""
     if isinstance(layer, functools.partial):
         layer = layer.func

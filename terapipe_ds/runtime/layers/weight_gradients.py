@@ -39,16 +39,13 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
 
 
 class _Product(NamedTuple):
-    """What one weight gradient is made of: `rows^T inputs`, [tokens, out] and [tokens, in].
-
-    With `gather` other ranks have parts of the inputs, and it makes all of them of this rank's.
-    """
+    """Hold what one weight gradient is made of: `rows^T inputs`."""
 
     weight: Tensor
-    rows: Tensor
-    inputs: Tensor
+    rows: Tensor  # [tokens, out]
+    inputs: Tensor  # [tokens, in]
     versions: tuple[int, int]
-    gather: Callable[[Tensor], Tensor] | None
+    gather: Callable[[Tensor], Tensor] | None  # makes all inputs of this rank's, where other ranks have parts of them
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
@@ -86,10 +83,9 @@ class WeightGradients:
             self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
-        """Run the W of a slice and return how many weight gradients it had.
+        """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
 
-        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients. It is an
-        InFlightError if its B has not run, its W has run before, or a layer has changed in place what was kept.
+        It is an InFlightError if its B has not run, its W has, or a layer has changed in place what was kept.
         """
         products, what = self._waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
@@ -125,7 +121,7 @@ class WeightGradients:
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now, in training, is to leave its weight gradient to this object.
+        """Return whether a linear layer that runs now is to leave its weight gradient to this object.
 
         It is where the slice's backward is split, or where no hook collects gradients, in the dtype of the weight.
         """
@@ -150,14 +146,9 @@ class WeightGradients:
     ) -> None:
         """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
 
-        Args:
-            weight: the parameter, [out, in].
-            rows: gradients of the layer's outputs, [tokens, out].
-            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives,
-                since W has its products in the order of `keep`.
-
-        Raises:
-            InFlightError: in any other backward, where the gradient would get lost.
+        `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
+        anything of which `gather` makes that when W runs. It may use collectives, since W has its products in the order
+        of `keep`. It is an InFlightError in any other backward, where the gradient would get lost.
         """
         if self._running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")

@@ -47,7 +47,7 @@ _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per paramete
 
 @dataclass(frozen=True)
 class StageToPlan:
-    """Hold what measuring and planning need to know of this rank's stage."""
+    """Hold what measuring, planning and the check of the first batch need to know of this rank's stage."""
 
     engine: PipelineEngine  # has its module, its optimizer and the sizes of its batches
     config: TeraPipeConfig

@@ -4,8 +4,7 @@ The reading order: `first_batch` (all ranks) -> `cut` (what is compared) -> `sta
 report) -> `layer` (one layer; `tokens` finds its tokens, `compare` knows how large rounding is) -> `loss`.
 """
 
-from terapipe_ds.runtime.verify.first_batch import FirstBatchCheck, StageToCheck
+from terapipe_ds.runtime.verify.first_batch import FirstBatchCheck
 from terapipe_ds.runtime.verify.stage import VerifyError
-from terapipe_ds.runtime.verify.tokens import TensorRanks
 
-__all__ = ["FirstBatchCheck", "StageToCheck", "TensorRanks", "VerifyError"]
+__all__ = ["FirstBatchCheck", "VerifyError"]

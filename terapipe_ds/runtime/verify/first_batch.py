@@ -11,29 +11,28 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import slice_counts
+from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import activate, each_part
-from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
-from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
+from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
@@ -48,24 +47,6 @@ _UNWEIGHTED = (
 )
 
 
-@dataclass(frozen=True)
-class StageToCheck:
-    """Hold what the check needs to know of this rank's stage."""
-
-    module: Any  # DeepSpeed's PipelineModule
-    config: TeraPipeConfig
-    layout: Layout
-    groups: PipelineGroups
-    stage_id: int
-    device: torch.device
-    token_multiple: int  # of the lengths of slices, for the layers
-    tensor_ranks: TensorRanks
-    autocast: Callable[[], AbstractContextManager[Any]]  # in which the engine runs layers
-    weights_of_slices: Callable[[SliceableTensors, SlicePlan], tuple[float, ...]]  # of their losses, in training
-    cast_input: Callable[[Tensor], Tensor]  # brings inputs to the precision of training
-    note: Callable[[str], None]  # tells the watch-dog what this rank is busy with
-
-
 class FirstBatchCheck:
     """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced.
 
@@ -73,13 +54,18 @@ class FirstBatchCheck:
     batch. Parameters, gradients, buffers, random numbers and the data stay as they are.
     """
 
-    def __init__(self, stage: StageToCheck) -> None:
-        self._stage, self._groups, self._config = stage, stage.groups, stage.config
-        self._slice_weight = getattr(stage.module.loss_fn, "slice_weight", None)
+    def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
+        self._groups, self._config, self._layout = stage.groups, stage.config, stage.layout
+        self._engine, self._module, self._token_multiple = stage.engine, stage.engine.module, stage.token_multiple
+        self._device = torch.device(stage.engine.device)
+        self._note = note  # tells the watch-dog what this rank is busy with
+        trials = Trials(stage.groups.peer_ranks, stage.engine.global_rank, stage.config.stall_timeout_s)
+        self._tensor_ranks = TensorRanks.of(stage.engine.grid, trials)
+        self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
         self._labels_agreed = False  # it is clear how labels weigh the losses of slices
-        self._later_labels: LaterLabels | None = None
+        self._later_labels: LossCheck | None = None  # waits for a batch that tells how the loss reduces
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, where this is the first; with `ends` a whole micro-batch, and then end the process.
@@ -111,13 +97,9 @@ class FirstBatchCheck:
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
-        """Compare the loss once more where these labels tell how it reduces, and earlier ones did not.
-
-        Raises:
-            VerifyError: the loss or its gradients differ.
-        """
+        """Raise VerifyError if these labels tell how the loss reduces, earlier ones did not, and it differs."""
         if self._later_labels is not None:
-            is_told, difference = self._later_labels.compare(labels)
+            is_told, difference = compare_later(self._later_labels, labels)
             if difference is not None:
                 raise VerifyError(difference)
             self._later_labels = None if is_told else self._later_labels
@@ -129,7 +111,7 @@ class FirstBatchCheck:
         labels = sliced[0].labels if sliced else None
         is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
-        flags = torch.tensor([bool(sliced), not all_own(self._stage.module), is_unweighted], dtype=torch.int64)
+        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64)
         if self._groups.world is not None:
             torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
         if flags[2]:
@@ -151,7 +133,7 @@ class FirstBatchCheck:
                 if not result.findings:
                     self._check_parts(sliced[index], result, result.cut)
                     self._compare_all_labels(micro_batches, result)
-            copies = self._groups.num_replicas * self._stage.tensor_ranks.size
+            copies = self._groups.num_replicas * self._tensor_ranks.size
             result = Findings.of_all(gather(result, self._groups.world), copies)
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
@@ -165,35 +147,30 @@ class FirstBatchCheck:
             for labels in (one.labels for one in micro_batches if one.labels is not None):
                 self.look_at_labels(labels)
         except VerifyError as error:
-            result.findings.append(Finding(self._stage.module._local_stop, "loss_fn", str(error)))
-
-    # -- what is compared --------------------------------------------------------------------------------------------
+            result.findings.append(Finding(self._module._local_stop, "loss_fn", str(error)))
 
     def _choose_cut(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
     ) -> tuple[int, Cut, list[Finding]]:
-        """Return the index of the first micro-batch in which labels count (else of the first one), and its cut.
-
-        The stage of the loss, which has the labels, decides; what `slice_weight` raises there is found on all stages.
-        """
+        """Let the stage of the loss choose the first micro-batch in which labels count, else the first, and its cut."""
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
         choices: list[tuple[int, Cut, list[Finding]]] = []
-        for index, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
+        for index, one in enumerate(sliced) if self._engine.stage_id == self._layout.loss_stage else ():
             rows, tokens = zip(*itertools.chain(*(stage[index] for stage in everyone)), strict=True)
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
             cut, findings = Cut(one.plan, one.plan.sequence_length), []
             try:
                 cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, *may_cut))
             except Exception as error:
-                kind, where = type(error).__name__, (self._stage.module._local_stop, "slice_weight of loss_fn")
+                kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
             choices.append((index, cut, findings))
             if cut.has_labels:
                 break
         best: list[Any] = [choices[-1 if choices[-1][1].has_labels else 0] if choices else None]
         if self._groups.control is not None:
-            source = self._groups.ranks[self._stage.layout.loss_stage]
+            source = self._groups.ranks[self._layout.loss_stage]
             torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)
         choice: tuple[int, Cut, list[Finding]] = best[0]
         return choice
@@ -201,12 +178,12 @@ class FirstBatchCheck:
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
-        plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
+        plan, labels, unit = micro_batch.plan, micro_batch.labels, self._token_multiple
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
         if may_cut_tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
-            stages = self._stage.layout.num_stages
+            stages = self._layout.num_stages
             plan, unit = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
         cut = Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
         return choose_window(cut, labels, unit, self._config.ignore_index, self._slice_weight)
@@ -218,59 +195,57 @@ class FirstBatchCheck:
         if sum(slice_counts(labels, cut.plan, self._config.ignore_index, self._slice_weight)) <= 0:
             shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
             return replace(cut, weights=shares, has_labels=False)
-        return replace(cut, weights=self._stage.weights_of_slices(labels, cut.plan))
-
-    # -- the check ---------------------------------------------------------------------------------------------------
+        return replace(cut, weights=weights_of(labels, cut.plan, self._config, self._module.loss_fn))
 
     def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
-        stage, inputs = self._stage, None
+        engine, module, layout, inputs = self._engine, self._module, self._layout, None
         if micro_batch.inputs is not None:
-            batch = cut.of(micro_batch.inputs).to(stage.device)
-            inputs = inputs_of(replace(batch, tensors=tuple(map(stage.cast_input, batch.tensors))))
-        with untouched(stage.module, with_gradients=False):
-            for part_id in range(stage.layout.num_parts):
-                owner, chunk_id = stage.layout.homes(part_id)[0]
+            batch = cut.of(micro_batch.inputs).to(self._device)
+            if engine.fp16_auto_cast():
+                batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
+            inputs = inputs_of(batch)
+        with untouched(module, with_gradients=False):
+            for part_id in range(layout.num_parts):
+                owner, chunk_id = layout.homes(part_id)[0]
                 outputs = None
-                if owner == stage.stage_id and inputs is not None:
-                    activate(stage.module, chunk_id)
-                    slicing = Slicing(cut.plan, cut.weights, stage.tensor_ranks, part_id)
-                    check = StageCheck(stage.module, slicing, result, stage.autocast, stage.note)
-                    outputs = check.check_layers(layers_of(stage.module), inputs)
-                    if part_id + 1 == stage.layout.num_parts and outputs is not None:
+                if owner == engine.stage_id and inputs is not None:
+                    activate(module, chunk_id)
+                    slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id)
+                    autocast = functools.partial(autocast_if_enabled, engine)
+                    check = StageCheck(module, slicing, result, autocast, self._note)
+                    outputs = check.check_layers(layers_of(module), inputs)
+                    if part_id + 1 == layout.num_parts and outputs is not None:
                         self._check_loss(check, outputs, micro_batch.labels, cut)
-                if part_id + 1 < stage.layout.num_parts:
+                if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)
 
     def _check_loss(self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, cut: Cut) -> None:
-        loss_fn, result = self._stage.module.loss_fn, check.found
+        loss_fn, result = self._module.loss_fn, check.found
         if loss_fn is None:
             result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
         elif not cut.has_labels:
             result.notes.append("the loss was not compared: no label counts in this batch")
             result.loss_waits = True
         elif labels is not None:
-            loss = LossCheck(loss_fn, cut.of(labels).to(self._stage.device), outputs, check.slicing, self._config)
-            if check.check_loss(loss, self._stage.module._local_stop):
-                self._later_labels = LaterLabels.of(loss)
+            loss = LossCheck(loss_fn, cut.of(labels).to(self._device), outputs, check.slicing, self._config)
+            if check.check_loss(loss, self._module._local_stop):
+                self._later_labels = kept_for_later(loss)
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
-        """Give the next part's stage these outputs, through the host; None on all other stages.
-
-        All stages hear when the part is done, so that their watch-dogs see no stall in a long check.
-        """
-        stage, ranks, group = self._stage, self._groups.ranks, self._groups.control
-        owner, follower = stage.layout.owner(part_id), stage.layout.owner(part_id + 1)
-        if group is not None:
-            stage.note(f"waiting for the check of part {part_id}")
+        """Give the next part's stage these outputs, through the host; None on all other stages."""
+        stage_id, ranks, group = self._engine.stage_id, self._groups.ranks, self._groups.control
+        owner, follower = self._layout.owner(part_id), self._layout.owner(part_id + 1)
+        if group is not None:  # so that no watch-dog sees a stall in a long check
+            self._note(f"waiting for the check of part {part_id}")
             torch_dist.broadcast(torch.zeros(1), src=ranks[owner], group=group)
-        if owner == follower or stage.stage_id not in (owner, follower):
+        if owner == follower or stage_id not in (owner, follower):
             return outputs
         message = [None if outputs is None else outputs.to(torch.device("cpu"))]
-        if stage.stage_id == owner:
+        if stage_id == owner:
             torch_dist.send_object_list(message, dst=ranks[follower], group=group)
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
-        return None if message[0] is None else message[0].to(stage.device)
+        return None if message[0] is None else message[0].to(self._device)
 
 
 # -- whose layers they are ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
+from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
@@ -60,8 +61,7 @@ class NamedLayer:
         return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
 
     def __str__(self) -> str:
-        named = self.function if self.module is None else type(self.module)
-        return f"layer {self.layer_id} ({getattr(named, '__name__', type(named).__name__)})"
+        return layer_title(self.function, self.layer_id)
 
 
 @dataclass
@@ -93,10 +93,7 @@ class LayerCheck:
         return slicing.ranks.first(self._compare_gradients(self._backwards(slicing, parts, gradients), expected))
 
     def _run_whole(self) -> _Forward:
-        """Run the whole sequence; in evaluation mode where the layer draws random numbers, as dropout does.
-
-        Slices draw other ones than a whole sequence does, so that the results could not be compared.
-        """
+        """Run the whole sequence; in evaluation mode where the layer draws random numbers: slices draw other ones."""
         before = _random_states(self.stage)
         [run] = self._forwards(self.slicing.whole())
         self.is_random = not all(map(torch.equal, before, _random_states(self.stage)))
@@ -143,10 +140,7 @@ class LayerCheck:
         return list(of_inputs), self._take_gradients()
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that backwards have left in the parameters, which have none from now on.
-
-        They are summed over tensor-parallel ranks: under sequence parallelism each rank has a share, by its tokens.
-        """
+        """Take the parameters' gradients, summed over tensor-parallel ranks: each may have a share of the tokens."""
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:

@@ -13,7 +13,7 @@ from terapipe_ds.attention import guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
@@ -116,76 +116,60 @@ class LossCheck:
         return Losses(torch.stack([loss.detach().double().reshape(()) for _, loss in runs]), list(joined), size)
 
 
-def weights_of(
-    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
-) -> tuple[float, ...]:
-    """Return the weights of the slices' losses; `reduction`: in place of that of the config."""
-    weight = getattr(loss_fn, "slice_weight", None)
-    reduction = reduction or config.loss_reduction
-    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
-
-
 def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
     """Return whether the slices' losses weigh as their tokens do, in which case all reductions to a mean agree."""
     shares = (length / plan.sequence_length for length in plan.lengths)
     return all(abs(weight - share) <= _EVEN for weight, share in zip(weights, shares, strict=True))
 
 
-@dataclass(frozen=True)
-class LaterLabels:
-    """Compare the loss once more when a batch has ignored labels for the first time, before it is trained on.
+def kept_for_later(check: LossCheck) -> LossCheck | None:
+    """Return a check that waits for a batch with ignored labels, with the first tokens of the outputs.
 
     While every label counts, a mean over the valid labels and a mean over all tokens are the same number, so that the
-    first batch cannot tell which one `loss_fn` is. `check` has the first tokens of the outputs of the first batch.
+    first batch cannot tell which one `loss_fn` is. None where it could, or nothing can be compared: under tensor
+    parallelism ranks would have to compare together while each draws its data.
     """
+    outputs, slicing = check.outputs, check.slicing
+    is_settled = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"
+    dims = [layout for layout in outputs.layouts if isinstance(layout, TokenDim)]
+    if is_settled or not _are_even(slicing.weights, slicing.plan) or slicing.ranks.size > 1:
+        return None
+    if not dims or any(layout.rows > 1 or layout.dim > 1 for layout in dims):
+        return None
+    tokens = min(_TOKENS, slicing.plan.sequence_length)
+    tensors = tuple(
+        (tensor.narrow(layout.dim, 0, tokens) if isinstance(layout, TokenDim) else tensor).detach().clone()
+        for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
+    )
+    return replace(check, outputs=replace(outputs, tensors=tensors))
 
-    check: LossCheck
 
-    @classmethod
-    def of(cls, check: LossCheck) -> LaterLabels | None:
-        """Return what waits for such labels; None where the first batch told the reduction, or nothing can be compared.
+def compare_later(kept: LossCheck, labels: SliceableTensors) -> tuple[bool, str | None]:
+    """Return whether the labels of a micro-batch told the reductions apart, and what differs."""
+    config = kept.config
+    cut = _window(kept.outputs, labels, config) if bool((labels.deciding == config.ignore_index).any()) else None
+    if cut is None:
+        return False, None
+    labels = cut.of(labels)
+    if _are_even(weights_of(labels, cut.plan, config, None, "mean_valid"), cut.plan):
+        return False, None
+    slicing = replace(kept.slicing, plan=cut.plan, weights=weights_of(labels, cut.plan, config, None))
+    check = replace(kept, labels=labels.to(kept.outputs.tensors[0].device), slicing=slicing)
+    with torch.enable_grad():
+        difference = check.run()
+    return check.is_finite, difference and (
+        f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do not "
+        f"give what loss_fn gives on the whole sequence: {difference}"
+    )
 
-        Under tensor parallelism nothing can: ranks would have to compare together while each draws its data.
-        """
-        outputs, slicing = check.outputs, check.slicing
-        is_settled = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"
-        dims = [layout for layout in outputs.layouts if isinstance(layout, TokenDim)]
-        if is_settled or not _are_even(slicing.weights, slicing.plan) or slicing.ranks.size > 1:
-            return None
-        if not dims or any(layout.rows > 1 or layout.dim > 1 for layout in dims):
-            return None
-        tokens = min(_TOKENS, slicing.plan.sequence_length)
-        tensors = tuple(
-            (tensor.narrow(layout.dim, 0, tokens) if isinstance(layout, TokenDim) else tensor).detach().clone()
-            for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
-        )
-        return cls(replace(check, outputs=replace(outputs, tensors=tensors)))
 
-    def compare(self, labels: SliceableTensors) -> tuple[bool, str | None]:
-        """Return whether the labels of a micro-batch told the reductions apart, and what differs."""
-        config = self.check.config
-        cut = self._window(labels) if bool((labels.deciding == config.ignore_index).any()) else None
-        if cut is None:
-            return False, None
-        labels = cut.of(labels)
-        if _are_even(weights_of(labels, cut.plan, config, None, "mean_valid"), cut.plan):
-            return False, None
-        slicing = replace(self.check.slicing, plan=cut.plan, weights=weights_of(labels, cut.plan, config, None))
-        check = replace(self.check, labels=labels.to(self.check.outputs.tensors[0].device), slicing=slicing)
-        with torch.enable_grad():
-            difference = check.run()
-        return check.is_finite, difference and (
-            f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do "
-            f"not give what loss_fn gives on the whole sequence: {difference}"
-        )
-
-    def _window(self, labels: SliceableTensors) -> Cut | None:
-        """Return the window that shows most; None where the labels do not fit the outputs."""
-        pairs = zip(self.check.outputs.layouts, self.check.outputs.tensors, strict=True)
-        dim, tensor = next((layout.dim, tensor) for layout, tensor in pairs if isinstance(layout, TokenDim))
-        tokens, rows, of_rows = tensor.size(dim), tensor.size(1 - dim), num_rows(labels)
-        if labels.length < tokens or tokens < 2 or of_rows < rows or not all(labels.sliced):
-            return None
-        plan = SlicePlan((max(1, tokens // 3), tokens - max(1, tokens // 3)))
-        cut = Cut(plan, labels.length, rows=rows if rows < of_rows else None, of_rows=of_rows)
-        return choose_window(cut, labels, 1, self.check.config.ignore_index)
+def _window(outputs: Activations, labels: SliceableTensors, config: TeraPipeConfig) -> Cut | None:
+    """Return the window that shows most; None where the labels do not fit the outputs."""
+    pairs = zip(outputs.layouts, outputs.tensors, strict=True)
+    dim, tensor = next((layout.dim, tensor) for layout, tensor in pairs if isinstance(layout, TokenDim))
+    tokens, rows, of_rows = tensor.size(dim), tensor.size(1 - dim), num_rows(labels)
+    if labels.length < tokens or tokens < 2 or of_rows < rows or not all(labels.sliced):
+        return None
+    first = max(1, tokens // 3)
+    cut = Cut(SlicePlan((first, tokens - first)), labels.length, rows=rows if rows < of_rows else None, of_rows=of_rows)
+    return choose_window(cut, labels, 1, config.ignore_index)

@@ -53,15 +53,12 @@ class TensorRanks:
 
 @dataclass(frozen=True)
 class TokenDim:
-    """Say that tokens are in dimension `dim`, together with `rows` rows where both were flattened into it.
-
-    Under sequence parallelism each of `shared_by` ranks has a share of the tokens.
-    """
+    """Say that tokens are in dimension `dim`, together with `rows` rows where both were flattened into it."""
 
     dim: int
     rows: int = 1
     rows_first: bool = True
-    shared_by: int = 1
+    shared_by: int = 1  # ranks, each of which has a share of the tokens under sequence parallelism
 
     def tokens_first(self, tensor: Tensor) -> Tensor:
         """Return [tokens, ...]."""

@@ -25,7 +25,7 @@ from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
 from terapipe_ds.models.megatron.kernels import TorchNorm
 from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
 from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
-from terapipe_ds.runtime.checkpoints.compatibility import MODEL_SIZES
+from terapipe_ds.runtime.checkpoints.engine_methods import MODEL_SIZES
 
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
 ON_CPU: dict[str, Any] = {"use_cpu_initialization": True, "params_dtype": torch.float64}

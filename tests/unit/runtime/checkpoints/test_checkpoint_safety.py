@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.runtime.checkpoints import manifest as checkpoint_manifest
+from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, CheckpointPaths, Manifest
+from terapipe_ds.runtime.checkpoints.save import MANIFEST, CheckpointError, CheckpointPaths, Manifest
 
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
@@ -80,7 +80,7 @@ def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
         patches.setattr(shutil, "rmtree", remove_by_files)  # so that a kill may come between two files
         for owner, name in ((Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (Path, "mkdir"), (Path, "write_text")):
             patches.setattr(owner, name, counted(name, getattr(owner, name)))
-        patches.setattr(checkpoint_manifest, "write_text", counted("manifest", write_text))
+        patches.setattr(checkpoint_save, "write_text", counted("manifest", write_text))
         yield done
 
 

@@ -3,6 +3,7 @@
 `gather`, `gather_results`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over `group`. None
 stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since DeepSpeed may
 not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one that has left.
+`require_equal_configs` sees that all ranks have the same config before the engine is built.
 """
 
 from __future__ import annotations

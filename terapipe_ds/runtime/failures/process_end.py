@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 POLL_S = 0.25
+_HURRY_S = 5.0  # so long the thread may take to end the process after SIGTERM
 
 
 class Sigterm:
@@ -23,8 +22,7 @@ class Sigterm:
 
     installed: Sigterm | None = None
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.settimeout(POLL_S)
@@ -58,8 +56,8 @@ class Sigterm:
                 signal.set_wakeup_fd(-1)
 
     def _handle(self, *_: Any) -> None:
-        time.sleep(2 * POLL_S)  # the thread ends the process meanwhile; if it cannot, end it here
-        self._end()
+        """Leave the end to the thread: the main thread may hold the lock of the store, by which others are told."""
+        arm_timer(_HURRY_S)
 
 
 def _leave_sigterm_to_the_parent() -> None:

@@ -72,7 +72,6 @@ class Watchdog:
         self._trace_dir = trace_dir
         self._record = RankRecord(rank, stage_id)
         self._said = threading.Lock()  # taken for good by the thread that says why this rank ends
-        self._terminating = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._world_size = torch_dist.get_world_size()
@@ -81,7 +80,7 @@ class Watchdog:
         self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s)
         if self._world_size > 1:
             self._others.beat()
-            self._sigterm = Sigterm(self._terminated)
+            self._sigterm = Sigterm()
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
@@ -281,9 +280,7 @@ class Watchdog:
         os._exit(1)
 
     def _terminated(self) -> NoReturn:
-        """End this process after SIGTERM. Both threads may call it; the first one ends the process."""
-        if not self._terminating.acquire(blocking=False):
-            time.sleep(2 * ANSWER_S)  # the other thread ends the process meanwhile
+        """End this process after SIGTERM."""
         doing = self._record.doing
         self._others.beat(ended="ended by SIGTERM")
         failure = self._others.failure

@@ -296,6 +296,18 @@ class TestSigterm:
             job.leave(0 if untouched else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
+    def test_a_main_thread_that_asks_the_store_does_not_stand_in_the_way(self, job: Job) -> None:
+        """The handler runs in it, in the middle of a question that only one thread may ask at a time."""
+        watchdog = job.rank(1)
+
+        def answer(store: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+        watchdog._others._ask(answer)
+        job.wait_for_end()
+        assert job.exits == [143]
+
     def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         watchdog = job.rank(1)  # there is no rank 0
         with pytest.raises(SystemExit):

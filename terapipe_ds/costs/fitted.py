@@ -36,12 +36,12 @@ class FitErrors:
     """Relative errors of one fitted function, by sample. Samples without a prefix are met exactly."""
 
     in_sample: tuple[float, ...]  # of the samples with a prefix
-    held_out: tuple[float, ...]  # of the same, in fits without the sample
+    held_out: tuple[float, ...]  # of each sample with a prefix, in a fit without it
     held_out_base: tuple[float, ...]  # in fits without it, of each sample without a prefix between two others
 
     @classmethod
     def of(cls, tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
-        """Fit all samples, and all but one for each that can be left out."""
+        """Fit all samples, then once more without each sample that can be left out."""
 
         def error(n: int, points: npt.NDArray[np.bool_]) -> float:
             curve = Curve.fit(tokens[points], prefix[points], seconds[points])
@@ -90,7 +90,7 @@ class Curve:
 
     @functools.cached_property
     def bend(self) -> float:
-        """The seconds per token squared by which the base curves upwards between its points.
+        """Return the seconds per token squared by which the base curves upwards between its points.
 
         Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. It is at
         most as much as lets the base rise wherever its points rise.
@@ -174,7 +174,7 @@ class CostModel:
 
     @property
     def report(self) -> str:
-        """Two lines that say how well the fit meets its samples."""
+        """Return two lines that say how well the fit meets its samples."""
         errors = {"forward": self.forward_errors, "backward": self.backward_errors}
         return "\n".join(f"part {self.part_id}, {name}: {text}" for name, text in errors.items())
 

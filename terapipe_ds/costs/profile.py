@@ -120,7 +120,7 @@ class PartProfile:
     part_id: _Index
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     step_s: _Seconds | None = None  # gradient reduction and optimizer step of its stage
-    layer_shares: tuple[LayerShare, ...] | None = None  # tell the costs of another cut
+    layer_shares: tuple[LayerShare, ...] | None = None  # from these follow the costs of another cut
     memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Profile:
     key: ProfileKey
     parts: Annotated[tuple[PartProfile, ...], Field(min_length=1)]
     links: tuple[LinkSample, ...] = ()
-    pipeline_stages: _Count | None = None  # that held the parts while they were measured; None in earlier profiles
+    pipeline_stages: _Count | None = None  # stages that held the parts when measured; None in earlier profiles
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))
@@ -206,7 +206,7 @@ class Profile:
             raise ProfileError(f"{source}: {describe_error(error, 'the file')}; {MEASURE_AGAIN}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one move: who reads meanwhile sees the old one or the new one. May raise ProfileError."""
+        """Write the file in one move: a reader sees the old file or the new one. May raise ProfileError."""
         try:
             write_text(path, self.to_json())
         except OSError as error:

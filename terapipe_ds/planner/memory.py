@@ -76,7 +76,7 @@ class MemoryModel:
         return self.slice_bytes(part_id, tokens, prefix) if rate is None else math.ceil(rate * tokens)
 
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """Return what there is more, only while an F, B or W of that slice runs."""
+        """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
         per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
         return math.ceil(part.working_bytes + per_slice)
@@ -87,7 +87,7 @@ def fill_drain_peak_bytes(
 ) -> tuple[int, ...]:
     """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk.
 
-    Of all micro-batches but the first in backward every slice is live, and of that one those up to the one that runs.
+    All slices are live, but for the first micro-batch in backward: of that one, those up to the slice that runs.
     """
     peaks = []
     spans = list(zip(plan.lengths, plan.starts, strict=True))

@@ -211,7 +211,7 @@ class Setup:
 
     @cached_property
     def _norm_saved(self) -> int:
-        """What a norm keeps, with its output."""
+        """Return what a norm keeps, with its output."""
         if self.size.bias or self.fused_norm:
             return 2 * self._residual * self._item + 2 * self._wide
         return self._residual * (2 * self._wide + self._item) + self._wide
@@ -227,7 +227,7 @@ class Setup:
 
     @cached_property
     def _layer_working(self) -> int:
-        """Gradients beside what is still kept: in the MLP, or in attention, when what the MLP kept is gone."""
+        """Count gradients beside what is still kept: in the MLP, or in attention once the MLP's share is gone."""
         item, degree = self._item, self.tensor_parallel
         mlp = self._into_mlp * item // degree
         attention = (
@@ -238,6 +238,6 @@ class Setup:
 
     @cached_property
     def _head_working(self) -> int:
-        """Gradients of log-probabilities and logits (a forward's logits are smaller), then those of the norm."""
+        """Count gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's."""
         vocabulary = self.size.vocab_size * (self._wide + self._item) // self.tensor_parallel
         return max(vocabulary, 2 * self._residual * self._item)

@@ -38,16 +38,16 @@ class PlanResult:
     memory_limit_bytes: float | None
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
-    extra_s: float | None = 0.0  # on top of predicted_s, what other schedules have nothing of; None: not known
+    extra_s: float | None = 0.0  # on top of predicted_s; 0 unless parts have two places, None: not known
 
     @property
     def total_s(self) -> float:
-        """What schedules are compared by: with `extra_s`, where it is known."""
+        """Return the seconds that compare schedules: with `extra_s`, where it is known."""
         return self.predicted_s + (self.extra_s or 0.0)
 
     @property
     def gap(self) -> float:
-        """How far the prediction is above the proven bound: 0.02 for 2 %."""
+        """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
         return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Refusal:
 
     @property
     def need_bytes(self) -> int:
-        """What the stage needs that needs most."""
+        """Return the need of the stage that needs most."""
         return self.error.need_bytes
 
 

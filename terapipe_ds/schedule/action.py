@@ -76,17 +76,17 @@ class Action:
 
     @property
     def kwargs(self) -> dict[str, Action]:
-        """What DeepSpeed's `_exec_schedule` passes to the method that executes an instruction."""
+        """Return what DeepSpeed's `_exec_schedule` passes to the method that executes an instruction."""
         return {"action": self}
 
     @property
     def unit(self) -> SliceKey:
-        """The key under which tensors in flight are kept."""
+        """Return the key under which tensors in flight are kept."""
         return self.micro_batch_id, self.slice_id
 
     @property
     def key(self) -> ComputeKey:
-        """The key of a computation, unique in a schedule."""
+        """Return the key of a computation, unique in a schedule."""
         return self.kind, self.part_id, self.micro_batch_id, self.slice_id
 
     def text(self, with_chunk: bool) -> str:

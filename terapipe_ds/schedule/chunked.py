@@ -23,7 +23,7 @@ from .placement import bidirectional, v_shape
 # stage 0  F0.0c0 F1.0c0 F0.0c1 F1.0c1 .      B0.0c1 .      B1.0c1 B0.0c0 B1.0c0
 # stage 1  .      F0.0c0 F1.0c0 F0.0c1 B0.0c1 F1.0c1 B1.0c1 B0.0c0 B1.0c0 .
 def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
-    """1F1B over v chunks by whole micro-batches, each expanded to its slices (Narayanan et al., arXiv 2104.04473).
+    """Run 1F1B over v chunks by whole micro-batches, each cut to its slices (Narayanan et al., arXiv 2104.04473).
 
     Equals Megatron's order where that exists (m a multiple of K, one slice). `num_chunks` 1 is plain `1f1b`.
     """
@@ -38,7 +38,7 @@ def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
 # stage 0  F0.0c0 F0.1c0 F0.2c0 F0.0c1 F0.1c1 F0.2c1 .      .      B0.2c1 B0.1c1 B0.0c1 B0.2c0 B0.1c0 B0.0c0
 # stage 1  .      F0.0c0 F0.1c0 F0.2c0 F0.0c1 F0.1c1 F0.2c1 B0.2c1 B0.1c1 B0.0c1 B0.2c0 B0.1c0 B0.0c0 .
 def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
-    """1F1B over v chunks by slices (Seq1F1B-I of arXiv 2406.03488). `num_chunks` 1 is plain `seq1f1b`.
+    """Run 1F1B over v chunks by slices (Seq1F1B-I of arXiv 2406.03488). `num_chunks` 1 is plain `seq1f1b`.
 
     Equals its authors' order where that exists (m * s a multiple of K, s a divisor of K).
     """
@@ -83,7 +83,7 @@ def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
 # stage 0  F0.0c0 F1.0c0 .      F0.0c1 B0.0c1 W0.0c1 F1.0c1 B1.0c1 B0.0c0 W0.0c0 W1.0c1 B1.0c0 W1.0c0
 # stage 1  .      F0.0c0 F0.0c1 F1.0c0 F1.0c1 B0.0c1 B0.0c0 W0.0c0 B1.0c1 B1.0c0 W0.0c1 W1.0c0 W1.0c1
 def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> list[list[PlacedUnit]]:
-    """Zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
+    """Run zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
 
     Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
     of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of `seq1f1b`,
@@ -144,7 +144,7 @@ def directions(num_stages: int, num_micro_batches: int) -> list[int]:
 # stage 0  F0.0c0 F0.1c0 F1.0c1 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
 # stage 1  F1.0c1 F1.1c1 F0.0c0 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
 def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """Chimera (Li and Hoefler, SC'21, arXiv 2107.06925), each F and B expanded to its slices.
+    """Run Chimera (Li and Hoefler, SC'21, arXiv 2107.06925), each F and B expanded to its slices.
 
     The j-th micro-batch of a direction in its basic unit runs F at slot k + 2j and B at slot 2K - 1 - k + 2j of that
     direction's stage k, unit u 2K * u slots later. K is even, so that the two directions never meet in a slot.
@@ -168,7 +168,7 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
 # stage 0  F0.0c0 F1.0c1 F0.1c0 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
 # stage 1  F1.0c1 F0.0c0 F1.1c1 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
 def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """`chimera` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
+    """Run `chimera` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
 
     Orders come from list scheduling at B = 2F, where the k-th stage of a direction holds at most 2(K - k) + s - 1 live
     slices of that direction, s of the micro-batch that has most: 2(K + s) on each stage, not K * s. Where `chimera`

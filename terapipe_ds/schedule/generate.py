@@ -23,7 +23,7 @@ from .schedule import Schedule
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 .    .
 def gpipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
+    """Run all forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
     return [forwards(num_slices) + backwards(num_slices) for _ in range(num_stages)]
 
 
@@ -31,7 +31,7 @@ def gpipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 .    .    B1.1 B1.0 B0.1 B0.0 .
 # stage 2  .    .    F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0 .    .
 def terapipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """All slices forward, then all backward in exactly the reverse order (Li et al., arXiv 2102.07988)."""
+    """Run all slices forward, then all backward in exactly the reverse order (Li et al., arXiv 2102.07988)."""
     order = forwards(num_slices)
     return [order + [(Kind.BACKWARD, m, s) for _, m, s in reversed(order)] for _ in range(num_stages)]
 

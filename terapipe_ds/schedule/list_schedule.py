@@ -6,11 +6,11 @@ run, and its order is what it ran. Such an order cannot deadlock, for it has jus
 Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
 sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
 part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules
-is best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here
-how they are: a layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of
+is best depends on the shape, so all are played and the shortest is taken. Where backwards are split, the share of W
+is unknown here: a layer leaves half of its backward to W, or a third. So the clock runs at several such times, and of
 the orders that it gives the one is taken that is shortest over all of them.
 
-An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
+An F that would make a place hold more live slices than its limit cannot run. The play never gets stuck as long as
 each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
 on each of those parts, hence on the last one, and there its B can run.
 """

@@ -93,7 +93,7 @@ def _lower_stage(
     receives = [wiring.receive(action, stage_id) for action in order]
     loaded: set[int] = set()
     for index, action in enumerate(order):
-        first = index + RECEIVE_AHEAD if index else 0  # what would come before entry 0 is posted at entry 0
+        first = index + RECEIVE_AHEAD if index else 0  # a receive due before entry 0 is posted at entry 0
         yield from filter(None, receives[first : index + RECEIVE_AHEAD + 1])
         # the first part reads the inputs of the batch, the last one its labels
         reads_batch = action.kind is Kind.FORWARD and action.part_id in (0, wiring.last_part_id)

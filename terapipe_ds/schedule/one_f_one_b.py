@@ -34,7 +34,7 @@ def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
 def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """One forward, one backward, by whole micro-batches, each expanded to its slices.
+    """Alternate forwards and backwards by whole micro-batches, each expanded to its slices.
 
     Equals the compute order of DeepSpeed's `TrainSchedule` (deepspeed/runtime/pipe/schedule.py).
     """
@@ -45,7 +45,7 @@ def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
 def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -> list[list[Unit]]:
-    """`1f1b` with the warm-ups of DAPPLE (Fan et al., PPoPP 2021, arXiv 2007.01045), for comparison.
+    """Run `1f1b` with the warm-ups of DAPPLE (Fan et al., PPoPP 2021, arXiv 2007.01045), for comparison.
 
     Stage i runs K - i micro-batches forward before its first backward with policy "A", which is `1f1b`, and
     2(K - i) - 1 with policy "B", which hides messages that take as long as a forward. Raises `ScheduleError` on
@@ -61,7 +61,7 @@ def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -
 # stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .    .
 def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """One forward, one backward, by slices (Seq1F1B, arXiv 2406.03488).
+    """Alternate forwards and backwards by slices (Seq1F1B, arXiv 2406.03488).
 
     At stage i, after a warm-up of `min(K - i + s - 2, m * s)` forwards, each forward is followed by a backward. The
     first backward is that of the last slice of micro-batch 0, so with unequal numbers of slices s is its number.
@@ -77,7 +77,7 @@ def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterable[int]) -> list[list[AnyUnit]]:
     """Return, per stage, forwards and backwards merged, each stage its `lead` of forwards ahead of the last one.
 
-    The last stage runs forwards until the next backward has its own, and at least one before each.
+    The last stage runs at least one forward before each backward, and goes on until that backward's own F has run.
     """
     position = {unit[1:]: index for index, unit in enumerate(ahead)}
     orders = []
@@ -119,7 +119,7 @@ def slices_of(kind: Kind, count: int) -> range:
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0
 def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """1F1B by whole micro-batches, with W (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3).
+    """Run 1F1B by whole micro-batches, with W (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3).
 
     No stage holds more than K micro-batches between their F and their W, as many as stage 0 of `1f1b`: see
     `with_weights`. Each F, B and W is expanded to the slices, in reverse for B and W, so that the W of a micro-batch
@@ -136,7 +136,7 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 # stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 W0.1 B1.1 W0.0 B1.0 W1.1 W1.0
 # stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 W0.1 B1.0 W0.0 W1.1 W1.0
 def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
-    """`seq1f1b` with W (the rule behind the zero-bubble figure of the Seq1F1B authors, arXiv 2406.03488).
+    """Run `seq1f1b` with W (the rule behind the zero-bubble figure of the Seq1F1B authors, arXiv 2406.03488).
 
     No stage holds more than K + s - 1 slices between their F and their W, as many as stage 0 of `seq1f1b` (s of the
     micro-batch that has most). Where `seq1f1b` holds more, for a longer one comes, every W that can runs before an F.

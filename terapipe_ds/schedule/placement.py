@@ -1,4 +1,4 @@
-"""Where do the parts stand? One dict per schedule: (stage_id, chunk_id) -> part_id.
+"""Where are the parts? One dict per schedule: (stage_id, chunk_id) -> part_id.
 
 loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
 stage    0  1  2           stage    0  1  2           stage    0  1  2  3
@@ -21,12 +21,12 @@ CHUNKED_SCHEDULES = (*LOOPED, *V_SHAPED, *BIDIRECTIONAL)
 
 
 def loop(num_stages: int, chunks_per_stage: int) -> Placement:
-    """Part `chunk * K + stage`: the parts go round the stages, v times (Megatron's interleaving)."""
+    """Place part `chunk * K + stage`: the parts go round the stages, v times (Megatron's interleaving)."""
     return {(s, c): c * num_stages + s for c in range(chunks_per_stage) for s in range(num_stages)}
 
 
 def v_shape(num_stages: int) -> Placement:
-    """Parts 0 to K - 1 down the stages, parts K to 2K - 1 back up: the last stage hands over to itself.
+    """Place parts 0 to K - 1 down the stages, parts K to 2K - 1 back up: the last stage hands over to itself.
 
     (Qi et al., arXiv 2401.10241 and 2405.15362.)
     """
@@ -34,7 +34,7 @@ def v_shape(num_stages: int) -> Placement:
 
 
 def bidirectional(num_stages: int) -> Placement:
-    """Two pipelines over the same K parts, chunk 0 down and chunk 1 up: every part stands at two places.
+    """Place two pipelines over the same K parts, chunk 0 down and chunk 1 up: every part has two places.
 
     (Chimera, Li and Hoefler, SC'21, arXiv 2107.06925.) Raises `ScheduleError` where K is odd.
     """

@@ -36,12 +36,12 @@ class Schedule:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the layers are cut."""
+        """Return into how many parts the layers are cut."""
         return len(set(self.placement.values()))
 
     @property
     def part_share(self) -> float:
-        """Which share of a stage's layers a part holds: all of them where every part has two places."""
+        """Return the share of a stage's layers that a part holds: all of them where every part has two places."""
         return self.num_stages / self.num_parts
 
     def compute_order(self, stage_id: int) -> list[str]:

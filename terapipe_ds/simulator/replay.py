@@ -86,7 +86,7 @@ class Replay:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """Raises ScheduleError where the schedule cannot run."""
+        """Raise ScheduleError where the schedule cannot run."""
         self.schedule = schedule
         self._num_parts = schedule.num_parts
         self._check_complete()

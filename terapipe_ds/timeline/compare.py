@@ -36,17 +36,17 @@ class Quantity:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing is predicted."""
+        """Return measured over predicted; None where nothing is predicted."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted."""
+        """Return measured minus predicted."""
         return self.measured - self.predicted
 
     @property
     def name(self) -> str:
-        """The words by which the table calls the row."""
+        """Return the name of the row in the table."""
         place = "" if self.stage_id is None else f"stage {self.stage_id} "
         quantity, unit = self.what.rpartition("_")[::2]
         what = self.action or f"{self.kind or quantity} {'%' if unit == 'fraction' else unit}"

@@ -110,13 +110,13 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end of F, B and W; loads, reduces and the step do not count."""
+        """Return seconds from the first start to the last end of F, B and W, without loads, reduces and the step."""
         compute = self.computations()
         return max((e.end_s for e in compute), default=0.0) - min((e.start_s for e in compute), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle stage-seconds over `num_stages * makespan_s`; 0 where nothing ran."""
+        """Return idle stage-seconds over `num_stages * makespan_s`; 0 where nothing ran."""
         total_s = self.num_stages * self.makespan_s
         return max(1.0 - sum(self.busy_s()) / total_s, 0.0) if total_s > 0 else 0.0
 

@@ -20,7 +20,7 @@ _GRADIENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 2}
 
 
 def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Sequence[float] = ()) -> float:
-    """Return the seconds per batch that a bidirectional pipeline takes more than a plain one, makespans not counted.
+    """Return the extra seconds per batch of a bidirectional pipeline over a plain one, without the makespans.
 
     Args:
         gradient_bytes: of each part, on one rank.

@@ -54,9 +54,9 @@ def rank_schedules(
     """Return the best plan of every schedule on `num_stages` stages, compared.
 
     Args:
-        costs_of: costs by the number of parts, as `plan_slices` takes them; asked for K, and for 2 K parts.
+        costs_of: a function from the number of parts to the costs, as `plan_slices` takes them.
         memory_of: memory by the number of parts.
-        chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
+        chunks_per_stage: compare only schedules with this number of parts per stage; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
             Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
@@ -111,7 +111,7 @@ def best_schedule(
 ) -> PlanResult:
     """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
 
-    Compared are all that `ranked_schedules` names. Nothing is proven of other plans: the bound is 0.
+    It compares all schedules that `ranked_schedules` names. No other plan is tried, so the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.
@@ -123,7 +123,7 @@ def best_schedule(
 
 @dataclass(frozen=True)
 class _Layout:
-    """A number of parts, and of them on a stage, that some schedule can have."""
+    """A number of parts and a number of parts per stage that some schedule can have."""
 
     chunks_per_stage: int
     num_parts: int

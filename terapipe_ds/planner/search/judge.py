@@ -67,12 +67,12 @@ class Judge:
 
     @property
     def exhausted(self) -> bool:
-        """The budget is spent."""
+        """Return whether the budget is spent."""
         return self.spent > self.budget
 
     @property
     def num_tried(self) -> int:
-        """Plans that have a score, or a bound that made a score needless."""
+        """Count the plans that have a score, or a bound that made a score needless."""
         return len({lengths for _, lengths in self._seconds} | self._bounds.keys())
 
     def seconds(self, lengths: Lengths) -> float:
@@ -107,7 +107,7 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """Return `seconds` at a bounded cost: on a line through those of few micro-batches and of half as many."""
+        """Return `seconds` at a bounded cost: on a line through replays of few micro-batches and of half as many."""
         most = self.pipeline.num_micro_batches
         # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
         is_small = self._computations(lengths, most) <= (2 * _FEW if self.has_chunks else _FEW)
@@ -170,7 +170,7 @@ class Judge:
         return self._per_slice * num_micro_batches * len(lengths)
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
-        """Return how many micro-batches have the peak of all, for then every one is like the one before.
+        """Return how many micro-batches are enough to reach the peak; further ones do not raise it.
 
         A stage of `1f1b` has at most K micro-batches live (of `dapple` with policy "B" 2 K - 1), one of `seq1f1b`
         K + s - 1 slices. Orders of several chunks depend on how many micro-batches there are.

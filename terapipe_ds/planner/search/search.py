@@ -108,9 +108,9 @@ def plan_slices(
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
-    """Return the least multiple of `granularity_tokens` that divides by the ranks that share the tokens of a slice.
+    """Return the least multiple of `granularity_tokens` that divides by the ranks that share a slice's tokens.
 
-    That is what Megatron's sequence parallelism does with them on tensor-parallel ranks.
+    Megatron's sequence parallelism shares them among the tensor-parallel ranks.
     """
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
@@ -118,7 +118,7 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
 
 
 class _BestLengths(NamedTuple):
-    """A plan, and what is proven."""
+    """A plan's slice lengths, with its proven bound."""
 
     lengths: Lengths
     lower_bound_s: float  # no plan takes less
@@ -152,7 +152,7 @@ class Problem:
 
     @property
     def knows_weights(self) -> bool:
-        """Whether all costs say what W takes of a backward."""
+        """Return whether all costs say what W takes of a backward."""
         return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
 
     def best_of_each(self, budget: int) -> Ranking:
@@ -251,20 +251,20 @@ class Problem:
 
     @functools.cached_property
     def slowest(self) -> CostTable:
-        """The table of the part that takes longest for a whole sequence, of those that have tables."""
+        """Return the table of the part that takes longest for a whole sequence, of those that have tables."""
         tables = [part.table for part in self.pipeline.parts if part.table is not None]
         return max(tables, key=lambda table: float(table.total_s[0, -1]))
 
     @functools.cached_property
     def program(self) -> Search:
-        """The slice program's answer as if each part were the slowest; exact where all parts are equal."""
+        """Return the slice program's answer as if each part were the slowest; exact where all parts are equal."""
         objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
         max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
         return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
 
     @functools.cached_property
     def fill_drain_plan(self) -> Lengths:
-        """A good plan for all forwards before all backwards, as if each part had a stage and memory were endless."""
+        """Return a good plan for all forwards before all backwards, one part per stage and memory without limit."""
         if self._has_equal_stages:
             return self.program.best.lengths
         plain: dict[str, Any] = {
@@ -278,7 +278,7 @@ class Problem:
 
     @functools.cached_property
     def searched(self) -> tuple[list[Search], float]:
-        """The searches for the bound that holds for every schedule on a line, and the bound."""
+        """Return the searches for the bound that holds for every schedule on a line, and the bound."""
         return searches(self.pipeline.parts, self.pipeline.num_micro_batches, self._counted_slices)
 
     @property
@@ -288,7 +288,7 @@ class Problem:
 
     @property
     def _counted_slices(self) -> int | None:
-        """The most slices, or None where there is no limit: programs need not count them then."""
+        """Return the most slices, or None where there is no limit: then programs need not count slices."""
         return None if self.max_slices == self.num_granules else self.max_slices
 
     # --- the answer

@@ -254,7 +254,7 @@ class Search:
         self.work_left -= programs * rows * self.band.num_granules * (self.band.width + WORK_PER_ROW)
 
     def _prefer_fewer_slices(self) -> None:
-        """Take one with the fewest slices, of the plans as good as the best within its maxima."""
+        """Take a plan with the fewest slices among those as good as the best within its maxima."""
         band = self.every
         if self.objective.bubble > 0:
             allowed = self.every.forward <= self.best.max_forward_s

@@ -41,12 +41,12 @@ class CostTable:
 
     @functools.cached_property
     def total_s(self) -> Floats:
-        """What a slice adds to the time of its stage: forward + backward, [n, n]."""
+        """Return what a slice adds to the time of its stage: forward + backward, [n, n]."""
         return self.forward_s + self.backward_s
 
     @functools.cached_property
     def band(self) -> Band:
-        """All slices of the table as the program of equal stages: limits are on times with the transfer."""
+        """Return all slices for the program of equal stages: limits are on times with the transfer."""
         send_s = 0.0 if self.send_s is None else self.send_s
         return Band(self.total_s, self.forward_s + send_s, self.backward_s + send_s)
 
@@ -54,7 +54,7 @@ class CostTable:
 def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostTable:
     """Ask `costs` for every slice cut at multiples of `granularity_tokens`, each (tokens, prefix) pair once.
 
-    Python ints are passed, unless `costs.vectorized` is true: then one call gets int64 arrays of all pairs.
+    Each call gets Python ints, unless `costs.vectorized` is true: then one call gets int64 arrays of all pairs.
 
     Raises:
         PlannerError: an impossible granularity, `costs` that lack a method, or a time that is NaN, negative, infinite

@@ -115,7 +115,7 @@ def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
 def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
     """Return slice lengths, in granules, that reach `least[-1, 0]` of the sums [C, n + 1] under one pair of limits.
 
-    The longest slice where sums tie. `limits` [2] are those that the sums were made under. The sum must be finite.
+    Where sums tie it takes the longest slice. `limits` [2] are those of the sums. The sum must be finite.
     """
     n, shortest, width = band.num_granules, band.shortest, band.width
     longest = shortest + width - 1

@@ -26,13 +26,13 @@ def makespan(times_s: Floats, links_s: Floats | None, repeats: int = 1) -> float
 
 
 def ends_s(times_s: Floats, links_s: Floats | None) -> Floats:
-    """Return [K]: when each machine has done all jobs.
+    """Return the time [K] when each machine has done all jobs.
 
     `times_s` [K, s] of job i on machine k, `links_s` [K - 1, s] from machine k to k + 1 (None: no time). Machines and
     links take the jobs in order, one at a time: end[k, i] = max(end[k, i - 1], end[k - 1, i]) + time[k, i].
 
-    With the times of backwards it is, mirrored, how long the jobs take from the start of the last one on each machine
-    until the first one leaves machine 0.
+    With the times of backwards the result is the mirror image: the seconds from the start of the last job on each
+    machine until the first job leaves machine 0.
     """
     ready = np.zeros(times_s.shape[1])
     ends = []

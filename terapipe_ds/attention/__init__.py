@@ -1,4 +1,4 @@
-"""Compute causal attention over token slices: what does a slice see?
+"""Compute causal attention of a token slice to itself and to the slices before it.
 
 A model author needs `sliced_attention` and `active_slice`, now and then `allow_attention_within_slice`; the rest is for
 the engine, tests and benchmarks.

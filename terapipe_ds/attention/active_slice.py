@@ -19,7 +19,7 @@ MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
 class Store(Protocol):
-    """What sliced attention asks of `SliceStore`, where the methods are described."""
+    """The methods of `SliceStore` that sliced attention calls; they are described there."""
 
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any: ...
 
@@ -30,14 +30,14 @@ class Store(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ActiveSlice:
-    """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, and in whose name they run.
+    """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, as one part runs them.
 
     `mode` says why the layers run:
       train      first forward of a training micro-batch (keys and values are appended to the store)
       eval       forward without a backward to come
       recompute  any forward inside a backward (activation checkpointing): the store is rewritten in place
       weight     a forward on behalf of a split weight-gradient pass: the store is read-only
-      probe      a measurement: any slice may run at any time, its prefix need not have run before
+      probe      a measurement: any slice may run at any time, even before its prefix
     `extras` carries what the engine knows about the tokens (document ids, position ids).
     """
 
@@ -87,8 +87,8 @@ def active_slice() -> ActiveSlice | None:
 def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
     """Make `active` the running slice for the body; on exit remove exactly what was pushed.
 
-    An exception inside the body may have left other entries on top (a generator that was never closed):
-    they go as well, so that the stack is as it was before.
+    An exception inside the body may have left other entries on top (a generator that was never closed).
+    These are removed too, so that the stack is as it was before.
     """
     depth = len(_stack)
     _stack.append(active)

@@ -28,11 +28,11 @@ class PlainAttentionError(RuntimeError):
 
 @contextmanager
 def allow_attention_within_slice() -> Iterator[None]:
-    """Let plain attention pass the guard: it is meant to see nothing but what it is given.
+    """Let plain attention pass the guard, where it is meant to see its arguments alone.
 
-    For attention over something else than tokens (heads, features, the patches of one token), or among the tokens of
-    one slice on purpose. Belongs in the forward of the layer, which a backward may recompute. May be nested. `"verify"`
-    compares the results of such a layer all the same.
+    Use it for attention over something else than tokens (heads, features, the patches of one token), or among the
+    tokens of one slice on purpose. Open it in the forward of the layer, which a backward may recompute. Blocks may be
+    nested. `"verify"` compares the results of such a layer all the same.
     """
     global _allowed
     _allowed += 1
@@ -48,7 +48,7 @@ def guard_plain_attention() -> Iterator[None]:
 
     Replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`; the shortcut of
     `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
-    however many: registers may stand beside a slice's tokens, windows may be rows. May be nested.
+    whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
     """
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
     fast_path = torch.backends.mha.get_fastpath_enabled()

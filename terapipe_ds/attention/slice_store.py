@@ -3,8 +3,8 @@
 Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
 sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
 gradients of the prefix, so that those of a slice are complete when its own backward has run. Two frontiers per layer
-and micro-batch prove that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Anything else
-is an error at once, never a wrong gradient.
+and micro-batch check that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other
+order raises an error at once, and never gives a wrong gradient.
 
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
@@ -73,7 +73,7 @@ class BufferPool:
         self._free.setdefault((flat.dtype, flat.device), []).append(flat)
 
     def drop_free(self) -> None:
-        """Let go of what is not lent now."""
+        """Drop the buffers that are not lent now."""
         self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
         self._free.clear()
 
@@ -112,7 +112,7 @@ class SliceEntry:
         self.kv_needs_grad = self.kv_needs_grad or kv_needs_grad
 
     def add_grads(self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False) -> None:
-        """Add what the slice in backward gives to the keys and values of the tokens from `offset` on.
+        """Add the running backward's gradients to those of the keys and values from token `offset` on.
 
         dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that it has given to
         these tokens before. The pieces of the first backward are copied, so that nothing has to be zeroed.

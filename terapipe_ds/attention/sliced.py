@@ -112,7 +112,7 @@ class _SlicedAttention(torch.autograd.Function):
 
 
 def _own_memory(q: Tensor) -> Tensor:
-    """Return q, or a copy where it is a view: to save a part of a fused QKV would keep K and V alive twice."""
+    """Return q, or a copy where q is a view: saving a view of a fused QKV would keep K and V alive twice."""
     owns = q.untyped_storage().nbytes() <= q.numel() * q.element_size()
     return q if owns else q.clone(memory_format=torch.contiguous_format)
 

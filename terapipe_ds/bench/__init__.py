@@ -1,1 +1,1 @@
-"""Side-by-side measurements: each compares with the stock way in one process, in turns."""
+"""Measure side by side: each benchmark takes turns with the stock way in one process."""

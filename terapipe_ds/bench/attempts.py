@@ -1,7 +1,7 @@
 """Find which system of a benchmark failed, so that a failure costs that system's rows only.
 
-All ranks are ended then, and start again without that system: the ranks of a failed step wait for one another, and
-messages are on their way that no rank takes.
+After a failure all ranks are ended and start again without that system: the ranks of a failed step wait for one
+another, and some messages will never be received.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Position:
         self._place: dict[str, int | str] = {}
 
     def at(self, **place: int | str | None) -> None:
-        """Note what begins: a `case`, maybe at one `accumulation`, the costs of a `cut`, or with none work of all."""
+        """Note what begins: a `case` (at one `accumulation`), the costs of a `cut`, or (no argument) work for all."""
         self._write({key: value for key, value in place.items() if value is not None})
 
     def failed(self, error: BaseException) -> None:
-        """Keep why this rank ends, and when."""
+        """Write down why this rank ends, and when."""
         said = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
         self._write(self._place, reason=reason, time_s=time.monotonic())  # a clock that all processes share

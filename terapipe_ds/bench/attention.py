@@ -133,7 +133,7 @@ def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", cl
 
 
 def timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
-    """Return the seconds of `run` by `clock`, until the device has done it."""
+    """Return the seconds by `clock` until the device has finished `run`."""
     begin = clock()
     run()
     if device != "cpu":

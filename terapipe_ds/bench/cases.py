@@ -13,7 +13,7 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, V_SHAPED
 
 
 class BenchError(ValueError):
-    """A benchmark that cannot be made as it was asked for; the text says why and what to do."""
+    """The benchmark cannot run as requested; the text says why and what to do."""
 
 
 PLAN = "plan"
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What tables and plots call it."""
+        """Return the name of the case in tables and plots."""
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
         options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
@@ -75,43 +75,43 @@ class Case:
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """The `terapipe.schedule_options` of ours."""
+        """Return our engine's `terapipe.schedule_options`."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in self.options}
 
     @property
     def cut(self) -> str:
-        """Into which parts ours cuts the layers: a key of `CUTS`, or other words for other numbers of parts."""
+        """Return how our engine cuts the layers: a key of `CUTS`, or words for other numbers of parts."""
         if self.given_chunks is not None:
             return {1: "whole stages", 2: "halves"}.get(self.given_chunks, f"{self.given_chunks} parts per stage")
         return next((name for name, schedules in CUTS.items() if self.schedule in schedules), "whole stages")
 
     @property
     def chunks_per_stage(self) -> int:
-        """The `terapipe.chunks_per_stage` of ours."""
+        """Return our engine's `terapipe.chunks_per_stage`."""
         return self.given_chunks or (2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1)
 
     @property
     def planned(self) -> bool:
-        """Whether the planner cuts its slices."""
+        """Return whether the planner cuts the slices."""
         return isinstance(self.slices, str)
 
     @property
     def needs_costs(self) -> bool:
-        """Whether the planner chooses its slices or its schedule, from measured costs."""
+        """Return whether the planner chooses slices or schedule from measured costs."""
         return self.system == "terapipe" and (self.planned or self.schedule == AUTO)
 
     @property
     def max_slices(self) -> int | None:
-        """The most slices of a plan; None: as many as the planner wants."""
+        """Return the most slices of a plan; None: as many as the planner wants."""
         limit = self.slices.partition(":")[2] if isinstance(self.slices, str) else ""
         return int(limit) if limit else None
 
     def runs_at(self, accumulation: int) -> bool:
-        """Return whether it competes with that many micro-batches."""
+        """Return whether the case competes at this accumulation."""
         return not self.accumulations or accumulation in self.accumulations
 
     def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
-        """Return why it cannot run with these sizes, or None; `gpt` as in `Job`."""
+        """Return why the case cannot run with these sizes, or None; `gpt` is that of `Job`."""
         stages, layers, schedule, length = work.stages, num_layers(work, gpt), self.schedule, work.sequence_length
         rounds = max(1, accumulation // stages)
         parts = stages * (self.given_chunks or (2 if schedule in TWO_PARTS else 1))

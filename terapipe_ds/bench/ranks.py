@@ -50,7 +50,7 @@ class Workload:
 
 
 class RankError(RuntimeError):
-    """Ranks failed, with these exit codes; `first` is the one that was seen before others."""
+    """Ranks failed, with these exit codes; `first` is the one that was seen first."""
 
     def __init__(self, first: int, exit_codes: dict[int, int]) -> None:
         super().__init__(f"rank {first} ended with exit code {exit_codes[first]}; see above")
@@ -70,7 +70,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         for process in ranks:
             process.start()
         try:
-            # in this order: the last rank may end between two looks, and the wait would be for none
+            # in this order: if the last rank ended in between, there would be no rank to wait for
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
                 connection.wait(running)
             failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
@@ -83,7 +83,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:
-    """Return those of the ranks that fail, after a moment for others to fail of the same cause or of the first."""
+    """Return the exit codes of failed ranks, after a moment in which others may fail with them."""
     deadline_s = time.monotonic() + _GRACE_S
     for process in ranks:
         process.join(max(0.0, deadline_s - time.monotonic()))
@@ -211,7 +211,7 @@ def progress_bar(rank: int, total: int, what: str) -> Any:
 
 
 def finish_rank(engines: Sequence[Any]) -> None:
-    """End the process once all are done."""
+    """End the process once all ranks are done."""
     import torch.distributed as torch_dist
 
     torch_dist.barrier()
@@ -270,7 +270,7 @@ def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tup
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure has to say of where it was measured."""
+    """Return the facts about this machine that belong with every figure measured on it."""
     from terapipe_ds.compat import installed_versions
     from terapipe_ds.runtime.profiling.key import cpu_name
 

@@ -47,7 +47,7 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 
 
 def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
-    """Measure; return what `--json` writes. Where a system fails, the others start again without it.
+    """Run the benchmark; return what `--json` writes. Where a system fails, the others start again without it.
 
     `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed in what concerns all.
     """
@@ -66,9 +66,9 @@ def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], No
 
 
 def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
-    """Return the job for those that are left.
+    """Return the job without the systems that failed.
 
-    Raises `BenchError` where the rank was at what concerns all, or at what had failed before.
+    Raises `BenchError` where the failed work concerns all systems, or had failed before.
     """
     failed = find_failure(folder, error.exit_codes)
     if failed is None or any(dataclasses.replace(failed, reason=known.reason) == known for known in job.left_out):
@@ -79,7 +79,7 @@ def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
 
 
 def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
-    """Run in each rank, given where they meet; leave `rank<r>.pickle` in `folder`."""
+    """Run the job in one rank, which leaves `rank<r>.pickle` in `folder`."""
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
     from terapipe_ds.bench.attention import one_attention  # these import torch
     from terapipe_ds.bench.train_in_turns import measure_systems
@@ -148,16 +148,16 @@ class MeasuredRun:
 
     @property
     def is_stock(self) -> bool:
-        """DeepSpeed's own 1F1B, to which all are compared."""
+        """Return whether this is DeepSpeed's own 1F1B, the baseline of all."""
         return (self.case.system, self.case.schedule) == ("deepspeed", "1f1b")
 
     @property
     def is_unsliced(self) -> bool:
-        """Whether its F and B are those of whole micro-batches through a whole stage."""
+        """Return whether each F and B takes a whole micro-batch through a whole stage."""
         return self.plan.num_slices == 1 and self.schedule.chunks_per_stage == 1
 
     def identity(self) -> dict[str, Any]:
-        """Return what it is, whatever came of it."""
+        """Return the fields that name the run, even a failed one."""
         slices = list(self.plan.lengths) if self.error is None else []
         name, label = self.case.schedule, self.case.label
         if name == AUTO and self.error is None:

@@ -27,7 +27,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def noise_sentences(result: Mapping[str, Any]) -> list[str]:
-    """Return what tells a reader what a difference of a few per cent is worth; nothing where the machine was quiet."""
+    """Return sentences on what a difference of a few per cent means; none where the machine was quiet."""
     rows = [row for row in result["runs"] if "error" not in row and not row["replayed"]]
     drifts = {row["accumulation"]: row["drift"] for row in rows if row.get("drift") is not None}
     sentences = []

@@ -76,7 +76,7 @@ class _Turns:
         self.bar = progress_bar(torch_dist.get_rank(), len(self.drivers) + steps, "bench")
         most = max([*job.accumulations, *(driver.fewest for driver in self.drivers.values())])
         self.data = micro_batches(job.work, most, int(gpt_config(job.work, job.gpt).vocab_size))
-        for index, driver in self.drivers.items():  # what the first step makes, in whatever it allocates and compiles
+        for index, driver in self.drivers.items():  # the first step allocates and compiles
             self._begin(index, "warm-up")
             driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
             driver.step(self.data[: driver.fewest])
@@ -94,7 +94,7 @@ class _Turns:
             try:
                 self.drivers[index] = _DRIVERS[case.system](case, self.job)
                 self.drivers[index].remember_start()
-            except Exception as error:  # a case that cannot be had is a row that says why
+            except Exception as error:  # a case that cannot be built becomes a row that says why
                 problem = str(error).split("\n")[0] or type(error).__name__
             problem = agreement.problem(problem, case.label)
             if problem:
@@ -156,7 +156,7 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> No
     from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
     driver.forget()
-    gc.collect()  # what earlier systems left in cycles would go within this step, and count as freed by it
+    gc.collect()  # garbage of earlier systems would be collected within this step, and count as freed by it
     held = driver.held_bytes()
     driver.recorder.on = False
     with MemoryPeak() as peak:
@@ -170,8 +170,8 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> No
 def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
     """Make a step by the wall clock, and record its events.
 
-    To record, an accelerator is waited for at every action, which is another step than the one that users have. There
-    the timed step is not recorded, and one more is.
+    On an accelerator, recording waits for the device at every action, which makes another step than users have. There
+    the timed step is not recorded; one more step is.
     """
     recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
     recorder.clear()
@@ -238,7 +238,7 @@ class PlannedCases:
     def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> PlannedCases:
         """Let engines measure their slices as `"slices": "auto"` does. A collective.
 
-        One has whole stages, and one each other cut for which some of `cases`, those that can be built, need a plan.
+        Engines run whole stages, and each other cut for which some of `cases` (all can be built) need a plan.
         """
         planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
         left_out = {failed.cut for failed in job.left_out}
@@ -275,7 +275,7 @@ class PlannedCases:
         return from_rank_0(lambda: plan_slices(costs, *sizes, **options).plan)
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
-        """Return the case's own schedule; for "auto" the best with `plan` of those that have one part per stage."""
+        """Return the case's schedule; for "auto", the best for `plan` with one part per stage."""
         if case.schedule != AUTO:
             return case.schedule
         return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation).schedule

@@ -1,4 +1,4 @@
-"""What the lines inserted by `patches/megatron_deepspeed.patch` call in Megatron-DeepSpeed's `pretrain_gpt.py` path.
+"""Serve the lines that `patches/megatron_deepspeed.patch` inserts in Megatron-DeepSpeed's `pretrain_gpt.py` path.
 
 That code base runs its layers sequence first: hidden states are [T, B, hidden], queries, keys and values [T, B, H, D],
 logits [T, B, vocab]; its batches are [B, L]. Nothing of it is imported here: the inserted lines hand over what is
@@ -154,7 +154,7 @@ def attend(
     scores by the layer number and multiplies them again inside the softmax, so the scale is 1/sqrt(D) all the same.
 
     Args:
-        rotary: what upstream keeps for all L positions, or None: see `turn`.
+        rotary: upstream's table for all L positions, as `turn` takes it, or None.
         fork_rng: random state of this tensor-parallel rank, whose heads need a dropout mask of their own.
     """
     active = active_slice()
@@ -204,7 +204,7 @@ def slice_weight(labels: Any) -> float:
 
 
 def before_reduce(model: Any, engine: object) -> None:
-    """See that every attention layer of this stage took slices. Set on `GPTModelPipe`; called before the reduction.
+    """Check that every attention layer of this stage took slices. Set on `GPTModelPipe`; called before the reduction.
 
     An insertion in the right function but in a branch that never runs is found here, before the first step.
     """

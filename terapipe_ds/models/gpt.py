@@ -1,7 +1,7 @@
 """A decoder-only Transformer in plain torch, as the list of layers that a DeepSpeed `PipelineModule` takes.
 
-Pre-norm (RMSNorm), rotary or learned positions, grouped-query attention, SwiGLU, linears without bias; GPT-3's
-LayerNorm, GELU and biases by two fields of the config. Every layer takes one tensor and returns one. Two things let the
+It has pre-norm (RMSNorm), rotary or learned positions, grouped-query attention, SwiGLU, linears without bias; two
+config fields give GPT-3's LayerNorm, GELU and biases. Every layer takes one tensor and returns one. Two things let the
 model work in token slices: `sliced_attention` in the place of `F.scaled_dot_product_attention`, and positions that
 begin at `first_position()`. Without an active slice the same layers, with the same parameters, run whole sequences.
 
@@ -101,7 +101,7 @@ class GPTConfig(BaseModel):
     def from_name(cls, name: str, **overrides: Any) -> GPTConfig:
         """Return a named size of `terapipe_ds.costs.model_sizes` with some fields replaced.
 
-        head_dim, ffn_size and num_kv_heads are the named ones only while what they follow from is not replaced:
+        head_dim, ffn_size and num_kv_heads are kept only while the fields they follow from are not replaced:
         `from_name("tiny", num_heads=2)` has heads of half the hidden size.
 
         Raises:
@@ -116,11 +116,11 @@ class GPTConfig(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch object of `dtype`."""
+        """Return the torch object of `dtype`."""
         return getattr(torch, self.dtype)
 
     def generator(self, layer_id: int) -> torch.Generator:
-        """Return the random numbers for the initial weights of one layer.
+        """Return the random generator for the initial weights of one layer.
 
         They depend on (seed, layer_id) alone: a model starts from the same weights however many stages it is cut into,
         and whatever else a rank builds (`partition_method="parameters"` builds and counts all).
@@ -169,7 +169,7 @@ class TokenEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds learned positions to [B, T, hidden_size].
 
-    A layer of its own: inside `TokenEmbedding`, the last stage's tied copy would hold a table without a use.
+    It is a separate layer: in `TokenEmbedding`, the last stage's tied copy would hold a table that it never uses.
     """
 
     def __init__(self, config: GPTConfig) -> None:

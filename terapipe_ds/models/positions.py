@@ -1,4 +1,4 @@
-"""Positions of a slice, and rotary ones: each pair of numbers of a query or key is turned by an angle of its own."""
+"""Find the positions of a slice, and turn each pair of numbers of a query or key by its rotary angle."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def set_backend(name: str | None) -> None:
 
 
 def backend_name(q: torch.Tensor) -> str:
-    """Return the name of the backend that slices of such queries ([B, H, T, D] without dropout) are computed by."""
+    """Return the name of the backend that computes slices with queries like `q` ([B, H, T, D], without dropout)."""
     return (_forced or _automatic_choice(q, 0.0)).name
 
 
 def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
-    """Return the forced backend, or the first that takes such queries; log it once per device, dtype and dropout.
+    """Return the forced backend, or the first that takes `q` and dropout; log it once per device, dtype and dropout.
 
-    Raises ValueError where the forced backend does not take them.
+    Raises ValueError where the forced backend refuses `q` or dropout.
     """
     chosen = _forced or _automatic_choice(q, dropout_p)
     if _forced is not None and (reason := _forced.refusal(q, dropout_p)) is not None:

@@ -26,7 +26,7 @@ class Queries(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What a forward gives: the output [B, H, T, D] and the log-sum-exp of the scaled scores [B, H, T].
+    """The result of a forward: the output [B, H, T, D] and the log-sum-exp of the scaled scores [B, H, T].
 
     `state` is what a backward needs besides tensors: seeds, the random state of the kernel.
     """
@@ -42,10 +42,10 @@ class Backend(Protocol):
     name: str
 
     def is_available(self) -> bool:
-        """Return whether this machine can run it."""
+        """Return whether this machine can run the backend."""
 
     def refusal(self, q: Tensor, dropout_p: float) -> str | None:
-        """Return why it does not take such queries, as the end of a sentence; None where it does."""
+        """Return why the backend refuses such queries, as the end of a sentence; None where it takes them."""
 
     def forward(self, queries: Queries) -> Attended:
         """Attend; `backward` gets the same queries and the result back."""
@@ -55,7 +55,7 @@ class Backend(Protocol):
 
 
 def fold_groups(x: Tensor, num_kv_heads: int) -> Tensor:
-    """Make the G query heads of a group more queries of their key head: [B, H, T, D] -> [B, H_kv, G * T, D].
+    """Turn the G query heads of a group into further queries of their key head: [B, H, T, D] -> [B, H_kv, G * T, D].
 
     Where every query sees every key this is exact, and the keys need not be repeated.
     """

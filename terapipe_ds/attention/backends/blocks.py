@@ -1,4 +1,4 @@
-"""Make sliced attention of a fused kernel that only knows "no mask" and "causal, square".
+"""Compute sliced attention with a fused kernel that only knows "no mask" and "causal, square".
 
 The keys of a slice are its prefix, which needs no mask, and its own tokens, where the mask is plainly causal:
 
@@ -91,7 +91,7 @@ class BlockKernel:
         return call.dq.to(queries.q.dtype)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what the backward computes inputs of `dtype` in; the gradients of keys and values stay in it."""
+        """Return the dtype in which the backward computes inputs of `dtype`, and in which dK and dV stay."""
         return dtype
 
     def _prefix_tokens(self, keys: Tensor, dtype: torch.dtype) -> int | None:
@@ -124,7 +124,7 @@ class _BlockBackward:
         self.add_grads(column, dk, dv, again)
 
     def diagonal(self, row: int, row_stop: int) -> None:
-        """Run a causal block; while it is too large, two halves and the dense block below the first of them."""
+        """Run a causal block; split one that is too large into two causal halves and a dense block."""
         largest, tokens, start = self.kernel.causal_tokens, row_stop - row, self.queries.start
         if largest is not None and tokens > largest:
             middle = row + -(-tokens // (2 * largest)) * largest
@@ -149,7 +149,7 @@ class _BlockBackward:
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:
-    """Cut [0, stop) in pieces of `length`, the last one shorter; one piece for None, none where stop is 0."""
+    """Cut [0, stop) into pieces of at most `length`; into one for None, into none where stop is 0."""
     step = length or max(stop, 1)
     for begin in range(0, stop, step):
         yield begin, min(begin + step, stop)

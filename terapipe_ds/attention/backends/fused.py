@@ -84,7 +84,7 @@ class CudaFlash(BlockKernel):
         return _cuda_refusal(q, dropout_p)
 
     def forward(self, queries: Queries) -> Attended:
-        """Attend in one call where that is right, else in blocks."""
+        """Attend in one call where that gives the right result, else in blocks."""
         return self.run(_whole_slice(queries)) if self._takes_at_once(queries) else super().forward(queries)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
@@ -96,13 +96,13 @@ class CudaFlash(BlockKernel):
         return dq
 
     def _takes_at_once(self, queries: Queries) -> bool:
-        """Return whether one call does the slice. A square block with as many key heads is what any kernel takes."""
+        """Return whether one call computes the slice. Any kernel takes a square block with as many key heads."""
         q = queries.q
         is_square = queries.start == 0 and q.shape[1] == queries.keys.shape[1]
         return is_square or _takes_slices(self, q.device, q.dtype, q.shape[-1])
 
     def run(self, block: Block) -> Attended:
-        """Call the kernel's forward. The state is what torch's backward asks for even without dropout."""
+        """Call the kernel's forward. Torch's backward needs the state even without dropout."""
         q, k, v, is_causal, scale = block
         out, lse, cum_q, cum_k, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scale

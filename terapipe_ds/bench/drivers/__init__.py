@@ -1,1 +1,1 @@
-"""What trains in a benchmark, behind one face: DeepSpeed's engines, ours, and torch's pipelines. Start at `base`."""
+"""Give all trainers of a benchmark one interface: DeepSpeed's engines, ours, and torch's pipelines. Start at `base`."""

@@ -27,7 +27,7 @@ class Driver:
     fewest = 1  # micro-batches of a step
 
     def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
-        """Let the next steps have this many micro-batches, cut like this, in this order where there is a choice."""
+        """Set the micro-batches of the next steps, their slices and, where there is a choice, their order."""
         raise NotImplementedError
 
     def step(self, micro_batches: MicroBatches) -> float | None:
@@ -35,7 +35,7 @@ class Driver:
         raise NotImplementedError
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
-        """Return the order in which it runs, as one of our schedules."""
+        """Return the order in which the driver runs, as one of our schedules."""
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:
@@ -46,7 +46,7 @@ class Driver:
         """Drop what earlier steps have left for the next one, except for parameters and optimizer states."""
 
     def destroy(self) -> None:
-        """Give back what is held."""
+        """Free what the driver holds."""
 
     def remember_start(self) -> None:
         """Keep the parameters as they are now, for `restart`."""
@@ -68,7 +68,7 @@ class Driver:
         return [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
 
     def copies(self) -> list[Tensor]:
-        """Return what the optimizer keeps besides: weights in fp32, and the gradients that it sums in fp32."""
+        """Return the optimizer's other tensors: weights in fp32, and gradients summed in fp32."""
         return [t for name in _COPIES.split() for t in getattr(self.optimizer, name, ())]
 
     def held_bytes(self) -> int:

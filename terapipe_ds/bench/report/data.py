@@ -19,7 +19,7 @@ GIVE = "give a file of `terapipe bench --json`"
 
 
 class ReportError(ValueError):
-    """A result that gives no report; the text names the place, the value and what belongs there."""
+    """The result makes no report; the text names the place, the value and what belongs there."""
 
 
 def _read_timeline(value: object) -> Timeline | None:
@@ -85,7 +85,7 @@ class Run(_AnyRun):
 
     @property
     def label(self) -> str:
-        """System, schedule and slices in few words: what tables, plots and prose call the run."""
+        """Return the run's name in tables, plots and prose: system, schedule and slices."""
         name = f"{self.system} {self.schedule}"
         if self.system == "terapipe" and self.slices:
             name += f", {len(self.slices)} slice{'s' * (len(self.slices) > 1)}"
@@ -93,22 +93,22 @@ class Run(_AnyRun):
 
     @property
     def largest_peak_bytes(self) -> float | None:
-        """The peak of the stage that needs most."""
+        """Return the peak of the stage that needs most."""
         return max((peak for peak in self.peak_bytes or () if peak is not None), default=None)
 
     @property
     def activation_bytes(self) -> float | None:
-        """The largest peak of a stage without parameters, their gradients and optimizer states."""
+        """Return the largest peak of a stage without parameters, their gradients and optimizer states."""
         return _most_above(self.peak_bytes, self.static_bytes)
 
     @property
     def predicted_activation_bytes(self) -> float | None:
-        """The same as `activation_bytes`, by the predicted peak."""
+        """Return the same as `activation_bytes`, from the predicted peak."""
         return _most_above(self.predicted_peak_bytes, self.static_bytes)
 
     @property
     def prediction_error(self) -> float:
-        """How far `predicted_s` is from `step_s`, as a share of `step_s`; above 0: predicted too slow."""
+        """Return (predicted_s - step_s) / step_s: above 0, the prediction is too slow."""
         return (self.predicted_s or self.step_s) / self.step_s - 1
 
 
@@ -176,12 +176,12 @@ class Result(BaseModel):
 
     @property
     def measured(self) -> tuple[Run, ...]:
-        """The runs that have figures."""
+        """Return the runs that have figures."""
         return tuple(run for run in self.runs if isinstance(run, Run))
 
     @property
     def groups(self) -> tuple[RunGroup, ...]:
-        """The groups by stages and accumulation, ascending; titles name the stages if they differ."""
+        """Return the groups by stages and accumulation, ascending; titles name the stages if they differ."""
         keys = sorted({(run.stages, run.accumulation) for run in self.runs})
         several = len({stages for stages, _ in keys}) > 1
         groups = []

@@ -209,7 +209,7 @@ def _draw_peaks(ax: Axes, row: int, run: Run, scale: float) -> None:
 
 
 def _rows(result: Result, is_shown: Callable[[Run], bool]) -> Rows:
-    """Return the groups that have such runs."""
+    """Return the groups that have runs to show, each with these runs."""
     rows = [(group, [run for run in group.runs if is_shown(run)]) for group in result.groups]
     return [(group, runs) for group, runs in rows if runs]
 

@@ -13,7 +13,7 @@ from terapipe_ds import compat
 compat.require_megatron("terapipe_ds.models.megatron")
 
 with warnings.catch_warnings():
-    # seven lines about what is not installed; which kernels run is chosen here, and said in the log
+    # drops seven lines about missing packages; the kernels are chosen here, and the log names them
     warnings.filterwarnings("ignore", message=r".*([Aa]pex|Transformer Engine).* not installed", module="megatron")
     from terapipe_ds.models.megatron.loss import VocabParallelLoss
     from terapipe_ds.models.megatron.module import MegatronGPT

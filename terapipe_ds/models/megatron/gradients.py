@@ -23,9 +23,9 @@ class ReplicatedGradientError(RuntimeError):
 
 
 def mark_split_parameters(module: nn.Module) -> None:
-    """Mark what is split over tensor-parallel ranks; the gradient norm goes by these marks.
+    """Mark parameters that are split over tensor-parallel ranks; the gradient norm reads these marks.
 
-    megatron-core does so where it draws the weights, and forgets it with `perform_initialization=False`.
+    megatron-core marks them where it draws the weights, but not with `perform_initialization=False`.
     """
     for layer in module.modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):

@@ -1,7 +1,7 @@
 """DeepSpeed's process groups as megatron-core takes them, and the check that both mean the same ranks.
 
-No second set of groups: tensor-parallel collectives run in the grid's own group. What megatron-core looks up in its
-`parallel_state` instead of taking it as an argument is the same groups, entered there.
+There is no second set of groups: tensor-parallel collectives run in the grid's own group. Where megatron-core looks
+groups up in its `parallel_state` instead of taking arguments, it finds the same groups, entered there.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int
 
 
 def _answering(group: Any, count: int) -> list[int]:
-    """Return the ranks that answer in a group, which need not be those that it lists. A collective over the group."""
+    """Return the ranks that answer in a group, perhaps not those that it lists. A collective over the group."""
     here = torch.tensor([torch_dist.get_rank()], device=get_accelerator().current_device_name())
     everyone = [torch.empty_like(here) for _ in range(count)]
     torch_dist.all_gather(everyone, here, group=group)
@@ -121,7 +121,7 @@ _MARK = "_terapipe_entered"
 
 
 def _entered_by_us() -> bool:
-    """Return whether the groups there now are ours: they may have been destroyed and initialized again since."""
+    """Return whether `parallel_state` still holds our groups: a program may have initialized it anew."""
     ours = getattr(parallel_state, _MARK, None)
     return ours is not None and parallel_state._TENSOR_MODEL_PARALLEL_GROUP is ours
 

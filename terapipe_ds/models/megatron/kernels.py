@@ -1,8 +1,8 @@
-"""Which kernels this machine runs megatron-core's layers with, and stand-ins for what it lacks.
+"""Choose the kernels that run megatron-core's layers on this machine, and stand in for what it lacks.
 
 megatron-core 0.16.1 calls `torch.cuda.current_device()` for the place of every new tensor and keeps the states of
-CUDA's random numbers. Those calls are answered for ranks on a CPU. Its own torch norm refuses sequence parallelism and
-zero-centred weights, its fused one needs NVIDIA apex on a GPU.
+CUDA's random numbers. On a CPU, stand-ins answer those calls. The torch norm of megatron-core refuses
+sequence parallelism and zero-centred weights; its fused norm needs NVIDIA apex on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def norm_class(config: TransformerConfig) -> type:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
-    # megatron-core takes any package of the name apex for NVIDIA's, hence the question is asked here
+    # megatron-core takes any package named apex for NVIDIA's, so the check is made here
     if config.normalization == "LayerNorm" and not on_cpu() and compat.has_apex():
         return FusedLayerNorm
     return TorchNorm
@@ -61,7 +61,7 @@ def describe_kernels(config: TransformerConfig) -> str:
 class TorchNorm(nn.Module):
     """`config.normalization` over the last dimension, with megatron-core's names of parameters.
 
-    They carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are summed.
+    With `sequence_parallel` on a parameter, each rank norms its own tokens, and the gradients are summed.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

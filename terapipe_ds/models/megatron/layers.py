@@ -34,7 +34,7 @@ from terapipe_ds.models.positions import check_learned_positions, first_position
 
 @dataclass
 class Blueprint:
-    """What all layers of one model are built from. `groups` come in when DeepSpeed has made them.
+    """The settings that all layers of one model are built from. `groups` is set once DeepSpeed has made them.
 
     Fields other than `config` are named as the arguments of megatron-core's `GPTModel`.
     """
@@ -56,7 +56,7 @@ class Blueprint:
 
     @functools.cached_property
     def rotary(self) -> RotaryEmbedding | None:
-        """The rotary positions that the layers of this rank share; it has no parameters."""
+        """Return the rotary positions that the layers of this rank share; it has no parameters."""
         if self.position_embedding_type != "rope":
             return None
         return RotaryEmbedding(
@@ -73,7 +73,7 @@ class Blueprint:
 
     @functools.cached_property
     def tied_projection(self) -> ColumnParallelLinear:
-        """The output projection of tied embeddings, which has no weight of its own."""
+        """Return the output projection of tied embeddings, which has no weight of its own."""
         return self.projection(skip_weight_param_allocation=True)
 
     def projection(self, **options: Any) -> ColumnParallelLinear:
@@ -92,7 +92,7 @@ class Blueprint:
 
     @contextlib.contextmanager
     def drawn(self, layer_index: int) -> Iterator[None]:
-        """Draw the weights of a layer that is built inside from the seed and `layer_index` alone.
+        """Draw the weights of a layer built in this context from the seed and `layer_index` alone.
 
         Afterwards all random states are as before. With `use_cpu_initialization` the whole matrix is drawn and cut, so
         that the weights are the same for every tensor-parallel size; without it they are the same for one size.
@@ -109,7 +109,7 @@ class Blueprint:
                 tracker.seeds_ = seeds
 
     def random_numbers(self) -> Any:
-        """Draw a layer's dropout inside: ranks that hold different tokens need different numbers."""
+        """Draw dropout in this context: ranks that hold different tokens need different random numbers."""
         config = self.config
         if config.sequence_parallel and (config.hidden_dropout > 0 or config.attention_dropout > 0):
             return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -227,7 +227,7 @@ class MegatronHead(nn.Module):
             self.output_layer = blueprint.projection()
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """Leave its weight gradient to W, as in `MegatronLayer`."""
+        """Leave the weight gradient of the head to W, as in `MegatronLayer`."""
         split_backwards(self.output_layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Ten
 def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:
     """Seed this rank's random numbers with Megatron-LM's offsets.
 
-    They are equal on tensor-parallel ranks but for the tracker's state, and different on stages and replicas.
+    Seeds are equal on tensor-parallel ranks except for the tracker's state, and differ between stages and replicas.
     """
     seed += 100 * grid.get_stage_id() + 10 * grid.get_data_parallel_rank()
     torch.manual_seed(seed)

@@ -1,12 +1,12 @@
 """megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
 
-Where a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before
-wait for, with megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the
-tensor-parallel ranks, or under sequence parallelism summed and cut; and those of biases. The weight's is left to W.
+Where a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241), B computes the gradients of biases and,
+with megatron-core's collectives, those of the inputs, for which the layers before wait. Column-parallel layers sum the
+latter over the tensor-parallel ranks, and cut the sum under sequence parallelism. W computes the weight gradient.
 
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
-megatron-core gathers them in the forward and once more in the backward. Here W gathers them instead of B, for which
-other stages wait. Keeping the gathered tokens would take as many times the memory as there are ranks.
+megatron-core gathers them in the forward and once more in the backward. Here W gathers them, because other stages wait
+for B. Keeping the gathered tokens would multiply their memory by the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SplitBackwards(Protocol):
-    """What an engine gives to `defer_weight_gradients`: it runs W."""
+    """The object that an engine gives to `defer_weight_gradients`: it runs W."""
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -41,7 +41,7 @@ class SplitBackwards(Protocol):
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
     """Let the linear layers in `module`, itself included, leave their weight gradients to `gradients`.
 
-    Layers whose class or owner computes the product in a way of its own are left alone.
+    Layers whose class or owner has its own way to compute the product are left alone.
     """
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
@@ -67,7 +67,7 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
             return plain(input, weight, bias, **options)
         sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
         ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
-        # without an edge to the weight: hooks on it would be called in B with nothing
+        # no edge to the weight: B would call the weight's hooks without a gradient
         return _SplitLinear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
 
     setattr(forward, _MARK, True)
@@ -91,7 +91,7 @@ class _Ranks(NamedTuple):
         return whole
 
     def gather_rows(self, inputs: Tensor) -> Tensor:
-        """Return the same as [T * B, in]."""
+        """Return the inputs of all tokens as [T * B, in]."""
         return _rows(self.gather(inputs))
 
     def begin_sum(self, gradient: Tensor) -> tuple[Tensor, Any]:

@@ -90,7 +90,7 @@ class VocabParallelLoss:
         self._group: Callable[[], Any] = lambda: None
 
     def use_group(self, group: Callable[[], Any]) -> None:
-        """Take a function that gives the tensor-parallel group, once there is one; the module calls this."""
+        """Take a function that returns the tensor-parallel group once it exists; the module calls this."""
         self._group = group
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:

@@ -87,7 +87,7 @@ class MegatronGPT(PipelineModule):
         seed_dropout(blueprint.seed, self._grid)
 
     def laid_out(self) -> None:
-        """Mark and describe the layers of this stage; called again when the engine has brought others."""
+        """Mark and describe the layers of this stage; the engine calls this again when it has replaced them."""
         mark_split_parameters(self)
         self.universal_checkpoint_info = universal_checkpoint_info(self, self.blueprint, self._grid)
 
@@ -113,7 +113,7 @@ class MegatronGPT(PipelineModule):
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of this stage, one after the other; with tensor parallelism under our engine only.
 
-        Raises MegatronConfigError under another, which knows nothing of `before_reduce`: gradients would stay partial.
+        Raises MegatronConfigError under another engine: without a call of `before_reduce` gradients would stay partial.
         """
         if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
             raise MegatronConfigError(
@@ -126,12 +126,12 @@ class MegatronGPT(PipelineModule):
 
     @property
     def slice_length_multiple(self) -> int:
-        """What every slice length must divide by: sequence parallelism splits a slice's tokens over ranks."""
+        """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks."""
         return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
 
     @property
     def rng_trackers(self) -> list[Any]:
-        """Random states besides torch's own, which measuring for `"slices": "auto"` puts back."""
+        """Return the random states besides torch's own, which measuring for `"slices": "auto"` puts back."""
         return [get_cuda_rng_tracker()]
 
     def before_reduce(self, engine: PipelineEngine) -> None:

@@ -1,4 +1,4 @@
-"""What of a `TransformerConfig` cannot be trained in token slices, or not by DeepSpeed's pipeline engine.
+"""Refuse a `TransformerConfig` that cannot be trained in token slices, or not by DeepSpeed's pipeline engine.
 
 Refused are computations that see more of a sequence than attention over the slice store gives them, and machinery of
 Megatron-LM's own training loop.

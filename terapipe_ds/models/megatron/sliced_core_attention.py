@@ -64,7 +64,7 @@ class SlicedCoreAttention(MegatronModule):
                 raise ValueError(f"{name} cannot be combined with token slices: {why}. Leave {name} out")
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
         dropout_p = self.dropout_p if self.training else 0.0
-        # dropout differs between tensor-parallel ranks, as heads do; under sequence parallelism all of it does already
+        # tensor-parallel ranks need different dropout for their heads; with sequence parallelism all of it differs
         of_rank = dropout_p > 0.0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if of_rank else contextlib.nullcontext():
             out = sliced_attention(q, k, v, layer=self.layer_number, scale=self.scale, dropout_p=dropout_p)

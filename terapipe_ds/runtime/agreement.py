@@ -31,7 +31,7 @@ logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
-PATIENCE_S = 60.0  # at least, for ranks that come late: they may still load a model
+PATIENCE_S = 60.0  # the shortest wait for ranks that come late: they may still load a model
 REMIND_S = 30.0  # after which a rank says once for whom it waits
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
 
@@ -112,7 +112,7 @@ def refuse_everywhere(problem: str | None, group: Any = None) -> None:
 
 
 def _readable(error: Exception) -> Exception | None:
-    """Return `error` if other ranks can read it. A class may not take its own arguments back."""
+    """Return `error` if other ranks can unpickle it. Some classes do not accept their own arguments again."""
     try:
         return error if type(pickle.loads(pickle.dumps(error))) is type(error) else None
     except Exception:
@@ -120,7 +120,7 @@ def _readable(error: Exception) -> Exception | None:
 
 
 def digest(*parts: object) -> int:
-    """Return a number in [0, 2^40) that tells plain values from others by their `repr`."""
+    """Return a number in [0, 2^40) that differs between plain values whose `repr` differs."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:5], "big")
 
 
@@ -141,7 +141,7 @@ def on_any_rank(flag: bool, group: Any) -> bool:
 
 
 def by_text(texts: dict[int, str], places: str) -> str:
-    """Return which places say what, as "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+    """Return which places say what, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}
     for place, text in texts.items():
         sides.setdefault(text, []).append(place)
@@ -216,7 +216,7 @@ def _section(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return what all ranks must have alike, as text. A patch release of Python may differ."""
+    """Return as text what must be equal on all ranks. Patch releases of Python may differ."""
     sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
     python = ".".join(platform.python_version_tuple()[:2])
     installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}

@@ -6,7 +6,7 @@ import logging
 
 
 def first_line(error: Exception) -> str:
-    """Kind of the error and how its text begins, for a line of the log."""
+    """Return the class of the error and the first line of its text, for one line of the log."""
     return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
 
 

@@ -1,4 +1,4 @@
-"""Refuse what cannot be trained in slices and shows only once the model is built."""
+"""Refuse what cannot be trained in slices, where only the built model shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 def check_checkpointing(in_stock_order: bool) -> None:
-    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that order is another."""
+    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, where ours differs."""
     is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
     if is_by_order and not in_stock_order:
         raise TeraPipeConfigError(
@@ -41,7 +41,7 @@ def check_eval_call(*args: Any, **kwargs: Any) -> None:
 
 
 def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool) -> str | None:
-    """Return what of this stage's layers cannot run slice by slice; None where all can. Stages differ in it."""
+    """Return which of this stage's layers cannot run slice by slice; None where all can. Stages may differ."""
     if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -103,7 +103,7 @@ def _is_compiled_function(function: Any) -> bool:
 
 
 def slice_length_multiple(module: Any) -> int:
-    """Return of how many tokens every slice must be a multiple: the module's attribute of that name, by default 1.
+    """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
 
     A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
     """
@@ -175,7 +175,7 @@ _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
 
 
 def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what in `module` mixes tokens by its type, with names; nothing of a class that says it is `slice_safe`."""
+    """Yield the submodules whose type mixes tokens, with names; none of a class that says it is `slice_safe`."""
     if getattr(module, "slice_safe", False) is True:
         return
     if _mixes_tokens(module):

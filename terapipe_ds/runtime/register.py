@@ -77,8 +77,8 @@ def _stand_in(stock: type, build: Any) -> type:
 def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
 
-    Ours of `PipelineModule._partition_layers` writes the method down, by which layers are cut anew if stages hold
-    several parts. Call `compat.require_hooks` first.
+    Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
+    hold several parts. Call `compat.require_hooks` first.
     """
     import deepspeed  # not at the top: compat says what is wrong with it
     from deepspeed.pipe import PipelineModule

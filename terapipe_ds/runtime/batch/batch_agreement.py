@@ -30,7 +30,7 @@ _SAME_SAMPLES = (
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What every stage must know of a micro-batch: label rows (all dimensions but the sequence) and tokens."""
+    """What every stage must know of a micro-batch: its label rows (all dimensions but the sequence) and its tokens."""
 
     rows: int
     length: int
@@ -86,8 +86,8 @@ class PlaceInJob:
 class StageReport:
     """What one rank has to say of a batch.
 
-    `agreement` is the config, and what else all ranks must have alike, as text. `shapes` are of the micro-batches, None
-    on stages that draw no labels; `seen` are those of the labels that this rank was given, decisive or not.
+    `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are those of the
+    micro-batches, None on stages that draw no labels; `seen` are those of all labels that this rank was given.
     """
 
     training: bool
@@ -210,7 +210,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
 
 
 def _disagreement(messages: Sequence[_Message]) -> BatchError:
-    """Show what the ranks do not have alike: all of them, tensor-parallel ranks, or the stages of a pipeline."""
+    """Return an error that shows what differs among all ranks, tensor-parallel ranks, or the stages of a pipeline."""
 
     def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
         texts = {rank: text(messages[rank].report) for rank in ranks}

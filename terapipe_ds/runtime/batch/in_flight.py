@@ -134,7 +134,7 @@ class PartInFlight:
 
     Args:
         sends_outputs: whether an action of its own sends what F gives; otherwise finishing F finishes its message.
-        sends_gradients: the same of B.
+        sends_gradients: the same for the gradients of B.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class SliceLossError(ValueError):
-    """The losses of the slices cannot be put together to the loss of the micro-batch."""
+    """The losses of the slices cannot be combined into the loss of the micro-batch."""
 
 
 def slice_weights(
@@ -59,7 +59,7 @@ def slice_weights(
 def weights_of(
     labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
 ) -> tuple[float, ...]:
-    """Return one factor per slice as the config and `loss_fn` say; `reduction`: in place of that of the config."""
+    """Return one factor per slice as the config and `loss_fn` say; `reduction` replaces that of the config."""
     weight = getattr(loss_fn, "slice_weight", None)
     reduction = reduction or config.loss_reduction
     return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)

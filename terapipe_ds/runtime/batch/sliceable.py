@@ -1,4 +1,4 @@
-"""Cut a micro-batch, as DeepSpeed's data iterator gives it, in its slices.
+"""Cut a micro-batch, as DeepSpeed's data iterator gives it, into its slices.
 
 A batch is `(inputs, labels)`, each a tensor or a tuple of tensors. The sequence length L is the size of the labels in
 `sequence_dim`. A tensor is sliced where that dimension has size L; every other tensor goes whole with each slice.
@@ -22,7 +22,7 @@ _NO_SEQUENCES = (
 
 
 class BatchError(ValueError):
-    """A batch that cannot be cut in token slices."""
+    """A batch that cannot be cut into token slices."""
 
 
 def as_tuple(tensors: Any, what: str) -> Tensors:
@@ -189,8 +189,8 @@ def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim:
 def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
     """Raise BatchError for inputs whose sizes alone do not tell whether they are cut.
 
-    These are masks, with the sequence's length in two dimensions, and numbers for the tokens that might be features of
-    the rows as well. `length` is that of the sequences, `rows` are those of the labels.
+    These are masks that have the sequence's length in two dimensions, and tensors whose numbers may belong to tokens or
+    be features of the rows. `length` is that of the sequences, `rows` are those of the labels.
     """
     problems: dict[int, str] = {}
     for index, tensor in enumerate(inputs.tensors):
@@ -213,7 +213,7 @@ def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
 
 
 def _ways_out(inputs: SliceableTensors, doubtful: Sequence[int]) -> str:
-    """Say what to write so that the doubtful inputs are cut, where they can be, and so that they are not."""
+    """Say which config lets the doubtful inputs be cut, where they can be, and which keeps them whole."""
     cut = [index for index, is_cut in enumerate(inputs.sliced) if is_cut]
     sure = [index for index in cut if index not in doubtful]
     ways = [f"{sure} hands it whole to each slice"] if sure else []

@@ -50,7 +50,7 @@ class BatchSource:
     Args:
         next_batch: DeepSpeed's `PipelineEngine._next_batch`.
         is_cut: whether sequences of a length are to be cut in slices.
-        length_multiple: sequences must be multiples of so many tokens.
+        length_multiple: the number of tokens that must divide the length of sequences.
         tells: whether this rank writes to the log which inputs are cut.
         look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
@@ -77,7 +77,7 @@ class BatchSource:
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
-        """Name what ranks must have alike besides the config. The next batch compares it, and shows a difference."""
+        """Add `text` to what ranks compare at the next batch besides the config; an error shows it as `what`."""
         self._agreements[what] = text
 
     def draw(
@@ -85,7 +85,7 @@ class BatchSource:
     ) -> tuple[list[DrawnMicroBatch], Shapes]:
         """Draw all micro-batches of a batch. Return them with their shapes. A collective over all ranks.
 
-        Without `needs_labels` no loss is computed. Where there are no labels, the inputs tell the length then.
+        Without `needs_labels` no loss is computed, and the inputs tell the length where there are no labels.
         """
         drawn: list[DrawnMicroBatch] = []
         shapes: Shapes | None = None

@@ -1,4 +1,4 @@
-"""Put the losses and outputs of a batch together from those of its slices."""
+"""Combine the losses and outputs of slices into those of their batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.runtime.batch.loss import weighted_loss
 
 
 class BatchResults:
-    """The losses and outputs of one batch on one stage; without the last part there are none.
+    """The losses and outputs of one batch on one stage; a stage without the last part has none.
 
     DeepSpeed's attributes get them, without a graph, when a micro-batch is complete: `loss`, `total_loss` and
     `total_additional_losses` in training, `fwd_outputs` and `outputs`.
@@ -27,7 +27,7 @@ class BatchResults:
         self.begin(None)
 
     def begin(self, batch: BatchInFlight | None) -> None:
-        """Take the results of `batch` from now on; None: of no batch."""
+        """Collect the results of `batch` from now on; with None, collect nothing."""
         self._batch = batch
         self._total: Any = None
         self._total_additional: Any = None
@@ -60,7 +60,7 @@ class BatchResults:
         return loss
 
     def _add_additional_losses(self, weight: float) -> None:
-        """Add the losses that `PipelineModule.get_additional_losses` reports, weighted as the one that is trained."""
+        """Add the losses that `PipelineModule.get_additional_losses` reports, weighted like the trained loss."""
         additional = self._engine.module.get_additional_losses()
         if additional is not None and self._total_additional is None:
             self._total_additional = type(additional)()
@@ -87,7 +87,7 @@ class BatchResults:
 
 
 def accumulated(total: Any, loss: Any) -> Any:
-    """Return `total + loss` without a graph, in fp32 at least; of lists element by element."""
+    """Return `total + loss` without a graph, in fp32 at least; lists are added element by element."""
     if not torch.is_tensor(loss):
         return [accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
     value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -100,10 +100,10 @@ def sum_of_slices(losses: list[Any]) -> Any:
 
 
 def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows: int, sequence_dim: int) -> Any:
-    """Put the outputs of a micro-batch's slices together along the dimension that has the slice's tokens.
+    """Concatenate the outputs of a micro-batch's slices along the token dimension.
 
-    Scalars are losses that the model returns itself: their weighted sum is returned. `[rows * tokens, ...]`, as some
-    models give their logits, comes back in the order of whole sequences.
+    Scalars are losses that the model returns itself: their weighted sum is returned. Logits of the shape
+    `[rows * tokens, ...]`, which some models give, come back in the order of whole sequences.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -53,7 +53,7 @@ class DeepSpeedCalls:
 
     @contextmanager
     def weight_backward(self) -> Iterator[None]:
-        """Let W run backwards by autograd. It starts at weights, so no hook of an output runs DeepSpeed's prologue."""
+        """Let W run autograd. Its backward starts at weights, so no hook of an output runs DeepSpeed's prologue."""
         with self._engine_backward():
             self._engine._backward_prologue()
             yield

@@ -1,4 +1,4 @@
-"""Train rightly where DeepSpeed's stock pipeline engine (0.19.8) trains wrongly: one fault per function."""
+"""Correct faults of DeepSpeed's stock pipeline engine (0.19.8) in training: one fault per function."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger("terapipe_ds")
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
 
-    It takes parameters without the mark of model parallelism for replicated over stages, and leaves those of later
-    stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and count on
-    each. See `tied_copies_left_out`.
+    DeepSpeed takes parameters without the mark of model parallelism for replicas over stages, and leaves those of
+    later stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and
+    count on each rank. See `tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
@@ -34,7 +34,7 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
 
 
 def tell_of_clipping(engine: PipelineEngine) -> None:
-    """Log on rank 0 that fp32 losses part from the stock engine's, which clips by the norm of the first stage only."""
+    """Log on rank 0 that fp32 losses differ from the stock engine's, which clips by the first stage's norm only."""
     in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
     if engine.global_rank == 0 and engine.num_stages > 1 and in_fp32 and engine.gradient_clipping() > 0:
         is_said = "gradient_clipping" in engine._config._param_dict
@@ -78,7 +78,7 @@ def mark_gradients(module: nn.Module, optimizer: Any) -> None:
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:
-    """Let `BF16_Optimizer` step on a rank where no gradient counts, as with nothing but a tied copy: it fails there."""
+    """Let `BF16_Optimizer` step, not fail, on a rank where no gradient counts: one with only a tied copy, say."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     stock = optimizer.get_grads_for_norm
@@ -93,7 +93,7 @@ def count_nothing_as_zero(optimizer: Any) -> None:
 
 
 def missing_loss_scale(optimizer: Any) -> float:
-    """Return the factor by which `DeepSpeedEngine.backward` fails to scale the loss: 1.0, but with fp16 and ZeRO-0."""
+    """Return the factor that `DeepSpeedEngine.backward` fails to apply to the loss: 1.0 except with fp16 and ZeRO-0."""
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return 1.0
     if optimizer.custom_loss_scaler:

@@ -57,7 +57,7 @@ class TeraPipeEngine(PipelineEngine):
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
-    slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
+    slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
     total_loss: Any  # DeepSpeed's
@@ -100,9 +100,9 @@ class TeraPipeEngine(PipelineEngine):
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices. Logits are there on the last stage only, and there as the layers of this rank give them.
+        """Evaluate in slices. Only the last stage returns logits: on each rank those that its own layers give.
 
-        Where tensor parallelism divides the head, that is a part of the vocabulary.
+        Where tensor parallelism divides the head, those are of a part of the vocabulary.
         """
         check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
@@ -129,7 +129,7 @@ class TeraPipeEngine(PipelineEngine):
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
 
-        With `"slices": "auto"` it is a ValueError before a batch with sequences of that length has come.
+        With `"slices": "auto"` this is a ValueError until a batch with sequences of that length has come.
         """
         return self._plans.plan(sequence_length)
 
@@ -152,7 +152,7 @@ class TeraPipeEngine(PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save a checkpoint as a whole or not at all, whatever dies meanwhile. A rank that never arrives is reported.
+        """Save a checkpoint as a whole or not at all, even if ranks die. A rank that never arrives is reported.
 
         Raises:
             CheckpointError: on every rank, where one of them cannot write.

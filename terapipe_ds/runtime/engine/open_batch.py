@@ -1,4 +1,4 @@
-"""Open, end, close and forget the batch that a stage runs, for all that keep something of it."""
+"""Open, end, close and forget the batch that a stage runs, in every object that keeps something of it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class OpenBatch:
 
 
 class BatchEnd:
-    """What comes around DeepSpeed's sums of gradients and optimizer step, once per training batch on each stage."""
+    """What a stage does before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
         self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank

@@ -1,4 +1,4 @@
-"""Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
+"""Measure the engine's own time in an F and a B, around the layers: its books, DeepSpeed's wrappers, autograd.
 
 This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss
 alone. So the engine rehearses with layers that do nothing, and what a timer takes for the same layers is subtracted.
@@ -103,7 +103,7 @@ def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
 
 
 class _Idle(nn.Module):
-    """Do next to nothing as a layer that has a graph, and as a loss."""
+    """Stand in for a layer that has a graph, and for a loss, at next to no cost."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.view(inputs.shape)

@@ -42,13 +42,13 @@ class PartRunner:
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
-        """Run actions of `batch` from now on; None: of no batch."""
+        """Run actions of `batch` from now on; with None, no batch is open."""
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W that ran, and weight gradients that they had
 
     def close_batch(self) -> None:
-        """Say once where the schedule splits backwards and no layer does."""
+        """Log once if the schedule splits backwards but no layer does."""
         if self._num_weights and not self._num_products and not self._has_warned:
             self._has_warned = True
             logger.warning(

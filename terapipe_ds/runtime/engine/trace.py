@@ -25,7 +25,7 @@ def is_traced(step: int) -> bool:
 
 
 class ActionTracer(Protocol):
-    """Is told what a rank computes, and when: what `TeraPipeEngine.tracer` may be."""
+    """The interface of `TeraPipeEngine.tracer`, which is told what a rank computes, and when."""
 
     def begin(self, step: int | None) -> None:
         """Begin a batch: a training step, counted from 1, or an evaluation (None)."""

@@ -32,7 +32,7 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Look:
-    """Hold the extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
+    """Hold the extremes of a tensor of a slice, not yet read; `layer` is a title like `layer 3 (DecoderLayer)`."""
 
     active: ActiveSlice
     layer: str
@@ -123,7 +123,7 @@ class FiniteCheck:
         return functools.partial(run, base.func, *base.args, **base.keywords)
 
     def _hooks(self, name: str, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return what is done before and after the forward of a layer; `is_last` is one whose outputs are sent on."""
+        """Return the hooks before and after the forward of a layer; with `is_last` its outputs are sent on."""
 
         def look_at_gradients(tensors: dict[str, Tensor], what: str) -> None:
             for which, tensor in tensors.items() if torch.is_grad_enabled() and self._gradients else ():
@@ -155,12 +155,12 @@ class FiniteCheck:
             self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(tensor.detach())))
 
     def look_at_loss(self, loss: Tensor | Sequence[Tensor]) -> None:
-        """Look at the weighted loss of the slice that is running, on the last stage; or at several."""
+        """Look at the weighted loss, or losses, of the slice that is running on the last stage."""
         for part in [loss] if isinstance(loss, Tensor) else loss:
             self.look("the loss function", "the loss", part)
 
     def look_at_parameters(self) -> None:
-        """Look at what the parameters' gradients have become, after the backward of the slice that is running."""
+        """Look at the parameters' gradients after the backward of the slice that is running."""
         if self._gradients and not self._collected:
             others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
             for parameter, (layer, what) in self._parameters.items():

@@ -31,7 +31,7 @@ _QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T 
 
 
 def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
-    """Return the formula of a kernel with `products` products per score; the others say where its arguments are."""
+    """Return the formula of a kernel with `products` products per score; other parameters locate its arguments."""
 
     def count(*args: Any, **options: object) -> int:
         q, k, v = (tensor.shape for tensor in args[query : query + 3])

@@ -65,7 +65,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
 
 
 class _Before:
-    """What containers held, and the numbers of tensors. Other objects are put back in their places as they are."""
+    """The former contents of containers and values of tensors. Other objects go back to their places as they are."""
 
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one

@@ -1,4 +1,4 @@
-"""Cut a `PipelineModule` in the parts of a layout, and move its layers to the stages that hold these.
+"""Cut a `PipelineModule` into the parts of a layout, and move its layers to the stages that hold the parts.
 
 DeepSpeed builds the layers of one part on each stage before any config is read. `lay_out` cuts the module anew by
 DeepSpeed's own partition methods, and moves layers with the values they have to the stages that hold them from then on.
@@ -30,7 +30,7 @@ _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the Pi
 
 
 def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
-    """Cut `module` in the parts of `layout` and move its layers there. A collective over all ranks.
+    """Cut `module` into the parts of `layout` and move each layer to its stages. A collective over all ranks.
 
     A module that is laid out so already is left alone. `parameters` are `model_parameters` of `deepspeed.initialize`,
     chosen before the layers move, and returned as they are afterwards. `optimizer` is the user's own one, or a function
@@ -74,7 +74,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
 
 
 def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
-    """Return whether `lay_out` could move layers of this rank, and write a guessed method down that cuts `module`."""
+    """Return whether `lay_out` could move layers of this rank; if so, store the method by which `module` is cut."""
     listed = None if parameters is None else list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
         return False

@@ -99,7 +99,7 @@ class Layout:
         return None
 
     def wires(self) -> list[WireEnds]:
-        """Return every way of activations between two stages. A copy of a part sends to the next one with its chunk."""
+        """Return the ends of all activation wires. A copy of a part sends to that of the next part with its chunk."""
         wires = []
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
@@ -109,7 +109,7 @@ class Layout:
         return wires
 
     def own_wire(self, part_id: int) -> WireEnds:
-        """Return the way from the home of a part to that of the next one, which is on another stage."""
+        """Return the wire from the home of a part to that of the next part, which is on another stage."""
         return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
 
     def tag(self, ends: WireEnds) -> int:
@@ -122,7 +122,7 @@ _Way = TypeVar("_Way")
 
 
 def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> list[list[_Way]]:
-    """Group ways between stages, whose two stages `ends` gives, in rounds in which every stage has one at most."""
+    """Group ways between stages into rounds with at most one way per stage; `ends` gives the stages of a way."""
     rounds: list[list[_Way]] = []
     for way in ways:
         apart = (members for members in rounds if all(set(ends(other)).isdisjoint(ends(way)) for other in members))

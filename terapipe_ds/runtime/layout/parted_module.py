@@ -20,7 +20,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import copies_of, sum_gradients
 
 @dataclass
 class HeldPart:
-    """The layers of one part on this stage, as `PipelineModule` keeps those of its only one."""
+    """The layers of one part on this stage, as `PipelineModule` keeps those of its only part."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class PartedModule(PipelineModule):
         return layers_by_name(self, [(part.start, part.forward_funcs) for part in self.held_parts])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage that owns a layer; for tied layers."""
+        """Return the stage that owns a layer; DeepSpeed asks this for tied layers."""
         return self.terapipe_layout.owner(part_of(self.parts, layer_idx))
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:

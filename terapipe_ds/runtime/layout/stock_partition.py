@@ -19,7 +19,7 @@ PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it
 
 
 def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str | None:
-    """Return a method that gives the stages which a module was built with; the arguments are those of `bounds_by`."""
+    """Return a partition method that cuts a module as it was built; the arguments are those of `bounds_by`."""
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
     return next((m for m in methods if bounds_by(module, m, len(stock) - 1, parameters) == stock), None)

@@ -77,7 +77,7 @@ def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
 
 
 def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether the engine would train by this schedule: what is chosen, and what is recommended.
+    """Return whether the engine would train by this schedule, whether it is chosen or recommended.
 
     Args:
         raw: DeepSpeed's config, for the time before there is an optimizer; any `grad_accum_dtype` in it counts.
@@ -168,7 +168,7 @@ class _Gradients:
         self._places = {id(weight): (i, j) for i, group in enumerate(groups) for j, weight in enumerate(group)}
 
     def is_trained(self, weight: Any) -> bool:
-        """Return whether it will have gradients, as far as that can be told here."""
+        """Return whether `weight` will have gradients, as far as that can be told here."""
         return bool(weight.requires_grad) and (self._optimizer is None or id(weight) in self._places)
 
     def is_there(self, weight: Any) -> bool:
@@ -178,7 +178,7 @@ class _Gradients:
         return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
-        """Return what is summed; None: there is nothing on any stage."""
+        """Return the gradient that is summed; None where no stage has one."""
         gradient = weight.grad if self._optimizer is None else None
         return weight._hp_grad if id(weight) in self._places else gradient
 

@@ -122,7 +122,7 @@ class Wire:
         return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
 
     def by_host(self) -> Wire:
-        """Return the same way over the control group, where no message waits for its other end on the device."""
+        """Return the same wire over the control group, where no message makes the device wait for the other end."""
         return replace(self, group=self.control, staged=True)
 
     @property
@@ -155,7 +155,7 @@ class _Channel:
         self.wire = self._connected = wire
 
     def go_by_host(self, by_host: bool) -> None:
-        """Choose the way of the messages of the batch that begins; both ends must do the same."""
+        """Choose how messages of the batch that begins travel; both ends must choose the same."""
         self.wire = self._connected.by_host() if by_host else self._connected
 
 
@@ -189,7 +189,7 @@ class SendChannel(_Channel):
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
-        """Give back the memory of what the peer has consumed: it has run all before this index of its order."""
+        """Give back the memory of what the peer has consumed: it has run everything before this index of its order."""
         while self._in_flight and self._in_flight[0][0] < before:
             self._wait_oldest()  # done already; waiting is how gloo gives the memory back
 

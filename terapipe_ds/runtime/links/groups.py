@@ -161,5 +161,5 @@ def _keeps_order() -> bool:
 
 
 def wires_apart(layout: Layout) -> list[list[WireEnds]]:
-    """Return the wires of a layout in groups of which none has two wires of one stage."""
+    """Return the wires of a layout in groups; no group has two wires of one stage."""
     return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2]))

@@ -1,4 +1,4 @@
-"""Send and receive for one stage: activations in and out, gradients in and out, of each of its parts."""
+"""Send and receive the activations and gradients of each part of one stage."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class StageLinks:
     what one hands on waits here for the other.
 
     Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host.
-    CUDA loads a kernel when it is first launched, and then may wait for all that is at work on the device: also for
-    receives that end only after what this stage is about to run.
+    CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that end
+    only after what this stage is about to run.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is, and the next ones are received as soon as they come.
@@ -97,7 +97,7 @@ class StageLinks:
         self._sending.append(part.gradients_out)
 
     def open_batch(self, batch: BatchInFlight) -> None:
-        """Take messages for those of `batch` from now on."""
+        """Treat messages as those of `batch` from now on."""
         self._batch = batch
         self._handed.clear()
         by_host = self._post_on_device and not batch.kinds() <= self._kinds_run
@@ -146,7 +146,7 @@ class StageLinks:
                 channel.release(before=sent_at)
 
     def post(self, action: Action) -> None:
-        """Take the input of a later F, or the gradients of a later B, in beside what is computed."""
+        """Begin to receive the input of a later F, or the gradients of a later B, while others are computed."""
         channels = self._channels[action.chunk_id]
         is_activation = action.kind is Kind.RECV_ACTIVATION
         _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)

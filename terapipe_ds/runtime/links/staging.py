@@ -1,6 +1,6 @@
 """Send messages of an accelerator by way of pinned buffers, over a backend that knows the host's memory only.
 
-gloo sends no CUDA tensors from one rank to one other; collectives it runs on CUDA tensors as well. With it several
+gloo runs collectives on CUDA tensors, but sends none from one rank to another. With gloo several
 stages can share one device, which NCCL refuses. That is for tests and for a first try on a small machine.
 """
 

@@ -209,5 +209,5 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
     if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
-        return state  # with experts DeepSpeed makes a dict of it itself, and takes none from the client
+        return state  # with experts, DeepSpeed makes the dict itself and accepts none from the client
     return {**state, name: _description(engine.module)}

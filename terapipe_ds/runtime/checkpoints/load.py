@@ -1,4 +1,4 @@
-"""Find the checkpoint to load and read its files: never a half that a kill has left, never another one in silence."""
+"""Find the checkpoint to load and read its files: never an incomplete one, never another one without a note."""
 
 from __future__ import annotations
 

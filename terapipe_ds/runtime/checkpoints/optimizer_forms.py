@@ -58,7 +58,7 @@ class Content:
     others: dict[str, Any]
 
     def on_cpu(self) -> Content:
-        """Return it with tensors of its own: a view would be sent with all that it is a view of."""
+        """Return a copy on the CPU whose tensors are no views: a view would be sent with its whole storage."""
         vectors, others = (
             {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in each.items()}
             for each in (self.vectors, self.others)
@@ -107,7 +107,7 @@ class Shard:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Return what it has of these parameters."""
+        """Return the pieces of parameters that this partition holds."""
         return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
 
     def take(self, state: State) -> Contents:

@@ -61,7 +61,7 @@ class OptimizerStates:
     form: StateForm | None  # None: we do not know it
     shapes: Shapes
     orders: Orders  # as the optimizers of the stages hold their parameters
-    stock: Orders | None  # as they would in DeepSpeed's own engine; None: `stock_unknown` says why we do not know
+    stock: Orders | None  # the same in DeepSpeed's own engine; None: `stock_unknown` says why we do not know
     stock_unknown: str | None
     owners: Mapping[str, int]  # of parameters with copies, the stage whose states are saved
     stuck: str | None  # why states cannot be brought into another order
@@ -203,7 +203,7 @@ class OptimizerStates:
 
 
 class _Saved(NamedTuple):
-    """Hold what the file of a rank says of the optimizer states that were saved with it."""
+    """Describe the optimizer states in the file of a rank."""
 
     listed: Groups | None  # the names of their parameters; None: DeepSpeed's own engine, without ZeRO, does not say
     in_envelope: bool

@@ -1,4 +1,4 @@
-"""Save a checkpoint so that a kill at any point leaves the one before, or this one, whole.
+"""Save a checkpoint so that a kill at any point leaves the earlier one or this one whole.
 
 DeepSpeed (0.19.8) writes over an older checkpoint of the same tag, and rank 0 writes `latest` before the others have
 their files: a kill leaves a half that looks whole. So DeepSpeed saves in `.TAG.saving` here. The checkpoint gets its
@@ -183,7 +183,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, where one of them cannot go on. What was whole before is whole still.
     """
-    if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed's error; files that come later
+    if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises; or files are written later
         return save(tag, save_latest)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     paths, leads = CheckpointPaths(Path(save_dir), tag), is_leader(engine)
@@ -207,7 +207,7 @@ def save_checkpoint(
         )
         _on_each_rank(world, (lambda: manifest.write(paths.saving)) if leads else None)
     except CheckpointError:
-        if leads:  # room on a disk that may be full
+        if leads:  # to make room on a disk that may be full
             shutil.rmtree(paths.saving, ignore_errors=True)
         raise
     _on_each_rank(world, (lambda: paths.publish(save_latest)) if leads else None)

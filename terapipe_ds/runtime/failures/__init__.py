@@ -1,1 +1,1 @@
-"""No hang, no silence: the watch-dog of each rank, the store through which ranks report, the end of a process."""
+"""End a failed or hanging job with a report: a watch-dog on each rank, a store to share states, a timer in C."""

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 POLL_S = 0.25
-_HURRY_S = 5.0  # so long the thread may take to end the process after SIGTERM
+_HURRY_S = 5.0  # the most that the thread may take to end the process after SIGTERM
 
 
 class Sigterm:
@@ -56,7 +56,7 @@ class Sigterm:
                 signal.set_wakeup_fd(-1)
 
     def _handle(self, *_: Any) -> None:
-        """Leave the end to the thread: the main thread may hold the lock of the store, by which others are told."""
+        """Let the watching thread end the process: the main thread may hold the lock of the store."""
         arm_timer(_HURRY_S)
 
 
@@ -76,13 +76,13 @@ _not_forking.set()
 
 
 def arm_timer(seconds: float) -> None:
-    """Let this process end after some time, with all its stacks, unless the timer is armed again before."""
+    """Print all stacks and end this process after `seconds`, unless the timer is armed again before."""
     if _not_forking.is_set():
         faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def disarm_timer() -> None:
-    """Let this process live."""
+    """Disarm the timer, so that it does not end this process."""
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -140,7 +140,7 @@ class RankRecord:
         return action
 
     def brief(self, ended: str = "") -> RankState:
-        """Return what costs nothing to find out; where in the code the main thread is costs more."""
+        """Return the state without the stack and the past actions, which take time to find out."""
         doing = self.doing
         ranks = doing.wait.ranks if doing.wait else ()
         return RankState(
@@ -183,9 +183,9 @@ class RankRecord:
 def at_fault(states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that hold up the job, as far as the states show them.
 
-    These are ranks that give no sign of life; else ranks that have left after fewer batches than others have begun;
-    else ranks that are busy in a batch, but for those that have begun with it only lately and so make progress; else
-    ranks that have left or are outside a batch.
+    These are the first of the following kinds that exists: ranks without a sign of life; ranks that have left after
+    fewer batches than others have begun; ranks that are busy in a batch, unless their action began only lately; ranks
+    that have left or are outside a batch.
     """
     everyone = list(states.values())
     batches = max((one.batch for one in everyone), default=0)

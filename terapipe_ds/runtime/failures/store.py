@@ -1,4 +1,4 @@
-"""Tell the watch-dogs of a job of one another: states, signs of life, and the first failure.
+"""Let the watch-dogs of a job exchange states, signs of life, and the first failure.
 
 They use a clone of torch's default store, because the main thread may be busy in that store. The process that serves
 the store may not answer: so one thread does all the asking, and the others wait for its answer for a limited time.
@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 class Failure(NamedTuple):
-    """Why a rank ends. With `stalled` the error is its report on all ranks."""
+    """Say why a rank ends. With `stalled` the error is its report on all ranks."""
 
     rank: int
     stage_id: int
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 class _Beat(NamedTuple):
-    """Give a sign of life: its number, since when the rank does what it does, and where it is unless in a batch."""
+    """Hold a sign of life: its number, the seconds since the action began, and where the rank is ("" in a batch)."""
 
     number: int
     for_s: float

@@ -81,7 +81,7 @@ class Trials:
 
         name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
         texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
-        told = {rank: json.loads(text) for rank, text in texts.items()}  # a failure, and of which trial
+        told = {rank: json.loads(text) for rank, text in texts.items()}  # the failure (or None) and its trial
         others = [f"{at}, on rank {r} ({failed or 'came through'})" for r, (failed, at) in told.items() if at != what]
         if others:  # what failed there was no trial, or the next one here: the ranks would wait for each other
             raise TrialError(

@@ -81,7 +81,7 @@ class AutoPlanner:
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int]
     ) -> dict[int, Choice]:
-        """Return the choice for each length in `shapes` but those in `besides`; plan new ones. A collective."""
+        """Return the choice for each length in `shapes` that is not in `besides`; plan missing ones. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
         while length := self._longest_without_choice(lengths):
             self._choices[self._key(length)] = self._choose(length, drawn, shapes)
@@ -228,7 +228,7 @@ def key_of(stage: StageToPlan, length: int, rows: int) -> ProfileKey:
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
     profile = Profile.load(path)
-    # costs of layers that were cut otherwise are told from the share that each has of its part
+    # if layers were cut otherwise, their costs follow from the share that each layer has of its part
     layers = profile.key.layers_fingerprint
     can_be_recut = layers is not None and layers == key.layers_fingerprint
     can_be_recut = can_be_recut and all(part.layer_shares is not None for part in profile.parts)

@@ -128,7 +128,7 @@ class Plans:
         }
 
     def resume(self, tag: str, described: Mapping[str, Any]) -> None:
-        """Log, after a checkpoint was loaded, at the first batch of each length whether it runs in another way."""
+        """Log at the first batch of each length whether it runs in another way than in the loaded checkpoint."""
         plans = described.get("plans")
         self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
 

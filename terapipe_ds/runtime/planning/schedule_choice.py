@@ -131,8 +131,8 @@ def _gain(best: PlanResult, result: PlanResult) -> float:
 class Cuts:
     """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`, which has `layout`.
 
-    `parts` and `memory` were measured by the cut that `module` has, or `parts` by any where the shares of layers are
-    known.
+    `parts` and `memory` were measured with the cut of `module`. If the shares of layers are known, `parts` may be of
+    any cut.
     """
 
     def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: MemoryModel | None) -> None:
@@ -215,7 +215,7 @@ def first_layout(
 
     Args:
         raw: DeepSpeed's config.
-        parameters, optimizer: as of `deepspeed.initialize`; made of layers, they may keep these where they are.
+        parameters, optimizer: as of `deepspeed.initialize`; if they are made of layers, the layers may have to stay.
 
     Raises:
         TeraPipeConfigError: the schedule has no layout on so many stages.

@@ -137,7 +137,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
 
 
 def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], lengths: Sequence[int]) -> dict[int, Specs]:
-    """Return what this stage's parts, and the parts before them, send. Part by part, which warms the slices up."""
+    """Return what this stage's parts, and the parts before them, send. Running the parts also warms slices up."""
     stage_id, layout, groups = stage.engine.stage_id, stage.layout, stage.groups
     specs: dict[int, Specs] = {part_id: {} for part_id in range(layout.num_parts)}
     for tokens in lengths:
@@ -286,8 +286,8 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
 def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:
     """Return fixed bytes, bytes per token and per token of prefix that reach three measured numbers of bytes.
 
-    These are of the smallest slice at the sequence's begin and at its end, where it has little to hide the prefix's
-    gradients behind, and of the whole sequence. Peaks are maxima of such lines, so those between lie below.
+    The three are of the smallest slice at the start of the sequence, of the same slice at its end, where the gradients
+    of the prefix show most, and of the whole sequence. Peaks are maxima of such lines, so those between lie below.
     """
     per_token = max(0.0, (whole - small) / (length - smallest)) if length > smallest else 0.0
     fixed = max(0.0, small - per_token * smallest)

@@ -95,7 +95,7 @@ def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSa
 
 
 def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
-    """Return where the profile of `key` is kept; `run` has what else times, points and memory figures depend on."""
+    """Return the path of the profile of `key`; `run` has all else that its numbers depend on."""
     text = json.dumps([dataclasses.asdict(key), dict(run)], sort_keys=True)
     return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 

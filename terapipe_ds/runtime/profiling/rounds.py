@@ -33,11 +33,11 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 8
 WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
 LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
-_DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
+_DISTURBED = 0.02  # of its time: a run that lost this much more than the least disturbed one does not count
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 _QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
-_RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
+_RUNS = 2  # of that slice: their forwards and backwards together cost one and a half unsliced forwards
 _WITHOUT = (
     'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
 )
@@ -255,7 +255,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def noise_warning(samples: Sequence[CostSample]) -> str | None:
-    """Return a sentence where the spread is too wide for a plan that could be trusted; None where it is not."""
+    """Return a warning if the spread is too wide for a plan to be trusted, else None."""
     by_spread = sorted((max(s.forward_spread, s.backward_spread), s.tokens, s.prefix) for s in samples)
     wide = [entry for entry in by_spread if entry[0] > WIDE_SPREAD]
     if len(wide) * 2 <= len(samples):
@@ -276,9 +276,9 @@ def layer_shares(
 ) -> tuple[LayerShare, ...] | None:
     """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
 
-    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
-    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store. With
-    `trials` this is a collective of tensor-parallel peers, which all have no shares where one of them fails.
+    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. A part
+    that trains as a whole may fail layer by layer. Shares are a hint, so a failure only gives a warning, None and an
+    empty store. With `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
 
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.

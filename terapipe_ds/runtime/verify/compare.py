@@ -1,7 +1,7 @@
 """Compare results that are equal but for rounding.
 
-Sums over a whole sequence and over its slices have other orders, and fused kernels round other intermediate results.
-Such results differ by some units of precision; a fault, where slices see other tokens, shows as much more.
+A whole sequence and its slices are summed in different orders, and fused kernels round at different places. Such
+results differ by a few units of precision. A fault makes slices see other tokens, and the difference is much larger.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: boo
 
 @dataclass(frozen=True)
 class Difference:
-    """Describe what differs, by how much, and which tokens (a mask) where it has tokens."""
+    """Describe which result differs, by how much, and in which tokens (a mask) if it has tokens."""
 
     what: str  # "output" | "input gradient" | "gradient of NAME" | "the loss" | "the gradient of the loss"
     largest: float
@@ -68,7 +68,7 @@ def compare_tokens(what: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> Dif
     """Compare each token of `a` with that of `b`, both [tokens, ...]: one wrong token must not drown in many."""
     apart, norms, largest = _sizes(a, b)
     relative = apart / norms.clamp_min(max(tolerance.floor * float(norms.max()), _SMALLEST))
-    wrong = ~(relative <= tolerance.relative)  # also where it is no number
+    wrong = ~(relative <= tolerance.relative)  # NaN counts as wrong
     if not bool(wrong.any()):
         return None
     return Difference(what, float(largest[wrong].max()), float(relative[wrong].max()), tolerance.relative, wrong.cpu())

@@ -50,8 +50,8 @@ _UNWEIGHTED = (
 class FirstBatchCheck:
     """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced.
 
-    It compares layers where the config says so, and the loss in any case; where the loss has no value there, on a later
-    batch. Parameters, gradients, buffers, random numbers and the data stay as they are.
+    It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, a later
+    batch is used. Parameters, gradients, buffers, random numbers and the data stay as they are.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class FirstBatchCheck:
         self._later_labels: LossCheck | None = None  # waits for a batch that tells how the loss reduces
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
-        """Check the first batch, where this is the first; with `ends` a whole micro-batch, and then end the process.
+        """Check the first batch, if this is it. With `ends`, check a whole micro-batch and then end the process.
 
         Raises:
             TeraPipeConfigError: on every rank, where it is unknown how tuples of labels weigh the losses of slices.
@@ -142,7 +142,7 @@ class FirstBatchCheck:
         return result
 
     def _compare_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], result: Findings) -> None:
-        """Find what the labels of other micro-batches tell of the loss, where those of the cut do not."""
+        """Check the loss with the labels of other micro-batches, if the labels of the cut do not suffice."""
         try:
             for labels in (one.labels for one in micro_batches if one.labels is not None):
                 self.look_at_labels(labels)
@@ -152,7 +152,7 @@ class FirstBatchCheck:
     def _choose_cut(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
     ) -> tuple[int, Cut, list[Finding]]:
-        """Let the stage of the loss choose the first micro-batch in which labels count, else the first, and its cut."""
+        """Choose, on the stage of the loss, a micro-batch (the first one in which labels count, if any) and its cut."""
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
         choices: list[tuple[int, Cut, list[Finding]]] = []
@@ -271,7 +271,7 @@ def _is_own(layer: Any) -> bool:
 
 
 def _is_as_built(module: nn.Module) -> bool:
-    """Return whether no forward, hook, parametrization or function in an attribute (an activation) is of others."""
+    """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
     own = vars(module)
     functions = [value for value in own.values() if callable(value)]
     hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]

@@ -93,7 +93,7 @@ class LayerCheck:
         return slicing.ranks.first(self._compare_gradients(self._backwards(slicing, parts, gradients), expected))
 
     def _run_whole(self) -> _Forward:
-        """Run the whole sequence; in evaluation mode where the layer draws random numbers: slices draw other ones."""
+        """Run the whole sequence; in evaluation mode if the layer draws random numbers, as slices draw other ones."""
         before = _random_states(self.stage)
         [run] = self._forwards(self.slicing.whole())
         self.is_random = not all(map(torch.equal, before, _random_states(self.stage)))
@@ -187,7 +187,7 @@ class LayerCheck:
 def _compare_output(
     whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing
 ) -> tuple[TensorLayout, Difference | None]:
-    """Return the layout of an output (of several one by which it agrees), and the difference, if any."""
+    """Return the layout of an output (if several are possible, one without a difference), and the difference."""
     pairs: list[tuple[TensorLayout, Difference | None]] = []
     for layout in slicing.layouts_of(whole, parts):  # all: tensor-parallel ranks do the same
         joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])

@@ -25,7 +25,7 @@ _CANNOT = (
     "if a token's loss depends on other tokens in any other way (labels shifted in loss_fn, the root of a mean, a "
     "contrastive loss, a statistic of the batch), shift labels in the data, or set terapipe.slices to 1"
 )
-_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # of its terms' size: a loss below has rounding of its terms and little else
+_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # of the size of its terms: a smaller loss is mostly rounding
 _TOKENS = 64  # of the outputs that are kept for later labels
 _EVEN = 0.01  # with smaller differences between the slices' shares, rounding hides which mean it is
 
@@ -126,8 +126,8 @@ def kept_for_later(check: LossCheck) -> LossCheck | None:
     """Return a check that waits for a batch with ignored labels, with the first tokens of the outputs.
 
     While every label counts, a mean over the valid labels and a mean over all tokens are the same number, so that the
-    first batch cannot tell which one `loss_fn` is. None where it could, or nothing can be compared: under tensor
-    parallelism ranks would have to compare together while each draws its data.
+    first batch cannot tell which one `loss_fn` is. Return None if it could, if nothing can be compared, or under
+    tensor parallelism: ranks would have to compare together while each draws its data.
     """
     outputs, slicing = check.outputs, check.slicing
     is_settled = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"

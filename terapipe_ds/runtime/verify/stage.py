@@ -38,7 +38,7 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Name a layer, or the loss, that differs; or one that `raised` an error of that class."""
+    """Name a layer, or the loss, that differs or that raised an error of the class `raised`."""
 
     layer_id: int
     layer: str
@@ -84,7 +84,7 @@ class Findings:
         )
 
     def text(self, took_s: float, only_loss: bool = False) -> str:
-        """Return one finding a line; one line of what was covered where there are none."""
+        """Return one line per finding; without findings, one line that says what was covered."""
         cut = self.cut
         if cut is None:
             return "verify: nothing to compare, every sequence runs in one slice"

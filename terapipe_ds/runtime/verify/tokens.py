@@ -61,14 +61,14 @@ class TokenDim:
     shared_by: int = 1  # ranks, each of which has a share of the tokens under sequence parallelism
 
     def tokens_first(self, tensor: Tensor) -> Tensor:
-        """Return [tokens, ...]."""
+        """Return `tensor` as [tokens, ...]."""
         if self.rows == 1:
             return tensor.movedim(self.dim, 0)
         sizes = (self.rows, -1) if self.rows_first else (-1, self.rows)
         return tensor.unflatten(self.dim, sizes).movedim(self.dim + int(self.rows_first), 0)
 
     def tokens_back(self, tensor: Tensor) -> Tensor:
-        """Return what `tokens_first` was made of."""
+        """Return the tensor in its own layout again: the inverse of `tokens_first`."""
         if self.rows == 1:
             return tensor.movedim(0, self.dim).contiguous()
         return tensor.movedim(0, self.dim + int(self.rows_first)).flatten(self.dim, self.dim + 1).contiguous()

@@ -24,12 +24,12 @@ _REMEDIES: dict[type[OSError], str] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, without the usage that would bury it."""
+        """Print one line and exit with code 2, without the usage that would bury it."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, or 2 after an error, which is told in one line on stderr."""
+    """Run one command; return exit code 0, or 2 after an error, printed as one line on stderr."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:

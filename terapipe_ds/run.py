@@ -36,7 +36,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--verify` is in front of the script, and the arguments without it; behind, it is the script's."""
+    """Return whether `--verify` is in front of the script, and the arguments without it; after the script it stays."""
     front = 0
     while front < len(arguments) and arguments[front].startswith("-"):
         if arguments[front] == "--verify":

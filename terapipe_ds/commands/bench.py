@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     result = {"command": command_line(arguments.words), **_measure(options)}
-    if options.as_json:  # first: whatever the table and the report come to, the figures are kept
+    if options.as_json:  # first, so that the figures are kept even if the table or the report fails
         from terapipe_ds.files.atomic import write_text
 
         write_text(options.as_json, json.dumps(result, indent=1, allow_nan=False))
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _report_of(options: BenchOptions, result: str) -> None:
-    """Write the report of a result that was kept. Other options are refused: they are those of a run."""
+    """Write the report of a kept result; refuse all other options, which belong to a run."""
     from terapipe_ds.bench.report import load_result, write_report
 
     given = [options.name_of(name) for name in options.given if name not in ("result", "html")]
@@ -156,7 +156,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     from terapipe_ds.bench.run import run_benchmark
 
     if options.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
     job = job_of(options)
     if options.check_replay and job.device != "cpu":
         raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
@@ -186,7 +186,7 @@ def job_of(options: BenchOptions) -> Job:
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
     if ds_config is not None and options.slices is None and options.schedules is None:
         cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, options.systems))))
-    # A preset's competitor for some accumulations runs at all others as well.
+    # What runs at the preset's largest accumulation runs at those it lacks, too.
     more, most = [m for m in accumulations if m not in preset.accumulations], max(preset.accumulations)
     cases = tuple(
         dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
@@ -200,7 +200,7 @@ def job_of(options: BenchOptions) -> Job:
 
 
 def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:
-    """Refuse in one line what ranks would find, each of them, after seconds."""
+    """Refuse in one line what every rank would refuse seconds later."""
     from terapipe_ds.bench.cases import num_layers
     from terapipe_ds.bench.ranks import gpt_config
     from terapipe_ds.models.gpt import GPTConfigError
@@ -245,7 +245,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
 
 
 def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
-    """Return what the config's own section says, as a competitor; refuse orders that the benchmark does not run."""
+    """Return the run that the config's own section describes; refuse orders that the benchmark lacks."""
     from terapipe_ds.bench.cases import AUTO, PLAN, Case
     from terapipe_ds.config import TeraPipeConfig
 
@@ -288,7 +288,7 @@ def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
 
 
 def _check_devices(job: Job) -> None:
-    """Refuse to run without a device for each stage, or one for all of several."""
+    """Refuse to run unless each stage has a device, or several share one."""
     if job.share_device and (job.device == "cpu" or job.work.stages == 1):
         why = "--device cpu has no device to share" if job.device == "cpu" else "one stage shares with no other"
         raise CommandError(f"--share-device: {why}; give --device cuda and --stages 2 or more, or leave it out")

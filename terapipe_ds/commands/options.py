@@ -85,7 +85,7 @@ class Panel(NamedTuple):
     kind: Literal["titled", "at most one", "exactly one"] = "titled"
 
     def add_to(self, parser: argparse.ArgumentParser) -> Any:
-        """Return argparse's counterpart: the parser itself for what has no title."""
+        """Return argparse's group, or the parser itself where there is no title."""
         if self.kind != "titled":
             return parser.add_mutually_exclusive_group(required=self.kind == "exactly one")
         return parser.add_argument_group(self.title) if self.title else parser
@@ -130,13 +130,13 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
-        """Return the options that argparse has parsed, or refuse the first that cannot be."""
+        """Return the options that argparse has parsed; refuse the first invalid one."""
         try:
             return cls(**{name: value for name, value in vars(arguments).items() if name in cls.model_fields})
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
             context = mistake.get("ctx", {})
-            if isinstance(context.get("error"), CommandError):  # which says it all
+            if isinstance(context.get("error"), CommandError):  # complete as it is
                 raise context["error"] from None
             allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
             given = f"{cls.name_of(str(mistake['loc'][0]))} {_show(mistake['input'])}"
@@ -150,11 +150,11 @@ class Options(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that were given, in the order of the fields."""
+        """Return the options that were given, in field order."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def filled(self, *sources: Mapping[str, Any]) -> Self:
-        """Return the options where one that was not given has the value of the first source that knows it."""
+        """Return the options; each one not given has its value from the first source that has one."""
         known = ChainMap(*map(dict, sources))
         missing = type(self).model_fields.keys() - self.model_fields_set
         return self.model_copy(update={name: known[name] for name in missing & known.keys()})
@@ -192,7 +192,7 @@ _DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
 
 
 def _read_options(texts: list[str]) -> dict[str, Any]:
-    """Return what `--option NAME=VALUE`, once for each, says."""
+    """Return the values of all `--option NAME=VALUE` by name."""
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -236,7 +236,7 @@ class ScheduleOptions(Options):
         return load(path)
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:
-        """Return the schedule of the options, with so many slices of each micro-batch, or one number for each."""
+        """Return the schedule of the options; `num_slices` is one number, or one for each micro-batch."""
         from terapipe_ds.schedule import build
 
         if self.stages is None:

@@ -25,7 +25,7 @@ _WHAT, _BATCH, _SEARCH, _OUTPUT = map(Panel, ("model and devices", "training", "
 
 
 class PlanOptions(Options):
-    """What is planned for, what is tried, and what is written. No model, no device and 0 are not known yet."""
+    """What is planned for, what is tried, and what is written. An empty name or 0 is not known yet."""
 
     model: Text = _WHAT.option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="")
     device: Text = _WHAT.option("a device card: v100, a100, h100, h200, ...", "NAME", default="")
@@ -59,7 +59,7 @@ class PlanOptions(Options):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What the costs and the memory of a part depend on besides model, device and dtype."""
+        """Return what a part's costs and memory depend on besides model, device and dtype."""
         return {
             "micro_batch": self.micro_batch_size,
             "tensor_parallel": self.tensor_parallel,
@@ -68,7 +68,7 @@ class PlanOptions(Options):
 
     @property
     def granule(self) -> int:
-        """Where slices may end, with sequence parallelism. The default is no larger than the sequence."""
+        """Return the tokens at whose multiples slices end; the default is at most the sequence."""
         from terapipe_ds.config import TeraPipeConfig
         from terapipe_ds.planner import granularity_for
 
@@ -116,7 +116,7 @@ def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
 
 
 def from_config(path: str | None) -> dict[str, Any]:
-    """Return what a DeepSpeed JSON says; its terapipe section is validated as the engine does, enabled or not."""
+    """Return what a DeepSpeed JSON says; its terapipe section is validated as by the engine, even if disabled."""
     if path is None:
         return {}
     from terapipe_ds.config import TeraPipeConfig
@@ -142,7 +142,7 @@ def from_config(path: str | None) -> dict[str, Any]:
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured; no option makes other costs of another dtype or micro-batch size.
+    """Return what was measured; no option can turn it into another dtype or micro-batch size.
 
     The stages are not guessed where a profile of an earlier version counts parts only: one that was measured between
     stages (it has links) may have had several on each.
@@ -183,7 +183,7 @@ class PlanSetup:
 
     @property
     def title(self) -> str:
-        """The heading of what is printed."""
+        """Return the printed heading."""
         options, micro_batches = self.options, many(self.options.micro_batches, "micro-batch")
         parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
         parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
@@ -192,7 +192,7 @@ class PlanSetup:
 
     @property
     def limit_bytes(self) -> float | None:
-        """The memory of a device, by the options or by its card; None where nothing is known."""
+        """Return a device's memory by the options or its card; None where it is unknown."""
         from terapipe_ds.costs.devices import device_card
 
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
@@ -201,7 +201,7 @@ class PlanSetup:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """What every search of the planner takes."""
+        """Return what every search takes."""
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
@@ -237,7 +237,7 @@ def _counted(options: PlanOptions) -> PlanSetup:
 
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
-    """Count the parts' parameters over the card's link, Adam, and the reduction over replicas (a ring)."""
+    """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
     from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize
 
     replicas = options.data_parallel
@@ -290,7 +290,7 @@ def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
 
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
-    """Count memory by the number of parts."""
+    """Return the function from parts to memory."""
     from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 

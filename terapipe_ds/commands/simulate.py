@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
-    """Return what the command prints with --json; seconds and bytes."""
+    """Return what --json prints, in seconds and bytes."""
     names, path = ("stage_id", "action", "start_s", "end_s"), timeline.critical_path or ()
     return {
         "schedule": timeline.name,
@@ -188,7 +188,7 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 
 
 def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> tuple[Any, MemoryModel | None]:
-    """Return the costs, and with `--model` the bytes counted for Adam, without ZeRO and activation checkpointing."""
+    """Return the costs; with `--model` also bytes, counted for Adam without ZeRO or checkpointed activations."""
     if options.profile is not None:
         from terapipe_ds.costs.fitted import CostModel
         from terapipe_ds.costs.profile import Profile

@@ -87,7 +87,7 @@ def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
 
 
 def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> file, of all files named and of all in the directories named."""
+    """Return step -> rank -> file for all named files and all files in named folders."""
     from terapipe_ds.timeline import parse_file_name
 
     steps: dict[int, dict[int, Path]] = {}
@@ -121,7 +121,7 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
 
 
 def _merge_replica(files: dict[int, Path]) -> Timeline:
-    """Return the timeline of one pipeline: of the ranks that hold the same stage, the lowest."""
+    """Return the timeline of one pipeline: each stage is read from its lowest rank."""
     from terapipe_ds.timeline import Timeline
 
     chosen: dict[int, Timeline] = {}

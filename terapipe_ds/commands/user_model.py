@@ -22,7 +22,7 @@ MAX_TOKENS, MAX_THREADS = 2**26, 4096
 class DeepSpeedJson:
     """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
 
-    All methods raise CommandError where a key has a value that cannot be.
+    All methods raise CommandError where a key has an impossible value.
     """
 
     content: dict[str, Any]
@@ -37,7 +37,7 @@ class DeepSpeedJson:
         return value
 
     def fixed_number(self, key: str, least: int = 1) -> int:
-        """Return an integer that nothing fills in here: "auto" is refused. `least` where the config has none."""
+        """Return an integer, or `least` where the config has none; refuse "auto", which nothing fills in."""
         if self._value(key) == "auto":
             raise CommandError(f"{key} = 'auto' in --config: give an integer >= {least}")
         number = self.number(key, least)
@@ -45,12 +45,12 @@ class DeepSpeedJson:
 
     @property
     def precision(self) -> str | None:
-        """The section that is switched on, "bf16" or "fp16"."""
+        """Return the enabled one of "bf16" and "fp16"."""
         return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)
 
     @property
     def dtype(self) -> str:
-        """What the config trains in, as torch calls it."""
+        """Return torch's name of the dtype in training."""
         return DTYPE_NAMES[self.precision or "fp32"]
 
     def _value(self, key: str) -> Any:

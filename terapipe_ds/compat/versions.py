@@ -47,7 +47,7 @@ def check_versions(versions: Mapping[str, str] | None = None, python: str | None
     """Return one warning for each package, or Python itself, whose version is not tested; none when all are.
 
     A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a version before its
-    release ("2.15.0rc1") is not tested. None asks the installation, and the interpreter.
+    release ("2.15.0rc1") is not tested. None stands for what is installed and running.
     """
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion

@@ -181,7 +181,7 @@ class TeraPipeConfig(_StrictModel):
             raise TeraPipeConfigError(f"{_shown(getattr(self, key), key)}: {error}") from None
 
     def granularity_for(self, sequence_length: int) -> int:
-        """Return by what sequences of that length are cut.
+        """Return the tokens at whose multiples such sequences are cut.
 
         A default never refuses: where the config does not set `granularity_tokens`, it is halved until the number of
         slices fits, and never larger than the sequence.
@@ -214,16 +214,16 @@ class TeraPipeConfig(_StrictModel):
 
     @property
     def is_stock_order(self) -> bool:
-        """True for `"slices": 1, "schedule": "1f1b"`, DeepSpeed's own order: a batch may be anything that it takes."""
+        """Return whether this is `"slices": 1, "schedule": "1f1b"`, DeepSpeed's own order, which takes any batch."""
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
     @property
     def is_one_slice(self) -> bool:
-        """True where each sequence goes in one slice, in whatever order; not with "auto", which tries several."""
+        """Return whether each sequence is one slice, in any order; False with "auto", which tries several."""
         return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
 
     def options_of(self, schedule: str) -> dict[str, Any]:
-        """Return what `schedule.build` takes for the schedule of this name: nothing, but for the one of the config."""
+        """Return the options of this schedule for `schedule.build`: none, unless it is the schedule of the config."""
         return dict(self.schedule_options) if schedule == self.schedule else {}
 
     def fingerprint(self) -> str:

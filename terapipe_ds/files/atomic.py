@@ -44,7 +44,7 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
 
 
 def check_writable(path: PathLike) -> None:
-    """Raise OSError, naming `path`, where `write_atomically` could not begin. Permissions do not tell: root has all."""
+    """Raise OSError, naming `path`, where `write_atomically` could not begin: it tries, as root has all permissions."""
     if _is_special(Path(path)):
         return
     temporary = _temporary(path)
@@ -70,7 +70,7 @@ def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:
 
 
 def sync(path: PathLike) -> None:
-    """Wait until the disk has a file, or the names in a folder. File systems that cannot say are believed."""
+    """Wait until the disk has a file, or the names in a folder. A file system that cannot tell is trusted."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # of a folder on some network file systems

@@ -9,7 +9,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.engine.batch_results import accumulated, joined
+from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.engine.batch_results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
 
 PLAN = SlicePlan((4, 2, 1))
@@ -18,6 +19,17 @@ WEIGHTS = (0.5, 0.0, 0.25)
 
 def cut(whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
     return list(whole.split(list(PLAN.lengths), dim=dim))
+
+
+@pytest.mark.parametrize("has_labels", [(True, True), (True, False), (False, False)])
+def test_replicas_reduce_losses_of_one_dtype(has_labels: tuple[bool, bool]) -> None:
+    """A slice without labels counts as a zero in fp32, one with labels has the dtype of `loss_fn`."""
+    logits = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    losses = [weighted_loss(logits, None, 0.5 * has, lambda logits, _: logits.mean()) for has in has_labels]
+    total = sum_of_slices(losses)
+    assert (total.dtype, total.requires_grad) == (torch.float32, False)
+    expected = 0.5 * logits.detach().mean().float() * sum(has_labels)
+    torch.testing.assert_close(total, expected, rtol=2**-8, atol=0.0)
 
 
 class TestJoined:

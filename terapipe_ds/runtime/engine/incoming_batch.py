@@ -33,12 +33,12 @@ class IncomingBatches:
             to_plan.groups.place(layout, stage.stage_id),
             layout,
             plans.cuts,
-            engine.slice_length_multiple,
+            to_plan.token_multiple,
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
         )
-        self._source.also_agree_on("slice_length_multiple", str(engine.slice_length_multiple))
+        self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from terapipe_ds.files.bounded import read_bytes
+
 from .action import Action, Kind, ScheduleError
 from .placement import Placement, loop
 from .schedule import Schedule
@@ -85,7 +87,7 @@ def load(path: str | Path) -> Schedule:
     path = Path(path)
     shown = str(path) if str(path).isprintable() else repr(str(path))
     try:
-        return from_csv(path.read_text(encoding="utf-8"), name=path.stem)
+        return from_csv(read_bytes(path).decode(), name=path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{shown}: {error.reason}", error.picture) from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character

@@ -12,13 +12,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from terapipe_ds.files.atomic import write_text
 
@@ -53,35 +52,18 @@ class Doing:
     wait: Wait | None = None
     opening: bool = False  # draws data and meets the other ranks, which may be busy outside a batch
     is_long: bool = False  # a call outside a batch that may take long: saving a checkpoint
-    draws: bool = False  # waits in the user's iterator, which has a limit of its own
     since_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         return f"at {self.action}, waiting for {self.wait.text}" if self.wait else f"running {self.action}"
 
 
-def printable(text: str, also: str = "") -> str:
-    """Return `text` without the characters that move a cursor, colour a terminal or turn the direction of writing."""
-    return "".join(letter if letter.isprintable() or letter in also else "\ufffd" for letter in text)
-
-
-def _printable_lines(text: str) -> str:
-    return printable(text, also="\n\t")
-
-
-Line = Annotated[str, AfterValidator(printable)]
-Lines = Annotated[str, AfterValidator(_printable_lines)]
-Count = Annotated[int, Field(ge=0)]
-FROM_A_STORE = ConfigDict(strict=True, allow_inf_nan=False)
-
-
 @dataclass(frozen=True)
 class PastAction:
     """Describe an action of the past: its start on the wall clock; without a duration it still goes on."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FROM_A_STORE
-    action: Line
-    waited_for: Line
+    action: str
+    waited_for: str
     start_s: float
     duration_s: float | None
 
@@ -94,17 +76,16 @@ class PastAction:
 class RankState:
     """Hold what a rank publishes of itself."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FROM_A_STORE
-    rank: Count
+    rank: int
     stage_id: int
-    doing: Line = ""  # in words; "" outside a batch
+    doing: str = ""  # in words; "" outside a batch
     waits_for_ranks: tuple[int, ...] = ()  # that send what it waits for, as far as they are known
     is_busy: bool = True  # it waits for no other rank, as far as that can be told
-    batch: Count = 0  # how many it has begun
+    batch: int = 0  # how many it has begun
     for_s: float = 0.0  # since when it does this
-    stack: Lines = ""  # the innermost calls of the main thread; "" while nothing takes long
-    recent: Annotated[tuple[PastAction, ...], Field(max_length=KEPT_ACTIONS)] = ()  # the oldest first, if it takes long
-    ended: Line = ""  # why it has left the job; "" while it runs
+    stack: str = ""  # the innermost calls of the main thread; "" while nothing takes long
+    recent: tuple[PastAction, ...] = ()  # what it did before, the oldest first; empty while nothing takes long
+    ended: str = ""  # why it has left the job; "" while it runs
     silent: bool = False  # it gives no sign of life; the rest is what it published last
 
     @property
@@ -144,15 +125,6 @@ class RankRecord:
         self._main_thread = threading.get_ident()
         self._batches += doing.opening
         self.now(doing)
-
-    @contextmanager
-    def aside(self, doing: Doing) -> Iterator[None]:
-        """Note what the main thread does for a while, and then that it goes on; this is no entry among the last actions."""
-        before, self.doing = self.doing, doing
-        try:
-            yield
-        finally:
-            self.doing = replace(before, since_s=time.monotonic())
 
     def now(self, doing: Doing) -> None:
         """Note what the main thread does from now on."""
@@ -228,16 +200,9 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     return [one.rank for one in next(filter(None, suspects), [])]
 
 
-def stall_report(
-    states: Mapping[int, RankState], limit_s: float, asynchronous: bool, key: str = "stall_timeout_s"
-) -> str:
-    """Return the whole report. Without states no rank can be asked.
-
-    Args:
-        key: of the section, which sets the limit.
-        asynchronous: the device runs behind the host.
-    """
-    head = f"no progress for {limit_s:g} s (terapipe.{key}):"
+def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynchronous: bool) -> str:
+    """Return the whole report. `asynchronous`: the device runs behind the host. Without states no rank can be asked."""
+    head = f"no progress for {stall_timeout_s:g} s (terapipe.stall_timeout_s):"
     if not states:
         return (
             f"{head} and what the others do is not known, because the store of the job does not answer. Rank 0, or the "

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("terapipe_ds")
 
 
 def first_line(error: Exception) -> str:
     """Kind of the error and how its text begins, for a line of the log."""
     return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+
+
+WRITABLE = "give a folder that this rank may write and that has room, or leave the key out"
+"""What to do about a file that could not be written."""
+
+
+class Diagnostic:
+    """Let what only observes a training fail without ending it: its first failure is a warning, the next are not told.
+
+    Args:
+        what: names the thing that is observed or kept, and the key that asks for it.
+        remedy: says what to do about a failure.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what, self._remedy, self._is_told = what, remedy, False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run what is inside; an error ends that alone."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_told:
+                self._is_told = True
+                logger.warning("%s: %s. The training goes on without; %s", self._what, first_line(error), self._remedy)
 
 
 def show_log(rank: int) -> None:
@@ -16,7 +46,6 @@ def show_log(rank: int) -> None:
     The choice of the attention kernel and the slice plan belong in a run's output. A program that configures logging
     itself keeps its own handlers and levels.
     """
-    logger = logging.getLogger("terapipe_ds")
     if logger.hasHandlers():
         return
     handler = logging.StreamHandler()

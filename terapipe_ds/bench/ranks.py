@@ -6,6 +6,7 @@ import datetime
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -67,9 +68,12 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         shared = (str(Path(folder) / "store"), *arguments)
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
-        for process in ranks:
-            process.start()
+        # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            for process in ranks:
+                process.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # in this order: the last rank may end between two looks, and the wait would be for none
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
                 connection.wait(running)
@@ -78,8 +82,10 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
                 raise RankError(failed[0], _exit_codes(ranks))
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:

@@ -24,6 +24,7 @@ from .validate import validate
 Entry = TypeVar("Entry")
 
 _PLACEMENT = "placement"
+_MAX_CELLS = 1_000_000
 _PARTS = re.compile(r"(0|[1-9][0-9]{0,8})(/(0|[1-9][0-9]{0,8}))*")
 
 
@@ -134,6 +135,9 @@ def _read_placement(row: list[str], num_stages: int) -> Placement:
 
 
 def _read_rows(text: str) -> list[list[str]]:
+    cells = text.count(",") + text.count("\n")
+    if cells > _MAX_CELLS:
+        raise ScheduleError(f"the CSV has about {cells:,} cells, more than {_MAX_CELLS:,}: give a shorter schedule")
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
@@ -154,7 +158,7 @@ def _read_rows(text: str) -> list[list[str]]:
 def _without_end(entries: list[Entry]) -> list[Entry]:
     """Return a list without its empty last entries."""
     while entries and not entries[-1]:
-        entries = entries[:-1]
+        entries.pop()
     return entries
 
 

@@ -14,20 +14,15 @@ def first_line(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
 
 
-WRITABLE = "give a folder that this rank may write and that has room, or leave the key out"
-"""What to do about a file that could not be written."""
-
-
 class Diagnostic:
-    """Let what only observes a training fail without ending it: its first failure is a warning, the next are not told.
+    """Let what only observes a training fail without ending it: the first failure is a warning.
 
     Args:
-        what: names the thing that is observed or kept, and the key that asks for it.
-        remedy: says what to do about a failure.
+        place: names the key of the config, and the folder or file that is written.
     """
 
-    def __init__(self, what: str, remedy: str) -> None:
-        self._what, self._remedy, self._is_told = what, remedy, False
+    def __init__(self, place: str) -> None:
+        self._place, self._is_told = place, False
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -36,8 +31,9 @@ class Diagnostic:
             yield
         except Exception as error:
             if not self._is_told:
-                self._is_told = True
-                logger.warning("%s: %s. The training goes on without; %s", self._what, first_line(error), self._remedy)
+                remedy = "give a folder that this rank may write and that has room, or leave the key out"
+                logger.warning("%s: %s. The training goes on without; %s", self._place, first_line(error), remedy)
+            self._is_told = True
 
 
 def show_log(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -27,6 +28,9 @@ from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE, SIMULATED
 LIMIT_S, LIMIT_BYTES = 10, 2**30
 MARK = "code-has-run"
 MANY = 40 << 20
+TARGETS = ("/dev/zero", "/dev/urandom", "/nowhere/at/all")
+SIGNS = (b"\n", b",", b'"', b"[", b'{"a":', b"1", b"[],")
+NUMBERS = (10**18, 10**400, 999_999, 0, -1, 1e308, 5e-324, float("nan"), float("inf"))
 
 
 class Program:
@@ -36,16 +40,18 @@ class Program:
         return os.system, (f"touch {MARK}",)
 
 
+@functools.cache
+def bomb() -> bytes:
+    return gzip.compress(bytes(1 << 30), 1)
+
+
 def bind(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path.name)
 
 
 PLACES: dict[str, Callable[[Path], object]] = {
-    **{
-        target: lambda path, to=target: path.symlink_to(to)
-        for target in ("/dev/zero", "/dev/urandom", "/nowhere/at/all")
-    },
+    **{target: lambda path, to=target: path.symlink_to(to) for target in TARGETS},
     "a link to itself": lambda path: path.symlink_to(path),
     "a folder": Path.mkdir,
     "a pipe without a writer": os.mkfifo,
@@ -58,11 +64,11 @@ CONTENTS: dict[str, Callable[[bytes], bytes]] = {  # of what a valid file holds
     "noise": lambda valid: os.urandom(1 << 20),
     "a pickle": lambda valid: pickle.dumps(Program()),
     "a packed pickle": lambda valid: gzip.compress(pickle.dumps(Program())),
-    "a bomb": lambda valid: gzip.compress(bytes(1 << 30), 1),
+    "a bomb": lambda valid: bomb(),
     "half a bomb": lambda valid: gzip.compress(bytes(1 << 20))[:-9],
     "a tag of YAML": lambda valid: f"!!python/object/apply:os.system ['touch {MARK}']".encode(),
     "an expression": lambda valid: f"__import__('os').system('touch {MARK}')".encode(),
-    **{f"{sign!r} without an end": lambda valid, sign=sign: sign * (MANY // len(sign)) for sign in (b"\n", b",", b'"', b"[", b'{"a":', b"1", b"[],")},
+    **{f"{sign!r} without an end": lambda valid, sign=sign: sign * (MANY // len(sign)) for sign in SIGNS},
     "too many lists": lambda valid: b"[%s[]]" % (b"[]," * (MANY // 3)),
     "lists, as many as may be": lambda valid: b"[%s[]]" % (b"[]," * 490_000),
     "objects, as many as may be": lambda valid: b"[%s{}]" % (b'{"a":0},' * 490_000),
@@ -104,7 +110,7 @@ def repeated(times: int) -> Callable[[Any], Any]:
 
 DOCUMENTS: dict[str, Callable[[Any], Any]] = {  # what is JSON, and of the right form
     **{f"{times} times": repeated(times) for times in (3000, 20_000, 100_000)},
-    **{f"{number} everywhere": numbered(number) for number in (10**18, 10**400, 999_999, 0, -1, 1e308, 5e-324, float("nan"), float("inf"))},
+    **{f"{number} everywhere": numbered(number) for number in NUMBERS},
     "orders for the terminal": named("\x1b]0;title\x07\x1b[2J\r"),
     "names of other files": named("../../../../etc/passwd.csv"),
     "long names": named("x" * (1 << 20)),

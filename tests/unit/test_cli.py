@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from terapipe_ds.cli import main
-from terapipe_ds.commands import bench
 from terapipe_ds.schedule import build, from_csv, render, to_csv
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 from terapipe_ds.timeline.export import to_chrome_trace
@@ -391,25 +390,6 @@ def test_an_interrupt_is_one_line() -> None:
         process.send_signal(signal.SIGINT)
         error = process.stderr.read()
     assert (process.returncode, error) == (130, b"terapipe show: interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "said"), [(KeyboardInterrupt, 130, "interr"), (MemoryError, 2, "error: out")]
-)
-def test_what_ends_any_command_is_one_line(
-    raised: type[BaseException],
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def run(arguments: object) -> None:
-        raise raised
-
-    monkeypatch.setattr(bench, "run", run)
-    assert main(["bench"]) == code
-    error = capsys.readouterr().err
-    assert error.startswith(f"terapipe bench: {said}") and error.count("\n") == 1
 
 
 def test_no_help_loads_numpy_and_no_command_here_torch() -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
-from terapipe_ds.runtime.log import WRITABLE, Diagnostic
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule.action import Action, Kind
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
@@ -52,7 +52,7 @@ class Tracer:
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
         self._events: list[TimelineEvent] | None = None
         self._start_s = self._clock_s = 0.0
-        self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}", WRITABLE)
+        self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""

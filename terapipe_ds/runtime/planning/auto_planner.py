@@ -29,7 +29,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import WRITABLE, Diagnostic
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, check_cache, combine, memory_of, read_cache, write_cache
@@ -218,7 +218,7 @@ class AutoPlanner:
         )
         folder = Path(self._config.trace_dir)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
-        with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}", WRITABLE).attempt():
+        with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
             folder.mkdir(parents=True, exist_ok=True)
             simulate(schedule, result.plan, costs).save(folder / name)
 
@@ -307,6 +307,6 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], nu
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)
     if path is not None:
-        with Diagnostic(f"terapipe.planner.cache_dir: cannot write {path}", WRITABLE).attempt():
+        with Diagnostic(f"terapipe.planner.cache_dir: cannot write {path}").attempt():
             write_cache(path, profile)
     return profile

@@ -40,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"terapipe {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    except MemoryError:
-        print(f"terapipe {arguments.command}: error: out of memory; ask for less", file=sys.stderr)
-        return 2
     except (ValueError, OSError, CompatError) as error:
         print(f"terapipe {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
         return 2

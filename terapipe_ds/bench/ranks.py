@@ -70,9 +70,9 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
         # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for process in ranks:
+            process.start()
         try:
-            for process in ranks:
-                process.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # in this order: the last rank may end between two looks, and the wait would be for none
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
@@ -82,10 +82,8 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
                 raise RankError(failed[0], _exit_codes(ranks))
         finally:
             for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                process.kill()
+                process.join()
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:

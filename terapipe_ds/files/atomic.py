@@ -37,12 +37,14 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
         return
     target, temporary = Path(os.path.realpath(path)), _temporary(path)
     try:
-        descriptor = _create(temporary, 0o600 if target.exists() else 0o666)  # no wider than what it replaces
+        old = target.stat() if target.exists() else None
+        descriptor = _create(temporary, 0o666 if old is None else 0o600)  # never wider than what it replaces
         try:
             write(temporary)
+            if old is not None:
+                _take_after(descriptor, old)
             if durable:
                 os.fsync(descriptor)  # opened before the writing, it is told of every error since
-            _take_after(descriptor, target)
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
@@ -79,12 +81,8 @@ def _create(temporary: Path, mode: int) -> int:
     return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
-def _take_after(descriptor: int, target: Path) -> None:
+def _take_after(descriptor: int, old: os.stat_result) -> None:
     """Give a new file the group and the permissions of the file whose place it takes."""
-    try:
-        old = target.stat()
-    except FileNotFoundError:
-        return
     with contextlib.suppress(OSError):  # another group than the process is in, or a file system without owners
         os.fchown(descriptor, -1, old.st_gid)
     with contextlib.suppress(OSError):

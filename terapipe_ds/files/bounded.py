@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_BYTES = 64 * 2**20
-"""No file that this package reads whole is nearly as large: a timeline of 300,000 events is."""
+"""No file that this package reads whole is nearly as large: results and timelines have a tenth of it."""
 
 _GZIP = b"\x1f\x8b"
 

@@ -12,10 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from terapipe_ds.messages import first_repeated, show_key, show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
-MAX_CONTAINERS, MAX_VALUES = (
-    500_000,
-    5_000_000,
-)  # timelines of 500,000 events; a small object takes 600 bytes
+MAX_CONTAINERS, MAX_VALUES = 200_000, 1_000_000  # timelines of 120,000 events; a small object takes 600 bytes
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

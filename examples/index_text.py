@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def write_index(prefix: str | Path, files: Iterable[Path], tokenizer: Any, json_
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     finals = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
-    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in finals]
+    temporaries = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in finals]
     builder = IndexedDatasetBuilder(str(temporaries[0]), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     num_tokens = num_empty = 0
     try:

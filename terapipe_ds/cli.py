@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return exit code 0, or 2 after an error, printed as one line on stderr."""
+    """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C. One line on stderr says why."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(f"terapipe {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError, CompatError) as error:
         print(f"terapipe {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
         return 2

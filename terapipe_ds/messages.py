@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Item = TypeVar("Item", bound=Hashable)
 
 
 def show_value(value: Any, limit: int = 80) -> str:
     """Return `repr` for a message: cut short, and safe for what has none (an int of thousands of digits)."""
     try:
-        text = repr(value)
+        text = repr(value[: limit + 1] if isinstance(value, str) else value)
     except Exception:
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -22,6 +23,16 @@ def show_value(value: Any, limit: int = 80) -> str:
 def show_key(key: Any, limit: int = 80) -> str:
     """Return a key for messages: bare where it is an ordinary word."""
     return key if isinstance(key, str) and key.isprintable() and len(key) <= limit else show_value(key, limit)
+
+
+def first_repeated(items: Iterable[Item]) -> Item | None:
+    """Return the first item that has come before, or None."""
+    seen: set[Item] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
 
 
 def check_count(name: str, value: Any, error: type[ValueError] = ValueError) -> int:

@@ -6,6 +6,7 @@ import datetime
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -67,9 +68,12 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         shared = (str(Path(folder) / "store"), *arguments)
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
+        # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         for process in ranks:
             process.start()
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # in this order: if the last rank ended in between, there would be no rank to wait for
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
                 connection.wait(running)

@@ -6,7 +6,6 @@ a class of `commands.options`. Imports of anything heavy are inside functions: `
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
@@ -15,12 +14,18 @@ class CommandError(ValueError):
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:
-    """Return the object in a JSON file that `option` names; raise CommandError where it holds none."""
+    """Return the object in a JSON file that `option` names.
+
+    Raises:
+        CommandError: no JSON, or no object.
+        OSError: the file cannot be read.
+    """
+    from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import JsonError, parse_json
     from terapipe_ds.messages import show_value
 
     try:
-        content = parse_json(Path(path).read_bytes())
+        content = parse_json(read_bytes(path))
     except JsonError as error:
         raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
     if not isinstance(content, dict):

@@ -138,7 +138,7 @@ def _report_of(options: BenchOptions, result: str) -> None:
     if given or options.html is None:
         problem = f"runs nothing and does not use {', '.join(given)}" if given else "needs --html"
         raise CommandError(f"--from {problem}: give --from RESULT --html FILE alone")
-    if Path(options.html).resolve() == Path(result).resolve():
+    if os.path.realpath(options.html) == os.path.realpath(result):
         raise CommandError(f"--html {options.html} is the result itself: give another name")
     write_report(load_result(result), options.html)
     print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terapipe_ds.costs.profile import CostSample, LinkSample, Profile
+from terapipe_ds.messages import first_repeated
 
 Array = npt.NDArray[np.float64]
 
@@ -208,8 +209,7 @@ class CostModel:
         longest = max((tokens for tokens, prefix in pairs if prefix == 0), default=None)
         if longest is None:
             problem = f"none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
-        elif len(set(pairs)) < len(pairs):
-            twice = next(pair for pair in pairs if pairs.count(pair) > 1)
+        elif (twice := first_repeated(pairs)) is not None:
             problem = f"the sample (tokens, prefix) = {twice} occurs twice; give each pair once"
         elif (most := max(pairs))[0] > longest:
             problem = f"the sample (tokens, prefix) = {most} is longer than the longest without a prefix, "

@@ -11,15 +11,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import first_repeated, show_value
 
 FORMAT, VERSION = "terapipe_ds.profile", 1
 MEASURE_AGAIN = "measure again and replace it"
@@ -216,7 +216,7 @@ class Profile:
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read what `save` wrote, or raise ProfileError where there is no usable profile."""
         try:
-            data = Path(path).read_bytes()
+            data = read_bytes(path)
         except OSError as error:
             raise ProfileError(f"cannot read the profile {path} ({error}): give the file that was measured") from error
         return cls.from_json(data, f"profile {path}")
@@ -226,6 +226,5 @@ _PROFILE = TypeAdapter(Profile)
 
 
 def _refuse_twice(items: Sequence[Any], what: str) -> None:
-    for item in items:
-        if items.count(item) > 1:
-            raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")
+    if (item := first_repeated(items)) is not None:
+        raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")

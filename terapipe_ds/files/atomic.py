@@ -6,41 +6,57 @@ A process may be killed in any line. Whoever reads a file of ours sees the old o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 PathLike = str | os.PathLike[str]
 
+_CANNOT_SAY = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What file systems answer that cannot flush the names in a folder. Every other error means that something is lost."""
+
 
 def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable: bool = False) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one move.
 
-    A link is followed. What is no file (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
+    The temporary file is a new one with a random name, so that no other process has it and no link waits there. A
+    `path` that is a link is followed. The new file has the permissions and the group of the file that it replaces. What
+    is no file (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
 
     Args:
         durable: wait until the disk has it, so that the file survives a machine that stops as well as a killed process.
 
     Raises:
-        OSError: naming `path`; what was there before is there still.
+        OSError: naming `path`. What was there before is there still, unless only the flush of the folder failed.
     """
     if _is_special(Path(path)):
         write(Path(path))
         return
     target, temporary = Path(os.path.realpath(path)), _temporary(path)
     try:
-        write(temporary)
-        if durable:
-            sync(temporary)
+        old = target.stat() if target.exists() else None
+        descriptor = _create(temporary, 0o666 if old is None else 0o600)  # never wider than what it replaces
+        try:
+            write(temporary)
+            if old is not None:
+                _take_after(descriptor, old)
+            if durable:
+                os.fsync(descriptor)  # opened before the writing, it is told of every error since
+        finally:
+            os.close(descriptor)
         os.replace(temporary, target)
         if durable:
             sync(target.parent)
     except OSError as error:
-        if error.filename is None or Path(os.fsdecode(error.filename)) != temporary:
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in (temporary, target.parent):
             raise
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error  # the name that the caller knows
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it would hide the error that matters
+            temporary.unlink()
 
 
 def check_writable(path: PathLike) -> None:
@@ -49,7 +65,7 @@ def check_writable(path: PathLike) -> None:
         return
     temporary = _temporary(path)
     try:
-        temporary.touch()
+        os.close(_create(temporary, 0o600))
         temporary.unlink()
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
@@ -57,7 +73,20 @@ def check_writable(path: PathLike) -> None:
 
 def _temporary(path: PathLike) -> Path:
     target = Path(os.path.realpath(path))
-    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _create(temporary: Path, mode: int) -> int:
+    """Create a file that must not be there yet, not even as a link, and return its descriptor."""
+    return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def _take_after(descriptor: int, old: os.stat_result) -> None:
+    """Give a new file the group and the permissions of the file whose place it takes."""
+    with contextlib.suppress(OSError):  # another group than the process is in, or a file system without owners
+        os.fchown(descriptor, -1, old.st_gid)
+    with contextlib.suppress(OSError):
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
 
 
 def _is_special(path: Path) -> bool:
@@ -70,10 +99,16 @@ def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:
 
 
 def sync(path: PathLike) -> None:
-    """Wait until the disk has a file, or the names in a folder. A file system that cannot tell is trusted."""
+    """Wait until the disk has a file, or the names in a folder. Folders of file systems that cannot say are believed.
+
+    Raises:
+        OSError: naming `path`; the disk does not have it. Full disks and quotas may say so here for the first time.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # of a folder on some network file systems
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SAY or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         os.close(descriptor)

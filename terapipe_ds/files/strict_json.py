@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from terapipe_ds.messages import show_key, show_value
+from terapipe_ds.messages import first_repeated, show_key, show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
+MAX_CONTAINERS, MAX_VALUES = 200_000, 1_000_000  # timelines of 120,000 events; a small object takes 600 bytes
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How the records of files are validated: no other types, no unknown keys, finite numbers."""
@@ -28,8 +30,9 @@ def parse_json(text: str | bytes) -> Any:
     """Return what `json.loads` gives for a text without repeated keys, half characters and extreme depth.
 
     Raises:
-        JsonError: anything else: bad JSON, bytes that are no UTF, numbers of thousands of digits.
+        JsonError: anything else: bad JSON, bytes that are no UTF, numbers of thousands of digits, millions of values.
     """
+    _check_size(text)
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
     except JsonError:
@@ -84,10 +87,18 @@ def _dotted(place: Sequence[int | str]) -> str:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = first_repeated(name for name, _ in pairs)
         raise JsonError(f"the key {show_value(twice)} occurs twice in one object")
     return document
+
+
+def _check_size(text: str | bytes) -> None:
+    """Refuse more values than memory should hold, by the signs before them; few signs are part of texts."""
+    signs = ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b",")
+    containers, values = sum(map(text.count, signs[:2])), text.count(signs[2])  # type: ignore[arg-type]
+    for number, limit, what in ((containers, MAX_CONTAINERS, "lists and objects"), (values, MAX_VALUES, "values")):
+        if number > limit:
+            raise JsonError(f"it has {number:,} {what}, more than the {limit:,} that are read")
 
 
 def _check(document: Any) -> None:
@@ -101,7 +112,7 @@ def _check(document: Any) -> None:
                 inner += value.values()
             elif isinstance(value, list):
                 inner += value
-            elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            elif isinstance(value, str) and _HALF_CHARACTER.search(value):
                 raise JsonError(f"the text {show_value(value)} has half a character (a lone surrogate)")
         if not inner:
             return

@@ -17,7 +17,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +25,7 @@ import torch.distributed as torch_dist
 from terapipe_ds import __version__
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.files.bounded import read_bytes
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -229,7 +229,7 @@ def _schedule_file(name: Any) -> str:
     if not isinstance(name, str) or not name.endswith(".csv"):
         return ""
     try:
-        return f"checksum {hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]}"
+        return f"checksum {hashlib.sha256(read_bytes(name)).hexdigest()[:16]}"
     except (OSError, ValueError) as error:
         return f"it cannot be read ({error})"
 

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("terapipe_ds")
 
 
 def first_line(error: Exception) -> str:
     """Return the class of the error and the first line of its text, for one line of the log."""
     return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+
+
+class Diagnostic:
+    """Let what only observes a training fail without ending it: the first failure is a warning.
+
+    Args:
+        place: names the key of the config, and the folder or file that is written.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place, self._is_told = place, False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run what is inside; an error ends that alone."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_told:
+                remedy = "give a folder that this rank may write and that has room, or leave the key out"
+                logger.warning("%s: %s. The training goes on without; %s", self._place, first_line(error), remedy)
+            self._is_told = True
 
 
 def show_log(rank: int) -> None:
@@ -16,7 +42,6 @@ def show_log(rank: int) -> None:
     The choice of the attention kernel and the slice plan belong in a run's output. A program that configures logging
     itself keeps its own handlers and levels.
     """
-    logger = logging.getLogger("terapipe_ds")
     if logger.hasHandlers():
         return
     handler = logging.StreamHandler()

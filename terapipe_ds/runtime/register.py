@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from terapipe_ds import compat
@@ -147,11 +146,12 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
     A layout that the module cannot have is a TeraPipeConfigError on every rank.
     """
+    from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
     from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
-    raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
+    raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config))
     config = _section(raw)
     if config.enabled:
         layout, _ = first_layout(config, raw, module)

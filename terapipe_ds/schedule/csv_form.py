@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from terapipe_ds.files.bounded import read_bytes
+
 from .action import Action, Kind, ScheduleError
 from .placement import Placement, loop
 from .schedule import Schedule
@@ -23,6 +25,7 @@ from .validate import validate
 Entry = TypeVar("Entry")
 
 _PLACEMENT = "placement"
+_MAX_CELLS = 1_000_000
 _PARTS = re.compile(r"(0|[1-9][0-9]{0,8})(/(0|[1-9][0-9]{0,8}))*")
 
 
@@ -85,7 +88,7 @@ def load(path: str | Path) -> Schedule:
     path = Path(path)
     shown = str(path) if str(path).isprintable() else repr(str(path))
     try:
-        return from_csv(path.read_text(encoding="utf-8"), name=path.stem)
+        return from_csv(read_bytes(path).decode(), name=path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{shown}: {error.reason}", error.picture) from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
@@ -125,6 +128,9 @@ def _read_placement(row: list[str], num_stages: int) -> Placement:
 
 
 def _read_rows(text: str) -> list[list[str]]:
+    cells = text.count(",") + text.count("\n")
+    if cells > _MAX_CELLS:
+        raise ScheduleError(f"the CSV has about {cells:,} cells, more than {_MAX_CELLS:,}: give a shorter schedule")
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
@@ -142,7 +148,7 @@ def _read_rows(text: str) -> list[list[str]]:
 def _without_end(entries: list[Entry]) -> list[Entry]:
     """Return a list without its empty last entries."""
     while entries and not entries[-1]:
-        entries = entries[:-1]
+        entries.pop()
     return entries
 
 

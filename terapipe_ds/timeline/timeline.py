@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_as
 
 COMPUTE_KINDS = ("F", "B", "W")
@@ -177,7 +177,7 @@ class Timeline:
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
         """Read a file that `save` wrote; errors name the file."""
         try:
-            return cls.from_json(Path(path).read_bytes())
+            return cls.from_json(read_bytes(path))
         except TimelineError as error:
             raise TimelineError(f"{os.fspath(path)}: {error}") from error
 

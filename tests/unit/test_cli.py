@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -372,6 +375,21 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         assert process.stderr is not None
         error = process.stderr.read()
     assert (process.returncode, error) == (0, b"")
+
+
+def test_an_interrupt_is_one_line() -> None:
+    """Of a command that reads what is still being written: it is at it when it has taken the first byte."""
+    command = [sys.executable, "-m", "terapipe_ds", "show", "/dev/stdin"]
+    environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(b"F")
+        process.stdin.flush()
+        while process.poll() is None and fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)) != bytes(4):
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        error = process.stderr.read()
+    assert (process.returncode, error) == (130, b"terapipe show: interrupted\n")
 
 
 def test_no_help_loads_numpy_and_no_command_here_torch() -> None:

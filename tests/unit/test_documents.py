@@ -29,7 +29,7 @@ from tests.test_imports import MOST_NAMES, RINGS, WINGS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "patches/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 PROGRAMS = ("terapipe", "python", "deepspeed", "make", "pip", "git", "cd")

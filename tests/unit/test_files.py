@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
+import gzip
 import os
+import secrets
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import terapipe_ds
-from terapipe_ds.files.atomic import check_writable, write_atomically, write_text
+from terapipe_ds.files.atomic import check_writable, sync, write_atomically, write_text
+from terapipe_ds.files.bounded import MAX_BYTES, read_bytes, unpacked
 
 PACKAGE = Path(terapipe_ds.__file__).parent
 WRITING_METHODS = {"write_text", "write_bytes", "savefig", "tofile"}
@@ -22,6 +27,8 @@ ALLOWED = {
     ("bench/report/plots.py", "figure.savefig(text"),  # into memory
     ("bench/report/plots.py", "figure.savefig(buffer"),
     ("files/atomic.py", "temporary.write_text(text"),
+    ("files/atomic.py", "os.open(temporary"),
+    ("files/bounded.py", "os.open(name, flags"),  # which `open` has chosen for reading
 }
 
 
@@ -91,6 +98,94 @@ def test_links_are_followed_and_devices_and_pipes_stay_what_they_are(tmp_path: P
     write_text(pipe, "text")
     assert os.read(reader, 10) == b"text"
     os.close(reader)
+
+
+def test_what_takes_a_place_is_no_wider_than_what_was_there(tmp_path: Path) -> None:
+    path, modes = tmp_path / "plan.json", []
+
+    def write(temporary: Path) -> None:
+        modes.append(stat.S_IMODE(temporary.stat().st_mode))
+        temporary.write_text("new")
+
+    for mode in (0o640, 0o600, 0o444, 0o664):
+        path.write_text("old")
+        path.chmod(mode)
+        write_atomically(path, write)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+        path.unlink()
+    assert modes == [0o600] * 4  # while it was written
+    write_text(path, "new")
+    other = tmp_path / "other"
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode  # as the user's mask has it
+
+
+def test_temporary_files_are_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers have the same process ids; and a stranger may leave a link where a file is to come."""
+    path = tmp_path / "plan.json"
+
+    def write(temporary: Path) -> None:
+        write_text(path, "the other one, meanwhile")
+        assert not temporary.read_text()
+        temporary.write_text("this one")
+
+    write_atomically(path, write)
+    assert path.read_text() == "this one" and list(tmp_path.iterdir()) == [path]
+    victim, names = tmp_path / "victim", iter("abc")
+    victim.write_text("kept")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: next(names))
+    (tmp_path / ".plan.json.a.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_text(path, "into the victim")
+    assert victim.read_text() == "kept" and path.read_text() == "this one"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EINVAL, errno.EBADF])
+def test_what_the_disk_does_not_have_is_an_error(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, of_folder = tmp_path / "latest", False
+    path.write_text("old")
+    flush = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folder:
+            raise OSError(number, os.strerror(number))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for act in (lambda: sync(path), lambda: write_text(path, "new", durable=True)):
+        with pytest.raises(OSError) as caught:
+            act()
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    of_folder = True
+    if number in (errno.EINVAL, errno.EBADF):  # file systems that cannot flush names
+        sync(tmp_path)
+        write_text(path, "new", durable=True)
+        return
+    with pytest.raises(OSError) as caught:
+        sync(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
+    with pytest.raises(OSError) as caught:
+        write_text(path, "new", durable=True)
+    assert (caught.value.errno, caught.value.filename) == (number, str(path))
+
+
+def test_what_has_no_end_is_not_read_to_it(tmp_path: Path) -> None:
+    pipe, large, bomb = tmp_path / "pipe", tmp_path / "large", gzip.compress(bytes(MAX_BYTES + 1))
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    for path, number in ((Path("/dev/zero"), errno.EFBIG), (large, errno.EFBIG), (pipe, errno.ESPIPE)):
+        with pytest.raises(OSError) as caught:
+            read_bytes(path)
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    with pytest.raises(OSError, match="too large"):
+        unpacked(bomb, "result.json.gz")
+    large.write_bytes(gzip.compress(b"text"))
+    assert unpacked(read_bytes(large), large) == unpacked(b"text", large) == b"text"
+    program = "from terapipe_ds.files.bounded import read_bytes; print(read_bytes('/dev/stdin').decode())"
+    said = subprocess.run([sys.executable, "-c", program], input=b"piped", cwd=PACKAGE.parent, capture_output=True)
+    assert said.stdout == b"piped\n", said.stderr
 
 
 # -- nothing writes in another way ------------------------------------------------------------------------------

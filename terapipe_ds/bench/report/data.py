@@ -165,6 +165,9 @@ def _kind_of(run: object) -> str:
 _RunOrFailed = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
 
 
+_MAX_RUNS = 200  # which take seconds to draw; a full benchmark has some forty
+
+
 class Result(BaseModel):
     """A whole benchmark. What else is at the top level (command, date, ...) is in `model_extra`."""
 
@@ -172,7 +175,7 @@ class Result(BaseModel):
 
     machine: dict[str, Any]
     preset: str
-    runs: Annotated[tuple[_RunOrFailed, ...], Field(min_length=1)]
+    runs: Annotated[tuple[_RunOrFailed, ...], Field(min_length=1, max_length=_MAX_RUNS)]
 
     @property
     def measured(self) -> tuple[Run, ...]:

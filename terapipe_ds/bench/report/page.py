@@ -18,6 +18,7 @@ import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Run, RunGroup, read_result
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.bounded import read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.timeline.picture import build_figure
 
@@ -43,8 +44,7 @@ def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
 def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a result that was kept: the JSON file, or the `.json.gz` that a report offers."""
     try:
-        raw = Path(path).read_bytes()
-        data = parse_json(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        data = parse_json(unpacked(read_bytes(path), path))
     except (JsonError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ReportError(f"{os.fspath(path)}: no JSON ({error}); {GIVE}") from error
     if not isinstance(data, dict):

@@ -7,6 +7,7 @@ They weigh by valid labels (`mean_valid`), by tokens (`mean`), not at all (`sum`
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,14 @@ def slice_counts(
 ) -> list[float]:
     """Return what of each slice's labels counts: what `slice_weight` says, or the number of valid ones."""
     if slice_weight is not None:
-        return [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
+        weights = [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
+        for i, weight in enumerate(weights):
+            if not 0.0 <= weight < math.inf:
+                raise SliceLossError(
+                    f"loss_fn.slice_weight gives {weight:g} for slice {i} (tokens {list(plan.span(i))}): it must be a "
+                    "finite number >= 0, the share of the slice in the loss of the whole sequence"
+                )
+        return weights
     valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices

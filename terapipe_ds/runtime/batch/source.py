@@ -27,8 +27,9 @@ from terapipe_ds.runtime.layout.layout import Layout
 
 logger = logging.getLogger("terapipe_ds")
 
-LIMIT_BYTES = 1 << 24
-"""Of each tensor so much is read for a checksum: masks in full form are far larger than token ids and labels."""
+FOLD_BYTES = 1 << 21
+"""What is larger is folded to so much before it is hashed: masks in full form are far larger than token ids."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # times it, every 64-bit number becomes another one
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -247,14 +248,16 @@ def _content(value: Any) -> Iterator[Any]:
     """Yield the bytes of a value, however deep. An object of an unknown kind counts by its type: a text may vary."""
     if torch.is_tensor(value):
         yield f"{list(value.shape)} {value.dtype};".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8)[:LIMIT_BYTES].numpy().data
+        yield _folded(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return
     text = f"{type(value).__module__}.{type(value).__qualname__} "
     inner: list[Any] = []
     if isinstance(value, _PLAIN):
         text += repr(value)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        inner = [str(value.dtype), value.shape, value.tobytes()[:LIMIT_BYTES]]
+        yield f"{text}{value.dtype} {value.shape};".encode()
+        yield _folded(np.frombuffer(value.tobytes(), np.uint8))
+        return
     elif isinstance(value, Mapping):
         inner = [each for item in value.items() for each in item]
     elif isinstance(value, (tuple, list)):
@@ -264,3 +267,17 @@ def _content(value: Any) -> Iterator[Any]:
     yield f"{text} {len(inner)};".encode(errors="surrogatepass")
     for each in inner:
         yield from _content(each)
+
+
+def _folded(data: np.ndarray[Any, Any]) -> Any:
+    """Return bytes that depend on every bit of `data` and on its place. Long ones are folded, seven times as fast.
+
+    Row by row, `folded * _ODD + row` in whole numbers of 64 bits: a change of one row always shows in it.
+    """
+    if data.size <= FOLD_BYTES:
+        return data.data
+    folded = np.zeros(FOLD_BYTES // 8, np.uint64)
+    for start in range(0, data.size, FOLD_BYTES):
+        row = data[start : start + FOLD_BYTES]
+        folded = folded * _ODD + np.pad(row, (0, FOLD_BYTES - row.size)).view(np.uint64)
+    return folded.data

@@ -1,5 +1,8 @@
 """Measure timelines: what each stage did when, in seconds of the wall clock, which the ranks of a machine share.
 
+The wall clock is read once per traced step, and a clock that cannot be set tells the time from there. A trace that
+cannot be written is a warning: nothing that only observes a training ends it.
+
 On an accelerator every action is synchronised while its step is traced, which costs some of the overlap.
 """
 
@@ -13,6 +16,7 @@ from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule.action import Action, Kind
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
@@ -47,12 +51,17 @@ class Tracer:
         self._dir = Path(trace_dir) if trace_dir else None
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
         self._events: list[TimelineEvent] | None = None
-        self._start_s = 0.0
+        self._start_s = self._clock_s = 0.0
+        self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""
         traced = self._dir is not None and step is not None and is_traced(step)
         self._events = [] if traced else None
+        self._clock_s = time.time() - time.monotonic()
+
+    def _now_s(self) -> float:
+        return self._clock_s + time.monotonic()
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
@@ -60,7 +69,7 @@ class Tracer:
         if self._events is None or action.kind not in _COMPUTATIONS:
             yield
             return
-        self._start_s = time.time()
+        self._start_s = self._now_s()
         yield
         wait_for_computation()
         self._events.append(
@@ -71,7 +80,7 @@ class Tracer:
                 slice_id=action.slice_id,
                 kind=action.kind.value,
                 start_s=self._start_s,
-                end_s=time.time(),
+                end_s=self._now_s(),
                 chunk_id=action.chunk_id,
             )
         )
@@ -80,16 +89,17 @@ class Tracer:
         """Let the computation of the action in hand start now: its wait for a message is over."""
         if self._events is not None:
             wait_for_computation()
-            self._start_s = time.time()
+            self._start_s = self._now_s()
 
     def write(self, step: int) -> None:
         """Write `timeline-step{step}-rank{rank}.json` under the trace directory, whole or not at all."""
         events, self._events = self._events, None
         if events is None or self._dir is None:
             return
-        self._dir.mkdir(parents=True, exist_ok=True)
-        timeline = Timeline(num_stages=self._num_stages, events=tuple(events))
-        timeline.save(self._dir / timeline_file_name(step, self._rank))
+        with self._writing.attempt():
+            self._dir.mkdir(parents=True, exist_ok=True)
+            timeline = Timeline(num_stages=self._num_stages, events=tuple(events))
+            timeline.save(self._dir / timeline_file_name(step, self._rank))
 
 
 def wait_for_computation() -> None:

@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from terapipe_ds.compat import has_flash_attn
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule.action import Action, Kind
 
 _COUNTED = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients apart"}
@@ -116,8 +117,9 @@ class StageFlops:
             print(self._text(), flush=True)
         elif self._is_counting:
             target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_text(target, self._text() + "\n")
+            with Diagnostic(f"flops_profiler.output_file: cannot write {target}").attempt():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_text(target, self._text() + "\n")
 
     def _text(self) -> str:
         """Describe the stage and its modules down to `module_depth`: all with `detailed`, else `top_modules`."""

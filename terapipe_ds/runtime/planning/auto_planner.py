@@ -7,6 +7,7 @@ gets the outcome, an error too.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -28,9 +29,10 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
-from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
+from terapipe_ds.runtime.profiling.cache import cache_path, check_cache, combine, memory_of, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
@@ -113,7 +115,7 @@ class AutoPlanner:
             granularity = self._config.granularity_for(length)
             return self._from_rank_0(lambda: _read_profile(planner.profile, key, granularity))
         path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._not_in_key(length))
-        cached = self._from_rank_0(lambda: read_cache(path, key))
+        cached = self._from_rank_0(lambda: _cached(path, key))
         if cached is not None:
             return cached
         costs = self._measure(length, drawn, shapes)
@@ -186,9 +188,10 @@ class AutoPlanner:
         chunks, num_slices = self._stage.layout.chunks_per_stage, result.plan.num_slices
         schedule = build(result.schedule, *counts, num_slices, chunks_per_stage=chunks, **options)
         folder = Path(self._config.trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
-        simulate(schedule, result.plan, costs).save(folder / name)
+        with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
+            folder.mkdir(parents=True, exist_ok=True)
+            simulate(schedule, result.plan, costs).save(folder / name)
 
 
 def require_profile(stage: StageToPlan) -> None:
@@ -249,10 +252,29 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
     return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
 
 
+def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
+    """Return the profile that is kept. Without one, refuse a folder that can keep none: nothing is measured yet.
+
+    A disk that fails or is full may recover meanwhile. It is no mistake of the config.
+    """
+    profile = read_cache(path, key)
+    if profile is None and path is not None:
+        try:
+            check_cache(path)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                raise TeraPipeConfigError(
+                    f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
+                    "write, or null"
+                ) from error
+    return profile
+
+
 def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)
     if path is not None:
-        write_cache(path, profile)
+        with Diagnostic(f"terapipe.planner.cache_dir: cannot write {path}").attempt():
+            write_cache(path, profile)
     return profile

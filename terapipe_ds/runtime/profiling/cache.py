@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.atomic import check_writable, write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
@@ -102,7 +103,7 @@ def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
 
 def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
     """Return the profile that is kept, or None. A file that cannot be used is measured again, with a warning."""
-    if path is None or not path.exists():
+    if path is None or not os.path.exists(path):  # Path.exists raises where a folder may not be searched
         return None
     try:
         profile = Profile.load(path)
@@ -114,6 +115,12 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
         return None
     logger.info("slices are planned from the profile in %s; delete it to measure again", path)
     return profile
+
+
+def check_cache(path: Path) -> None:
+    """Make the folder of the cache. Raise OSError where no profile can be kept there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
 
 
 def write_cache(path: Path, profile: Profile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_a_rank_that_raises_ends_whatever_its_threads_do(capfd: pytest.CaptureFi
     with pytest.raises(RuntimeError, match="rank 0 ended with exit code 1"):
         spawn_ranks(fail_with_a_thread, 1)
     assert "no such model" in capfd.readouterr().err
+
+
+def tell_of_interrupts(rank: int, rendezvous: str, folder: str) -> None:
+    Path(folder, str(rank)).write_text(str(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+
+def test_an_interrupt_is_for_the_process_that_started_the_ranks(tmp_path: Path) -> None:
+    spawn_ranks(tell_of_interrupts, 1, str(tmp_path))
+    assert (tmp_path / "0").read_text() == "True"  # it is ended; a traceback of its own says nothing
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def build(rank: int, rendezvous: str, folder: str) -> None:

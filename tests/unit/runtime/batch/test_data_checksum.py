@@ -61,7 +61,25 @@ def test_an_object_whose_text_names_its_address_is_no_false_alarm() -> None:
     assert checksum({"kept": object()}) == checksum({"kept": object()})
 
 
-def test_of_huge_tensors_the_beginning_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT_BYTES", 16)
-    assert checksum([torch.tensor([1, 2, 3])]) == checksum([torch.tensor([1, 2, 4])])
-    assert checksum([torch.tensor([1, 2, 3])]) != checksum([torch.tensor([1, 3, 3])])
+@pytest.mark.parametrize("size", [16, 17, 48, 77, 4096])
+def test_every_bit_of_large_tensors_counts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are folded, here to 16 bytes: the first, the last and any bit between shows, and rows that are swapped."""
+    monkeypatch.setattr(module, "FOLD_BYTES", 16)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    sums = {checksum([data])}
+    for place in {0, 7, size // 2, size - 1}:
+        for bit in range(8):
+            changed = data.clone()
+            changed[place] ^= 1 << bit
+            sums |= {checksum([changed]), checksum([changed.numpy()]), checksum([changed[1:]])}
+    assert len(sums) == 1 + 3 * 8 * len({0, 7, size // 2, size - 1}) - 7  # the first byte is not in `changed[1:]`
+    swapped = data.roll(16) if size >= 32 else data.flip(0)
+    assert checksum([swapped]) not in sums
+    assert checksum([data.numpy()]) == checksum([data.numpy().copy()]) != checksum([data.numpy()[::-1]])
+
+
+def test_a_change_far_behind_the_beginning_shows() -> None:
+    data = torch.zeros(20 << 20, dtype=torch.uint8)
+    before = checksum([data])
+    data[-1] = 1
+    assert checksum([data]) != before

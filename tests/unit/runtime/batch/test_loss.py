@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,13 @@ class TestSliceWeights:
         assert found == pytest.approx((1 / 6, 0.0, 5 / 6))
         assert [tuple(labels.shape) for labels, _ in seen] == [(2, 1), (2, 2), (2, 3)]
         assert all(labels.is_contiguous() for labels, _ in seen)
+
+    @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -1.0])
+    def test_a_weight_that_is_none_is_refused(self, weight: float) -> None:
+        """NaN would be in every parameter after the step; two weights below 0 would hide in their sum."""
+        weights = iter((1.0, weight, weight))
+        with pytest.raises(SliceLossError, match=rf"gives {weight:g} for slice 1 \(tokens \[1, 3\]\).* finite"):
+            weights_of(LABELS, slice_weight=lambda labels: torch.tensor(next(weights)))
 
     def test_no_label_at_all(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, logger="terapipe_ds"):

@@ -12,14 +12,15 @@ from terapipe_ds.bench.drivers.recorder import EngineRecorder
 from terapipe_ds.runtime.engine import trace
 from terapipe_ds.runtime.engine.trace import Tracer, is_traced
 from terapipe_ds.schedule.action import Action, Kind
-from terapipe_ds.timeline import Timeline
+from terapipe_ds.timeline import Timeline, timeline_file_name
 
 F, B = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
 
 
 def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: 100.0)
     tracer = Tracer(str(tmp_path), rank=3, stage_id=1, num_stages=2)
     tracer.begin(1)
     with tracer.measure(F):
@@ -32,6 +33,51 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, monkeypatch: 
     timeline = Timeline.load(tmp_path / "timeline-step000001-rank0003.json")
     events = [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events]
     assert events == [("F0.0", 1, 105.0, 107.0), ("B0.0", 1, 107.0, 111.0)]
+
+
+def test_a_clock_that_is_set_back_moves_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour, at each look: an event that ends before it begins would end the training."""
+    wall = [time.time()]
+    start_s = wall[0]
+
+    def earlier() -> float:
+        wall[0] -= 3600.0
+        return wall[0] + 3600.0
+
+    monkeypatch.setattr(time, "time", earlier)
+    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    for step in (1, 2):
+        tracer.begin(step)
+        for action in (F, B):
+            with tracer.measure(action):
+                tracer.input_is_here()
+        tracer.write(step)
+    files = [Timeline.load(tmp_path / timeline_file_name(step, 0)) for step in (1, 2)]
+    for timeline, hour in zip(files, (0, 1), strict=True):
+        assert all(abs(e.start_s - start_s + 3600 * hour) < 60 and e.end_s >= e.start_s for e in timeline.events)
+        assert timeline.events[1].start_s >= timeline.events[0].end_s
+
+
+@pytest.mark.parametrize("stage_id", [0, 5], ids=["a file for a folder", "events that do not fit"])
+def test_a_trace_that_cannot_be_written_is_one_warning(
+    stage_id: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    if not stage_id:
+        folder.touch()
+    tracer = Tracer(str(folder), rank=0, stage_id=stage_id, num_stages=1)
+    with caplog.at_level("WARNING", logger="terapipe_ds"):
+        for step in (1, 2, 3):
+            tracer.begin(step)
+            with tracer.measure(F):
+                pass
+            tracer.write(step)
+    (said,) = caplog.messages
+    assert f"terapipe.trace_dir: cannot write to {folder}" in said and "The training goes on without" in said
+    folder.unlink() if folder.is_file() else None
+    tracer.begin(4)
+    tracer.write(4)
+    assert [file.name for file in folder.iterdir()] == [timeline_file_name(4, 0)]  # once there is room again
 
 
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:

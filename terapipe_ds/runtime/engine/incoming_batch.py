@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -39,13 +40,14 @@ class IncomingBatches:
     ) -> None:
         self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
+        self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
         self._first_batch = FirstBatchCheck(self._stage_to_check(layout, groups, stage))
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
             self._config,
-            engine._next_batch,
+            self._next_batch,
             groups.place(layout, stage.stage_id),
             layout,
             plans.cuts,
@@ -73,6 +75,11 @@ class IncomingBatches:
             cast_input=engine._cast_inputs_half if engine.fp16_auto_cast() else lambda tensor: tensor,
             note=stage.watchdog.note,
         )
+
+    def _next_batch(self) -> Any:
+        """Return what the user's iterator gives, which may take longer than a wait for another rank."""
+        with self._drawing():
+            return self._engine._next_batch()
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""

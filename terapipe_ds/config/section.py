@@ -26,7 +26,7 @@ from terapipe_ds.schedule.generate import check_options
 
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
-_MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
+_MAX_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
 
 
 class TeraPipeConfigError(ValueError):
@@ -52,6 +52,8 @@ _Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 _Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 _Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 _Path = Annotated[str, Field(min_length=1)]
+_Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
+_TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
 _Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
@@ -106,9 +108,8 @@ class TeraPipeConfig(_StrictModel):
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
     )
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
-    stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
-        300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
-    )
+    stall_timeout_s: _Timeout = Field(300.0, description=_TIMEOUT_FORM)
+    data_timeout_s: _Timeout = Field(1800.0, description=_TIMEOUT_FORM)
     trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
     _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 

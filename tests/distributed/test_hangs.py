@@ -11,8 +11,10 @@ import pytest
 
 from tests.distributed.failures.hangs import one_rank_is_not_registered, run_until_it_hangs
 from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job, run
+from tests.distributed.failures.patience import listening_ports, train_among_strangers, train_with_pauses
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_failures import Ended, end_pool
+from tests.fuzz.outcome import FULL
 
 STALL_TIMEOUT_S = 1.0
 REPORT_S = 10.0  # from the timeout to the last report: what is promised
@@ -26,7 +28,7 @@ def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: objec
     return Job(
         stages=stages,
         stall_timeout_s=STALL_TIMEOUT_S,
-        section={"trace_dir": str(folder)},
+        section={"trace_dir": str(folder), "data_timeout_s": STALL_TIMEOUT_S},
         fault=Fault(kind, stage, **fault),  # type: ignore[arg-type]
     )
 
@@ -34,7 +36,7 @@ def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: objec
 def assert_named(ended: Ended, stages: int, stage: int) -> None:
     """Every rank ends, with exit code 1, and blames this stage and no other."""
     ended.assert_all_told(
-        r"no progress for 1 s \(terapipe.stall_timeout_s\)",
+        r"no progress for 1 s \(terapipe.(stall|data)_timeout_s\)",
         rf"Stage {stage} \(rank {stage}\) holds up the job",
         "in wait_for_ever",
         survivors=list(range(stages)),
@@ -124,6 +126,44 @@ class TestEnds:
         undisturbed = rank_pool(2).run(run, job=Job(steps=2))
         resumed = rank_pool(2).run(run, job=Job(steps=2, folder=str(tmp_path), resume="global_step1"))
         assert resumed == [losses[1:] for losses in undisturbed]
+
+
+MOMENTS = ["between", "data", "before_forward", "send", "reduce", "optimizer", "save"]
+
+
+class TestLosses:
+    @pytest.mark.sample(4)
+    @pytest.mark.parametrize("seed", range(100))
+    def test_a_rank_is_killed_at_any_moment(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its data loader's workers live on for a while, with copies of its connections."""
+        choose, workers = random.Random(seed), (seed + seed // 25) % 5
+        stages, moment = choose.choice([2, 2, 3]), choose.choice(MOMENTS)
+        stage = choose.choice([0, stages - 1]) if moment == "data" else choose.randrange(stages)
+        unit = (choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN)))
+        fault = Fault(f"kill_{moment}", stage, step=choose.choice([1, 2]), unit=unit)
+        job = Job(stages, 3, fault, stall_timeout_s=2.0, folder=str(tmp_path), saves=(1, 2), workers=workers)
+        ended = end(job, monkeypatch)
+        survivors = [rank for rank in range(stages) if rank != stage]
+        named = rf"Stage {stage} \(rank {stage}\) holds up the job: does not answer"
+        named += rf"|Rank {stage} \(stage {stage}\): does not answer"
+        named += rf"|lost the connection to another rank while waiting for .* stage {stage} "
+        named += "|(is gone|the store of the job does not answer)" if stage == 0 else ""  # with its store
+        ended.assert_all_told(named, survivors=survivors)
+        assert [ended.exit_codes[rank] for rank in survivors] == [1] * len(survivors)
+        assert ended.seconds_after_fault < job.stall_timeout_s + 5.0
+
+
+class TestHealthyRanks:
+    def test_pauses_within_the_limits_end_nothing(self) -> None:
+        steps = 1000 if FULL else 12
+        assert rank_pool(2).run(train_with_pauses, steps=steps, stall_timeout_s=1.0, timeout_s=900.0) == [steps] * 2
+
+    def test_strangers_on_the_ports_change_nothing(self) -> None:
+        """There are no ports but torch's; neither idle connections to them nor random bytes disturb the training."""
+        undisturbed = rank_pool(2).run(run, job=Job(steps=3))
+        for (before, after, losses), expected in zip(rank_pool(2).run(train_among_strangers), undisturbed, strict=True):
+            assert after == before and sum(map(len, rank_pool(2).run(listening_ports))) > 0
+            assert losses == expected
 
 
 class TestAgreement:

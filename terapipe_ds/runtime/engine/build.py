@@ -103,6 +103,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         config.stall_timeout_s,
         asynchronous=not get_accelerator().is_synchronized_device(),
         trace_dir=config.trace_dir,
+        data_timeout_s=config.data_timeout_s,
     )
     links = StageLinks(wires, setup.layout, engine.stage_id, module.dynamic_shape and config.is_stock_order)
     links.waiting = watchdog.waiting

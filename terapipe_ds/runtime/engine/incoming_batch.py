@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -23,13 +25,14 @@ class IncomingBatches:
         engine, layout = to_plan.engine, to_plan.layout
         self._engine, self._config, self._plans = engine, to_plan.config, plans
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
+        self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
             self._config,
-            engine._next_batch,
+            self._next_batch,
             to_plan.groups.place(layout, stage.stage_id),
             layout,
             plans.cuts,
@@ -39,6 +42,11 @@ class IncomingBatches:
             check=self._check_options,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
+
+    def _next_batch(self) -> Any:
+        """Return what the user's iterator gives, which may take longer than a wait for another rank."""
+        with self._drawing():
+            return self._engine._next_batch()
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""

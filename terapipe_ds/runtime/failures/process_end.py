@@ -1,16 +1,27 @@
-"""End a process whose main thread waits in a call that cannot be interrupted: by SIGTERM, or by a timer in C."""
+"""End a process whose main thread waits in a call that cannot be interrupted: by SIGTERM, or by a timer in C.
+
+What is said before the end must not delay it: a reader of stderr may be gone, or stand still.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
+import select
 import signal
 import socket
+import stat
+import sys
 import threading
-from typing import Any
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
 
 POLL_S = 0.25
-_HURRY_S = 5.0  # the most that the thread may take to end the process after SIGTERM
+SAY_S = 2.0  # so long a reader of stderr may take before the rest of a text is dropped
+LEAVE_S = 7.0  # from the decision to end to the end, whatever blocks
 
 
 class Sigterm:
@@ -22,7 +33,8 @@ class Sigterm:
 
     installed: Sigterm | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, received: Callable[[], None]) -> None:
+        self._received = received  # called in the main thread, which may hold any lock
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.settimeout(POLL_S)
@@ -56,8 +68,7 @@ class Sigterm:
                 signal.set_wakeup_fd(-1)
 
     def _handle(self, *_: Any) -> None:
-        """Let the watching thread end the process: the main thread may hold the lock of the store."""
-        arm_timer(_HURRY_S)
+        self._received()
 
 
 def _leave_sigterm_to_the_parent() -> None:
@@ -69,16 +80,117 @@ def _leave_sigterm_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
 
 
+# -- what is said --------------------------------------------------------------------------------------------------
+
+
+class Stderr:
+    """Write to stderr without waiting for a reader that is gone or stands still.
+
+    The descriptor is opened early, because there may be none left later.
+    """
+
+    def __init__(self) -> None:
+        try:
+            number = sys.stderr.fileno()
+        except (AttributeError, OSError, ValueError):  # it is None, closed, or an object that only has `write`
+            number = 2
+        self.descriptor = _opened(number)
+
+    def write(self, text: str) -> None:
+        """Write what is taken within `SAY_S`. Never raises."""
+        rest, deadline = text.encode(errors="replace"), time.monotonic() + SAY_S
+        with suppress(OSError, ValueError):
+            poll = select.poll()
+            poll.register(self.descriptor, select.POLLOUT)
+            while rest and poll.poll(1000.0 * max(0.0, deadline - time.monotonic())):
+                piece = rest[: select.PIPE_BUF]  # a pipe that is ready takes it whole: lines of ranks do not mix
+                rest = rest[os.write(self.descriptor, piece[: piece.rfind(b"\n") + 1] or piece) :]
+
+    def close(self) -> None:
+        """Give the descriptor back; nothing is written from now on."""
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def _opened(number: int) -> int:
+    """Return a descriptor for the file of another one, or for the null device.
+
+    Only pipes and terminals are opened anew. A file never blocks, and would have a second place to write at: what is
+    written by the one descriptor would replace what is written by the other.
+    """
+    with suppress(OSError):  # not every system has the folder
+        mode = os.fstat(number).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(OSError):
+        return os.dup(number)
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+def write_error_file(text: str) -> None:
+    """Leave why this rank ends where `torchrun` looks for it; nothing to do under other launchers."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    if path:
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": details}}, file)
+
+
+# -- children --------------------------------------------------------------------------------------------------------
+
+_store_ports: set[int] = set()
+
+
+def keep_from_children(port: int) -> None:
+    """Let forked children not hold the connections of a store: they would outlive this process unnoticed."""
+    _store_ports.add(port)
+
+
+def _drop_store_connections() -> None:
+    """Put the null device in the place of the store's sockets, whose numbers the copied store still knows."""
+    if not _store_ports:
+        return
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError):  # the folder itself was open while it was read
+                if _ports(int(name)) & _store_ports:
+                    os.dup2(null, int(name), inheritable=False)
+        os.close(null)
+
+
+def _ports(descriptor: int) -> set[int]:
+    """Return the ports at both ends of a TCP socket; none for any other file."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return set()
+    end, ports = socket.socket(fileno=descriptor), set()
+    try:
+        if end.family in (socket.AF_INET, socket.AF_INET6):
+            ports.add(end.getsockname()[1])
+            with suppress(OSError):  # it only listens
+                ports.add(end.getpeername()[1])
+    finally:
+        end.detach()
+    return ports
+
+
+os.register_at_fork(after_in_child=_drop_store_connections)
+
+
 # -- the timer -------------------------------------------------------------------------------------------------------
 
 _not_forking = threading.Event()
 _not_forking.set()
 
 
-def arm_timer(seconds: float) -> None:
-    """Print all stacks and end this process after `seconds`, unless the timer is armed again before."""
+def arm_timer(seconds: float, stderr: Stderr) -> None:
+    """Let this process end after some time, with all its stacks, unless the timer is armed again before.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
     if _not_forking.is_set():
-        faulthandler.dump_traceback_later(seconds, exit=True)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr.descriptor)
 
 
 def disarm_timer() -> None:
@@ -93,3 +205,13 @@ def _disarm_timer_to_fork() -> None:
 
 
 os.register_at_fork(before=_disarm_timer_to_fork, after_in_parent=_not_forking.set, after_in_child=_not_forking.set)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with what has been printed; not with what a reader that stands still does not take.
+
+    The timer is armed, and ends the process where stdout blocks.
+    """
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(code)

@@ -12,12 +12,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from terapipe_ds.files.atomic import write_text
 
@@ -25,8 +26,10 @@ OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
 SHOWN_ACTIONS = 8  # of each rank, in a report
 SHOWN_RANKS = 64
+DRAWING = "drawing data from the iterator"
 KEPT_ACTIONS = 32
 _SHOWN_CALLS = 6
+_STACK_CHARACTERS = 10_000
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread waits that is in a collective
 _POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
 _FLIGHT_RECORDER = (
@@ -52,18 +55,36 @@ class Doing:
     wait: Wait | None = None
     opening: bool = False  # draws data and meets the other ranks, which may be busy outside a batch
     is_long: bool = False  # a call outside a batch that may take long: saving a checkpoint
+    draws: bool = False  # waits in the user's iterator, which has a limit of its own
     since_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         return f"at {self.action}, waiting for {self.wait.text}" if self.wait else f"running {self.action}"
 
 
+def printable(text: str, also: str = "") -> str:
+    """Return `text` without the characters that move a cursor, colour a terminal or turn the direction of writing."""
+    return "".join(letter if letter.isprintable() or letter in also else "\ufffd" for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return `text` without such characters, but with its lines."""
+    return printable(text, also="\n\t")
+
+
+Line = Annotated[str, AfterValidator(printable)]
+Lines = Annotated[str, AfterValidator(printable_lines)]
+Count = Annotated[int, Field(ge=0)]
+FROM_A_STORE = ConfigDict(strict=True, allow_inf_nan=False)
+
+
 @dataclass(frozen=True)
 class PastAction:
     """Describe an action of the past: its start on the wall clock; without a duration it still goes on."""
 
-    action: str
-    waited_for: str
+    __pydantic_config__: ClassVar[ConfigDict] = FROM_A_STORE
+    action: Line
+    waited_for: Line
     start_s: float
     duration_s: float | None
 
@@ -76,17 +97,19 @@ class PastAction:
 class RankState:
     """Hold what a rank publishes of itself."""
 
-    rank: int
+    __pydantic_config__: ClassVar[ConfigDict] = FROM_A_STORE
+    rank: Count
     stage_id: int
-    doing: str = ""  # in words; "" outside a batch
+    doing: Line = ""  # in words; "" outside a batch
     waits_for_ranks: tuple[int, ...] = ()  # that send what it waits for, as far as they are known
     is_busy: bool = True  # it waits for no other rank, as far as that can be told
-    batch: int = 0  # how many it has begun
+    batch: Count = 0  # how many it has begun
     for_s: float = 0.0  # since when it does this
-    stack: str = ""  # the innermost calls of the main thread; "" while nothing takes long
-    recent: tuple[PastAction, ...] = ()  # what it did before, the oldest first; empty while nothing takes long
-    ended: str = ""  # why it has left the job; "" while it runs
+    stack: Lines = ""  # the innermost calls of the main thread; "" while nothing takes long
+    recent: Annotated[tuple[PastAction, ...], Field(max_length=KEPT_ACTIONS)] = ()  # the oldest first, if it takes long
+    ended: Line = ""  # why it has left the job; "" while it runs
     silent: bool = False  # it gives no sign of life; the rest is what it published last
+    silent_s: float = 0.0  # at least so long, where that was measured
 
     @property
     def name(self) -> str:
@@ -96,7 +119,8 @@ class RankState:
         """Return in a few words what the rank does."""
         doing = self.doing or f"{OUTSIDE} (it has begun {self.batch} batches)"
         if self.ended or self.silent:
-            return self.ended or f"does not answer: its process is gone or stopped; last seen {doing}"
+            ago = f", at least {_seconds(self.silent_s)} ago" if self.silent_s else ""
+            return self.ended or f"does not answer: its process is gone or stopped; last seen {doing}{ago}"
         return f"{doing} for {_seconds(self.for_s)}" if self.for_s >= 0.001 else doing
 
     def save(self, folder: Path) -> None:
@@ -125,6 +149,15 @@ class RankRecord:
         self._main_thread = threading.get_ident()
         self._batches += doing.opening
         self.now(doing)
+
+    @contextmanager
+    def aside(self, doing: Doing) -> Iterator[None]:
+        """Note what the main thread does for a while, and then that it goes on. The last actions do not show it."""
+        before, self.doing = self.doing, doing
+        try:
+            yield
+        finally:
+            self.doing = replace(before, since_s=time.monotonic())
 
     def now(self, doing: Doing) -> None:
         """Note what the main thread does from now on."""
@@ -160,7 +193,8 @@ class RankRecord:
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
-        state = replace(self.brief(), stack="".join(calls[-_SHOWN_CALLS:]), recent=self._past_actions())
+        stack = "".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:]
+        state = replace(self.brief(), stack=stack, recent=self._past_actions())
         if waits and state.is_busy:
             state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")
         return state
@@ -200,9 +234,16 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     return [one.rank for one in next(filter(None, suspects), [])]
 
 
-def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynchronous: bool) -> str:
-    """Return the whole report. `asynchronous`: the device runs behind the host. Without states no rank can be asked."""
-    head = f"no progress for {stall_timeout_s:g} s (terapipe.stall_timeout_s):"
+def stall_report(
+    states: Mapping[int, RankState], limit_s: float, asynchronous: bool, key: str = "stall_timeout_s"
+) -> str:
+    """Return the whole report. Without states no rank can be asked.
+
+    Args:
+        key: of the section, which sets the limit.
+        asynchronous: the device runs behind the host.
+    """
+    head = f"no progress for {limit_s:g} s (terapipe.{key}):"
     if not states:
         return (
             f"{head} and what the others do is not known, because the store of the job does not answer. Rank 0, or the "

@@ -2,28 +2,47 @@
 
 They use a clone of torch's default store, because the main thread may be busy in that store. The process that serves
 the store may not answer: so one thread does all the asking, and the others wait for its answer for a limited time.
-Nothing here raises: a store that is gone gives no answers.
+Nothing here raises: a store that is gone gives no answers, and a value that no rank has written is passed over.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch.distributed as torch_dist
+from pydantic import Field, TypeAdapter
 
 from terapipe_ds.runtime.agreement import default_store, from_rank_0
-from terapipe_ds.runtime.failures.report import AS_JSON, OUTSIDE, Doing, RankRecord, RankState
+from terapipe_ds.runtime.failures.process_end import POLL_S, keep_from_children
+from terapipe_ds.runtime.failures.report import (
+    AS_JSON,
+    DRAWING,
+    OUTSIDE,
+    Count,
+    Doing,
+    Line,
+    Lines,
+    RankRecord,
+    RankState,
+    printable,
+    printable_lines,
+)
 
+T = TypeVar("T")
 _ABORT = "abort"
 _LOOK_S = 0.05
+_RANKS_PER_S = 200.0  # whose signs of life one rank reads while it waits; thousands of ranks share one store
+_MAX_CHARACTERS = 40_000  # of an error that is published
+_MAX_BYTES = 1 << 18  # of a value that is read
 _SILENT_S = 3.0  # a store that does not answer for so long is asked no more until the answer has come
 _numbers = itertools.count(1)
 
@@ -31,10 +50,10 @@ _numbers = itertools.count(1)
 class Failure(NamedTuple):
     """Say why a rank ends. With `stalled` the error is its report on all ranks."""
 
-    rank: int
+    rank: Count
     stage_id: int
-    action: str
-    error: str
+    action: Line
+    error: Lines
     stalled: bool = False
 
     def __str__(self) -> str:
@@ -45,18 +64,26 @@ class Failure(NamedTuple):
 class _Beat(NamedTuple):
     """Hold a sign of life: its number, the seconds since the action began, and where the rank is ("" in a batch)."""
 
-    number: int
-    for_s: float
-    where: str
+    number: Count
+    for_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    where: Line
 
     @property
     def has_ended(self) -> bool:
-        return self.where not in ("", OUTSIDE)
+        return self.where not in ("", OUTSIDE, DRAWING)
+
+
+_FAILURE, _BEAT = TypeAdapter(Failure), TypeAdapter(_Beat)
 
 
 def make_store() -> Any:
     """Return a store of this engine's own on the server of the default store. A collective over all ranks."""
     number = from_rank_0(lambda: next(_numbers))
+    store = default_store()
+    while isinstance(store, torch_dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, torch_dist.TCPStore):
+        keep_from_children(store.port)
     return torch_dist.PrefixStore(f"terapipe_ds/watch/{number}", default_store().clone())
 
 
@@ -65,15 +92,24 @@ class WatchStore:
 
     Args:
         slow_s: after so long an action of this rank is published with its stack.
+        warn: is told once of each key whose value no rank has written.
     """
 
-    def __init__(self, store: Any | None, record: RankRecord, world_size: int, slow_s: float) -> None:
+    def __init__(
+        self, store: Any | None, record: RankRecord, world_size: int, slow_s: float, warn: Callable[[str], None]
+    ) -> None:
         self._store, self._record, self._world_size, self._slow_s = store, record, world_size, slow_s
+        self._warn = warn
+        self._strange: set[str] = set()  # keys with such values
+        self._beats_of: dict[int, _Beat] = {}  # the last one of each rank
+        self._quiet_s = dict.fromkeys(range(world_size), 0.0)  # since when it has been the last one
+        self._looked_at = -math.inf
         self._published: Doing | None = None
         self._is_full = False
         self._beats = 0
         self._ended = ""
         self._asked = self._answered = 0
+        self._silent: list[int] = []  # ranks, by the last report
         self._turn = threading.Lock()
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: Failure | None = None  # the first one of the job, once it is known here
@@ -131,7 +167,7 @@ class WatchStore:
             state = self._record.full() if is_slow and not self._ended else self._record.brief(self._ended)
             self._published, self._is_full = doing, is_slow
         self._beats += 1
-        where = self._ended or ("" if doing.action and not doing.is_long else OUTSIDE)
+        where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
         rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
 
         def publish(store: Any) -> Any:
@@ -141,51 +177,84 @@ class WatchStore:
             return self.failure is None and store.check([_ABORT]) and store.get(_ABORT)
 
         failure = self._ask(publish)
-        if failure:
-            self.failure = Failure(*json.loads(failure))
+        if failure and self.failure is None:
+            self.failure = self._valid(_FAILURE, _ABORT, failure)
 
-    def publish_failure(self, failure: Failure, wait_s: float) -> None:
-        """Tell the others, unless one of them was first, and wait until all have read it."""
-        first = self._ask(lambda store: store.compare_set(_ABORT, "", json.dumps(failure)))
-        self.failure = failure if first is None else Failure(*json.loads(first))
+    def publish_failure(self, failure: Failure) -> None:
+        """Tell the others, unless one of them was first."""
+        text = json.dumps(failure._replace(error=printable_lines(failure.error)[:_MAX_CHARACTERS]))
+        first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
+        told = None if first is None else self._valid(_FAILURE, _ABORT, first)
+        if first is not None and told is None:
+            self._ask(lambda store: store.set(_ABORT, text))
+        self.failure = told or failure
+
+    def wait_until_read(self, wait_s: float) -> None:
+        """Tell that this rank has read why the job ends, and wait for all that give signs of life to do so."""
         self._ask(lambda store: store.add("read", 1))
-        deadline = time.monotonic() + wait_s
+        deadline, readers = time.monotonic() + wait_s, self._world_size - len(self._silent)
         while time.monotonic() < deadline and not self._is_gone:
-            if (self._ask(lambda store: store.add("read", 0)) or 0) >= self._world_size:
+            if (self._ask(lambda store: store.add("read", 0)) or 0) >= readers:
                 return
             time.sleep(_LOOK_S)
 
     # -- all ranks ---------------------------------------------------------------------------------------------------
 
-    def is_one_outside(self) -> bool:
-        """Return whether a rank is outside a batch, or in a call that may take long."""
-        return any(beat.where == OUTSIDE for beat in self._read_beats().values())
+    def look(self) -> None:
+        """Read the signs of life, unless that was done just now; for a rank that waits, again and again.
+
+        How long a rank is quiet is counted in looks: a look that comes late, because this process itself was stopped,
+        is no sign that others are gone.
+        """
+        now, pause_s = time.monotonic(), max(POLL_S, self._world_size / _RANKS_PER_S)
+        passed_s = now - self._looked_at
+        if passed_s < pause_s or not (beats := self._read_beats()):
+            return
+        self._looked_at = now
+        for rank in self._quiet_s:
+            is_quiet = beats.get(rank) == self._beats_of.get(rank) and not (rank in beats and beats[rank].has_ended)
+            self._quiet_s[rank] = self._quiet_s[rank] + min(passed_s, 2 * pause_s) if is_quiet else 0.0
+        self._beats_of = beats
+
+    def is_one_silent(self, for_s: float) -> bool:
+        """Return whether a rank has given no sign of life for so long, by the looks until now."""
+        return max(self._quiet_s.values()) >= for_s
+
+    def is_one(self, where: str) -> bool:
+        """Return whether another rank was `OUTSIDE` or `DRAWING` at the last look."""
+        return any(beat.where == where for rank, beat in self._beats_of.items() if rank != self._record.rank)
 
     def live_states(self, wait_s: float) -> dict[int, RankState]:
         """Return the states of all ranks, once each has given another sign of life, or after `wait_s`.
 
-        Ranks that give none until then are silent. The result is empty without the store, and incomplete where the job
-        fails meanwhile.
+        Ranks that give none until then are silent, and ranks that have been quiet for so long before are not waited
+        for. The result is empty without the store, and incomplete where the job fails meanwhile.
         """
         before, deadline, ranks = self._read_beats(), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
-        while quiet and time.monotonic() < deadline and self.failure is None and not self._is_gone:
+        while time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()
             beats = self._read_beats()
             quiet = [r for r in ranks if beats.get(r) == before.get(r) and (r not in beats or not beats[r].has_ended)]
+            if all(self._quiet_s[rank] >= wait_s for rank in quiet):
+                break
         texts = self._read("state")
         if self._is_gone:
             return {}
+        self._silent = quiet
         states = {}
         for rank in ranks:
-            state = AS_JSON.validate_json(texts[rank]) if rank in texts else RankState(rank, stage_id=-1)
+            state = self._valid(AS_JSON, f"state/{rank}", texts[rank]) if rank in texts else None
+            if state is None or state.rank != rank:
+                state = RankState(rank, stage_id=-1)
             for_s = beats[rank].for_s if rank in beats else 0.0
-            states[rank] = replace(state, for_s=for_s, silent=rank in quiet)
+            states[rank] = replace(state, for_s=for_s, silent=rank in quiet, silent_s=self._quiet_s[rank])
         return states
 
     def _read_beats(self) -> dict[int, _Beat]:
-        return {rank: _Beat(*json.loads(text)) for rank, text in self._read("beat").items()}
+        beats = {rank: self._valid(_BEAT, f"beat/{rank}", text) for rank, text in self._read("beat").items()}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def _read(self, kind: str) -> dict[int, bytes]:
         """Return what each rank has published of a kind; ranks that have published nothing are left out."""
@@ -197,3 +266,16 @@ class WatchStore:
             return [store.get(key) if store.check([key]) else None for key in keys]
 
         return {rank: text for rank, text in enumerate(self._ask(read) or ()) if text is not None}
+
+    def _valid(self, adapter: TypeAdapter[T], key: str, text: bytes) -> T | None:
+        """Return a value of the store, or None where it is not of the form in which ranks write."""
+        try:
+            if len(text) > _MAX_BYTES:
+                raise ValueError(f"it has {len(text)} bytes, and at most {_MAX_BYTES} are read")
+            return adapter.validate_json(text, strict=True)
+        except ValueError as error:
+            if key not in self._strange:
+                self._strange.add(key)
+                reason = printable(str(error).replace("\n", " "))[:500]
+                self._warn(f"{key!r} in the store of the job is passed over, because no rank has written it: {reason}")
+            return None

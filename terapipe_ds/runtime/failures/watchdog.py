@@ -5,18 +5,21 @@ up such a wait without closing the connection. So each rank runs one daemon thre
 
 - a rank that fails publishes why and waits a moment until the others have read it, before it raises;
 - the thread of every other rank that is inside a batch prints it, and ends the process with exit code 1;
-- a rank whose batch makes no progress for `stall_timeout_s` ends the job with what every rank does and did last;
+- a rank whose batch makes no progress for `stall_timeout_s` ends the job with what every rank does and did last; the
+  user's iterator may take `data_timeout_s`, and other calls outside a batch more, while all ranks give signs of life;
 - a rank that loses a connection, or that the launcher ends (SIGTERM) because another rank died without a word, names
   the ranks that give no sign of life.
 
-A timer in C ends the process if that thread does not run any more.
+A rank publishes why it ends before it prints it, and what it prints never holds it up. An error of the thread itself is
+printed, and the thread goes on; a timer in C ends the process if the thread does not run any more.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
-import sys
+import re
 import threading
 import time
 import traceback
@@ -28,8 +31,17 @@ from typing import Any, NoReturn
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
-from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, arm_timer, disarm_timer
-from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, RankRecord, Wait, stall_report
+from terapipe_ds.runtime.failures.process_end import (
+    LEAVE_S,
+    POLL_S,
+    Sigterm,
+    Stderr,
+    arm_timer,
+    disarm_timer,
+    leave,
+    write_error_file,
+)
+from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
@@ -40,8 +52,10 @@ LONG_CALL = 6  # so many stall timeouts (half an hour by default) for what a ran
 LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
 _SLOW = 0.25  # of the stall timeout: what takes longer is published with its stack
 _TIMER_S = 60.0  # at least
+_MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
 _WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
+_GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\]")  # it begins with its place in gloo
 
 
 class PipelineAborted(RuntimeError):
@@ -55,6 +69,7 @@ class Watchdog:
         store: for tests; a clone of the default store otherwise.
         asynchronous: the device runs behind the host, which may wait for it anywhere, also outside a batch.
         trace_dir: where each rank leaves its last actions when the job fails.
+        data_timeout_s: so long the user's iterator may take.
     """
 
     def __init__(
@@ -65,22 +80,28 @@ class Watchdog:
         store: Any | None = None,
         asynchronous: bool = False,
         trace_dir: str | None = None,
+        data_timeout_s: float = 1800.0,
     ) -> None:
         self._rank = rank
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s, self._data_timeout_s = stall_timeout_s, data_timeout_s
         self._asynchronous = asynchronous
         self._trace_dir = trace_dir
         self._record = RankRecord(rank, stage_id)
         self._said = threading.Lock()  # taken for good by the thread that says why this rank ends
+        self._told = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
+        self._warned_of: Doing | None = None
+        self._complaints: set[str] = set()
         self._world_size = torch_dist.get_world_size()
         if store is None and self._world_size > 1:
             store = make_store()
-        self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s)
+        self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._remark)
         if self._world_size > 1:
+            self._stderr = Stderr()
             self._others.beat()
-            self._sigterm = Sigterm()
+            self._sigterm = Sigterm(self._hurry)
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
@@ -99,7 +120,7 @@ class Watchdog:
         """
         failure = self._others.failure
         if failure is not None:
-            self._say(str(failure))
+            self._tell(str(failure))
             raise PipelineAborted(str(failure))
         return self._watched(Doing(_OPENING, opening=True))
 
@@ -109,6 +130,10 @@ class Watchdog:
         Its errors are the caller's, but for a connection that another rank's end has cut.
         """
         return self._watched(Doing(what, is_long=True))
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Watch a wait in the user's iterator, within a batch, for `data_timeout_s`."""
+        return self._record.aside(Doing(DRAWING, draws=True))
 
     @contextmanager
     def _watched(self, doing: Doing) -> Iterator[None]:
@@ -151,9 +176,11 @@ class Watchdog:
         self._sigterm.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+        disarm_timer()
         if not self._thread.is_alive():
             self._others.beat(ended=CLOSED)
             self._others.close()
+            self._stderr.close()
 
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
 
@@ -196,60 +223,115 @@ class Watchdog:
             return
         text = str(error) if isinstance(error, PipelineAborted) else f"{type(error).__name__}: {error}"
         action = self._record.doing.action or "no action"
-        if self._say(text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"):
-            self._publish_failure(action, text)
-        else:  # the thread has, and ends this process; one more traceback would hide the one that tells more
+        said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
+        if not self._tell(said, Failure(self._rank, self._record.stage_id, action, text)):
+            # The thread ends this process; one more traceback would hide the one that tells more.
             self._stop.wait(ACKNOWLEDGE_S + LINGER_S)
 
-    def _say(self, text: str) -> bool:
-        """Print why this rank ends, once. Return False where that was said before."""
+    def _tell(self, text: str, failure: Failure | None = None) -> bool:
+        """Publish why this rank ends, then print it, and wait until the others have read it.
+
+        Return False where the other thread of this rank does so, after that thread has printed it.
+        """
         if not self._said.acquire(blocking=False):
+            self._told.wait(LEAVE_S / 2)
             return False
-        who = f"rank {self._rank} (stage {self._record.stage_id})"
-        print(f"\nterapipe_ds: {who} ends: {text}\n{_WHAT_NOW}", file=sys.stderr, flush=True)
+        if failure is not None:
+            self._others.publish_failure(failure)
+        self._remark(f"ends: {text}\n{_WHAT_NOW}")
+        self._told.set()
+        write_error_file(text)
         if self._trace_dir is not None:
             with suppress(OSError):  # the report matters more
                 self._record.full().save(Path(self._trace_dir))
+        if failure is not None:
+            self._others.wait_until_read(ACKNOWLEDGE_S)
+            if self._rank == 0:  # the server leaves last, or the clients complain
+                time.sleep(POLL_S)
         return True
 
-    def _publish_failure(self, action: str, text: str, stalled: bool = False) -> None:
-        failure = Failure(self._rank, self._record.stage_id, action, text, stalled)
-        self._others.publish_failure(failure, ACKNOWLEDGE_S)
-        if self._rank == 0:  # the server leaves last, or the clients complain
-            time.sleep(POLL_S)
+    def _remark(self, text: str) -> None:
+        self._stderr.write(f"\nterapipe_ds: rank {self._rank} (stage {self._record.stage_id}) {text}\n")
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        try:
-            while not self._stop.is_set():
-                arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
-                if self._sigterm.wait():
-                    self._terminated()
-                self._others.beat()
-                self._judge(self._record.doing)
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        finally:
-            disarm_timer()
+        while not self._stop.is_set():
+            for part in (self._arm, self._listen, self._others.beat, self._judge):
+                try:
+                    part()
+                except Exception:
+                    self._go_on(is_blind=part == self._judge)
+        disarm_timer()
 
-    def _judge(self, doing: Doing) -> None:
+    def _arm(self) -> None:
+        arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s), self._stderr)
+
+    def _hurry(self) -> None:
+        """Let this process end soon, whatever its threads do."""
+        with suppress(RuntimeError):  # no thread for the timer can be started
+            arm_timer(LEAVE_S, self._stderr)
+
+    def _listen(self) -> None:
+        if self._sigterm.wait():
+            self._terminated()
+
+    def _go_on(self, is_blind: bool) -> None:
+        """Say once what has failed in the thread, and go on; with `is_blind` not for ever with one action."""
+        text = traceback.format_exc()
+        if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
+            self._complaints.add(text)
+            self._remark(f"goes on, but its watch-dog has failed in part:\n{text}")
+        doing, longest_s = self._record.doing, max(LONG_CALL * self._stall_timeout_s, self._data_timeout_s)
+        if is_blind and doing.action and time.monotonic() - doing.since_s > longest_s:
+            text = f"it has been {doing} for more than {longest_s:g} s, and its watch-dog cannot tell why."
+            self._tell(text, Failure(self._rank, self._record.stage_id, doing.action, text))
+            os._exit(1)
+        self._stop.wait(POLL_S)
+
+    def _judge(self) -> None:
+        doing = self._record.doing
         if not doing.action and not self._asynchronous:
             return
         if (failure := self._failure_of_others()) is not None:
             self._end(str(failure), doing)
-        elif doing.action and time.monotonic() - doing.since_s > self._limit_s(doing):
+        elif doing.action and self._has_stalled(doing):
             self._end_stalled(doing)
         elif doing.action and self._waits_without_store(doing):
             self._end("rank 0, or the launcher that serves the store of the job, is gone", doing)
 
-    def _limit_s(self, doing: Doing) -> float:
-        """Return how long `doing` may take. A batch cannot begin while a rank saves, uploads or validates."""
-        is_long = doing.is_long or (
-            doing.opening and time.monotonic() - doing.since_s > self._stall_timeout_s and self._others.is_one_outside()
-        )
-        return LONG_CALL * self._stall_timeout_s if is_long else self._stall_timeout_s
+    def _has_stalled(self, doing: Doing) -> bool:
+        """Return whether `doing` takes too long.
+
+        A batch cannot begin while a rank draws data, which has a limit there, or saves, uploads or validates. After
+        that it has as long as ever. There is no patience with a rank that gives no sign of life.
+        """
+        now = time.monotonic()
+        waited_s = now - doing.since_s
+        if doing.draws:
+            self._warn_of_data(doing, waited_s)
+            return waited_s > self._data_timeout_s
+        if doing.opening or doing.is_long:
+            self._others.look()
+            if self._others.is_one_silent(self._stall_timeout_s):
+                return True
+            if doing.is_long:
+                return waited_s > LONG_CALL * self._stall_timeout_s
+            if self._others.is_one(DRAWING):
+                self._excused_at = now
+            elif self._others.is_one(OUTSIDE):
+                if waited_s > LONG_CALL * self._stall_timeout_s:
+                    return True
+                self._excused_at = now
+        return now - max(doing.since_s, self._excused_at) > self._stall_timeout_s
+
+    def _warn_of_data(self, doing: Doing, waited_s: float) -> None:
+        if waited_s > self._stall_timeout_s and self._warned_of is not doing:
+            self._warned_of = doing
+            self._remark(
+                f"has waited {waited_s:.0f} s for the data iterator, and ends the job after {self._data_timeout_s:g} s "
+                f"(terapipe.data_timeout_s). It is here:\n{self._record.full().stack.rstrip()}"
+            )
 
     def _waits_without_store(self, doing: Doing) -> bool:
         if self._others.lost_at is None or self._record.full().is_busy:
@@ -263,38 +345,40 @@ class Watchdog:
         if failure is not None:  # another rank was first, and has its report
             self._end(str(failure), doing)
         elif self._record.doing is doing:
-            self._end(stall_report(states, self._stall_timeout_s, self._asynchronous), doing, stalled=True)
+            key = "data_timeout_s" if doing.draws else "stall_timeout_s"
+            limit_s = self._data_timeout_s if doing.draws else self._stall_timeout_s
+            self._end(stall_report(states, limit_s, self._asynchronous, key), doing, stalled=True)
 
     def _end(self, text: str, doing: Doing, stalled: bool = False) -> None:
         """End this process from the watch-dog's thread: the main thread waits in a call that cannot be interrupted."""
+        self._hurry()
         what = str(doing) if doing.action else OUTSIDE
         where = "" if doing.wait else f"\nIts main thread is here:\n{self._record.full().stack}"
-        if not self._say(f"{text}\nThis rank was {what}.{where}"):
+        failure = Failure(self._rank, self._record.stage_id, doing.action, text, stalled)
+        if not self._tell(f"{text}\nThis rank was {what}.{where}", failure):
             return  # the main thread raises by itself
-        self._publish_failure(doing.action, text, stalled)
         if self._failure_of_others() is not None:
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass
-        sys.stdout.flush()
-        os._exit(1)
+        leave(1)
 
     def _terminated(self) -> NoReturn:
-        """End this process after SIGTERM."""
+        """End this process after SIGTERM, from the watch-dog's thread."""
+        self._hurry()
         doing = self._record.doing
         self._others.beat(ended="ended by SIGTERM")
         failure = self._others.failure
         lost = self._lost_ranks(HURRIED_ANSWER_S) if failure is None else str(failure)
-        self._say(
+        self._tell(
             "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why.\n"
             f"{lost or 'All ranks are alive.'}\nThis rank was {doing if doing.action else OUTSIDE}."
         )
         if self._rank == 0:  # serves the store by which the others name who has died
             time.sleep(2 * POLL_S)
-        sys.stdout.flush()
-        os._exit(128 + 15)
+        leave(128 + 15)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Return whether the error says that a process that this one talks to is gone."""
-    return isinstance(error, torch_dist.DistError) or "gloo" in str(error)
+    return isinstance(error, torch_dist.DistError) or _GLOO_ERROR.search(str(error)) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,7 +14,7 @@ from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.failures import watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
-from tests.distributed.failures.job import Fault, Job, build_model, deepspeed_config, hang, mark, run
+from tests.distributed.failures.job import Fault, Job, build_model, deepspeed_config, die, hang, mark, run
 
 
 def run_until_it_hangs(job: Job) -> list[float]:
@@ -23,13 +23,19 @@ def run_until_it_hangs(job: Job) -> list[float]:
     return run(job, PLACES)
 
 
-def _at_forward(engine: Any, fault: Fault, act: Callable[[], None] = hang) -> None:
+def _act(fault: Fault) -> NoReturn:
+    """Hang or die, as the kind begins."""
+    {"hang": hang, "kill": die}[fault.kind.partition("_")[0]]()
+    raise AssertionError("this never comes")
+
+
+def _at_forward(engine: Any, fault: Fault, act: Callable[[Fault], None] = _act) -> None:
     """Act before one forward."""
     usual = engine._ACTIONS[Kind.FORWARD]
 
     def struck(engine: Any, action: Action) -> None:
         if action.unit == tuple(fault.unit):
-            act()
+            act(fault)
         usual(engine, action)
 
     engine._ACTIONS = {**engine._ACTIONS, Kind.FORWARD: struck}
@@ -42,14 +48,14 @@ def _in_send(engine: Any, fault: Fault) -> None:
 
     def send(action: Action, *arguments: Any) -> None:
         if action.unit == tuple(fault.unit):
-            hang()
+            _act(fault)
         usual(action, *arguments)
 
     setattr(engine._stage.links, name, send)
 
 
-def _hang_instead(owner: str, name: str) -> Callable[[Any, Fault], None]:
-    return lambda engine, fault: setattr(getattr(engine, owner), name, lambda *_, **__: hang())
+def _instead(owner: str, name: str) -> Callable[[Any, Fault], None]:
+    return lambda engine, fault: setattr(getattr(engine, owner), name, lambda *_, **__: _act(fault))
 
 
 def _terminated_in_save(engine: Any, fault: Fault) -> None:
@@ -66,18 +72,24 @@ def _terminated_in_save(engine: Any, fault: Fault) -> None:
     engine.checkpoint_engine.save = save
 
 
-def _stop() -> None:
+def _stop(fault: Fault) -> None:
     """The whole process stops, with the watch-dog and the store that it serves."""
     mark()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 PLACES: dict[str, Callable[[Any, Fault], None]] = {
-    "hang_before_forward": _at_forward,
-    "hang_send": _in_send,
-    "hang_optimizer": _hang_instead("optimizer", "step"),
-    "hang_reduce": _hang_instead("module", "before_reduce"),
-    "hang_save": _hang_instead("checkpoint_engine", "save"),
+    **{
+        f"{how}_{place}": strike
+        for how in ("hang", "kill")
+        for place, strike in {
+            "before_forward": _at_forward,
+            "send": _in_send,
+            "optimizer": _instead("optimizer", "step"),
+            "reduce": _instead("module", "before_reduce"),
+            "save": _instead("checkpoint_engine", "save"),
+        }.items()
+    },
     "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
 }

@@ -6,6 +6,7 @@ It is run by the ranks of `harness.RankPool` and, as a script, by DeepSpeed's ow
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,12 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import distributed
+from torch.utils.data import DataLoader, Dataset
 
 import terapipe_ds
 from terapipe_ds.attention import active_slice
@@ -42,7 +45,8 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS`, of `MEASURING` or of `hangs.PLACES`; or loss, hang_data, leaves (it stops training).
+    `kind`: a key of `FAULTS`, of `MEASURING` or of `hangs.PLACES`; or loss, hang_data, kill_data, kill_between (two
+    batches), leaves (it stops training).
     """
 
     kind: str
@@ -65,6 +69,7 @@ class Job:
     folder: str = ""
     saves: tuple[int, ...] = ()
     resume: str = ""  # the tag of a checkpoint in `folder` to start from
+    workers: int = 0  # processes that a data loader forks; 0: data without a loader
     section: dict[str, Any] = field(default_factory=dict)  # on top of the usual `terapipe` section
 
     def to_json(self) -> str:
@@ -96,6 +101,7 @@ def run_in_pool(job: Job) -> list[float]:
 def _train(engine: PipelineEngine, job: Job, places: Mapping[str, Callable[[Any, Fault], None]]) -> Iterator[float]:
     pipeline_id = engine.grid.get_data_parallel_id()
     _exchange_pids()
+    loader = _loader(job.workers) if job.workers else None
     if job.resume:
         path, _ = engine.load_checkpoint(job.folder, job.resume)
         assert path is not None, f"no checkpoint in {job.folder}"
@@ -106,18 +112,43 @@ def _train(engine: PipelineEngine, job: Job, places: Mapping[str, Callable[[Any,
         if _is_armed("leaves"):
             mark()
             return
+        if _is_armed("kill_between"):
+            die()
         if struck and fault.kind in places:
             places[fault.kind](engine, fault)
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
-        yield float(run_batch(_data_that_hangs() if _is_armed("hang_data") else batches(step, pipeline_id)))
+        yield float(run_batch(_drawn(loader or batches(step, pipeline_id))))
         if step in job.saves:
             engine.save_checkpoint(job.folder)
 
 
-def _data_that_hangs() -> Iterator[Batch]:
-    yield next(batches(1))
-    hang()
+def _drawn(data: Iterator[Batch]) -> Iterator[Batch]:
+    """The data of a step. This rank may hang or be killed before the second micro-batch."""
+    yield next(data)
+    if _is_armed("hang_data"):
+        hang()
+    if _is_armed("kill_data"):
+        die()
+    yield from data
+
+
+class _Sequences(Dataset[Batch]):
+    """The micro-batches of all steps, as a data set."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, labels = list(batches(1 + index // MICRO_BATCHES))[index % MICRO_BATCHES]
+        return inputs, labels
+
+
+def _loader(workers: int) -> Iterator[Batch]:
+    """An iterator whose workers are forked from this rank, and hold whatever it holds."""
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        loader = DataLoader(_Sequences(), batch_size=None, num_workers=workers, multiprocessing_context="fork")
+        return iter(loader)
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
@@ -259,6 +290,12 @@ def _ends(how: Callable[[], Any]) -> Callable[[torch.Tensor, str], torch.Tensor]
 def hang() -> NoReturn:
     mark()
     wait_for_ever()
+    raise AssertionError("this never comes")
+
+
+def die() -> NoReturn:
+    mark()
+    os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this never comes")
 
 

@@ -19,7 +19,7 @@ DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "schedule_options": {}, "slices": "auto",
     "sequence_dim": 1, "sliced_inputs": None, "granularity_tokens": 64, "loss_reduction": "mean_valid",
     "ignore_index": -100, "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None}, "verify": None,
-    "check_finite": "off", "stall_timeout_s": 300, "trace_dir": None,
+    "check_finite": "off", "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_every_key() -> None:
         "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
-        "stall_timeout_s": 12.5, "trace_dir": "traces",
+        "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
     }  # fmt: skip
     config = read(copy.deepcopy(section))
     dumped = json.loads(config.model_dump_json())
@@ -93,7 +93,11 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         *(("planner", value) for value in (None, "measure")),
         *(("verify", value) for value in (True, "on")),
         ("check_finite", True),
-        *(("stall_timeout_s", value) for value in (0, True, float("nan"), float("inf"), 1e300, "300")),
+        *(
+            (key, value)
+            for key in ("stall_timeout_s", "data_timeout_s")
+            for value in (0, True, float("nan"), float("inf"), 1e300, "300")
+        ),
         *(("trace_dir", value) for value in ("", 3, "\ud800")),
     ],
     ids=ascii,
@@ -403,12 +407,13 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "cb0ded4fa67cb70e"  # in every process
+    assert fingerprint == "45767c3d0dba5d4f"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}},
-        {"stall_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"}, {"enabled": False},
+        {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
+        {"enabled": False},
     ]  # fmt: skip
     others = {read({**base, **change}).fingerprint() for change in changes}
     assert len(others) == len(changes)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from terapipe_ds.runtime.failures import process_end
 from terapipe_ds.runtime.failures import watchdog as module
-from terapipe_ds.runtime.failures.report import Wait
-from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog
+from terapipe_ds.runtime.failures.process_end import disarm_timer
+from terapipe_ds.runtime.failures.report import DRAWING, Wait
+from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
 LONG_S = 300.0  # a stall timeout that no test reaches
@@ -51,11 +58,17 @@ class Job:
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
         monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
 
-    def rank(self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False) -> Watchdog:
+    def rank(self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False, **more: Any) -> Watchdog:
         """The watch-dog of a rank; its stage is as high as its rank."""
         client = store(self.port, is_master=False)
-        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous))
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous, **more))
         return self._watchdogs[-1]
+
+    def kill(self, watchdog: Watchdog) -> None:
+        """Stop its thread, as if its process had been killed."""
+        watchdog._stop.set()
+        assert watchdog._thread is not None
+        watchdog._thread.join()
 
     def wait_for_end(self) -> None:
         assert self.ended.wait(DEADLINE_S), "no watch-dog has ended its process"
@@ -65,6 +78,7 @@ class Job:
             watchdog.close()
 
     def _exit(self, code: int) -> None:
+        disarm_timer()  # of the end, which this is instead
         self.exits.append(code)
         self.ended.set()
         raise SystemExit(code)  # ends the thread
@@ -87,9 +101,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
     """A batch of this rank raises."""
-    with pytest.raises(type(error)), watchdog.batch():
+    with pytest.raises(type(error)) as raised, watchdog.batch():
         watchdog.note(at)
         raise error
+    assert raised.value is error
 
 
 class TestFailures:
@@ -115,6 +130,16 @@ class TestFailures:
         with waiting.batch():
             fail(failing, ValueError("broken"))
             assert job.server.add("read", 0) == 2
+
+    def test_torchrun_finds_why_a_rank_has_failed(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        begin_s = int(time.time())
+        fail(job.rank(0), ValueError("the layer is broken"))
+        read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+        assert read.message["message"] == "it failed at F0.1: ValueError: the layer is broken"
+        assert read.message["extraInfo"]["py_callstack"] and begin_s <= read.timestamp <= time.time()
 
     def test_ranks_outside_a_batch_are_left_alone_until_the_next_one(self, job: Job) -> None:
         failing, outside = job.rank(0), job.rank(1)
@@ -150,8 +175,17 @@ class TestLostConnections:
             with watchdog.batch():
                 raise RuntimeError(GLOO_ERROR)
 
-    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job) -> None:
-        fail(job.rank(0), RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    @pytest.mark.parametrize(
+        "text", ["mat1 and mat2 shapes cannot be multiplied", "backend gloo: [not] for this layer"]
+    )
+    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, text: str) -> None:
+        fail(job.rank(0), RuntimeError(text))
+
+    def test_torch_says_where_in_gloo_it_has_lost_a_connection(self) -> None:
+        """By an error that torch itself raises: nobody serves that store."""
+        with pytest.raises(RuntimeError) as refused:
+            distributed.TCPStore("127.0.0.1", unused_port(), is_master=False, timeout=timedelta(milliseconds=10))
+        assert is_lost_connection(refused.value) and is_lost_connection(RuntimeError(GLOO_ERROR))
 
     def test_without_the_store_a_rank_that_waits_is_ended(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -208,9 +242,7 @@ class TestStalls:
         with killed.batch():
             killed.note("F0.3")
             until(lambda: b"F0.3" in job.server.get("state/1"))
-            killed._stop.set()  # its thread is gone, as if it had been killed
-            assert killed._thread is not None
-            killed._thread.join()
+            job.kill(killed)
             waiting = job.rank(0, stall_timeout_s=0.3)
             with waiting.batch(), waiting.waiting(Wait("the gradients", (1,))):
                 job.wait_for_end()
@@ -229,6 +261,46 @@ class TestStalls:
             slow.note("F0.1")
         slow.close()
         assert job.exits == []
+
+    @pytest.mark.parametrize("outside", [True, False])
+    def test_a_rank_that_is_lost_while_a_batch_begins_is_not_waited_for(
+        self, outside: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Though it was outside a batch or drew data, where ranks may be for long; another rank still is."""
+        monkeypatch.setattr(module, "LONG_CALL", 1000)
+        job.world_size = 3
+        busy, lost, waiting = job.rank(1), job.rank(2), job.rank(0, stall_timeout_s=1.0)
+        with waiting.batch(), busy.batch(), busy.drawing(), nullcontext() if outside else lost.batch():
+            with nullcontext() if outside else lost.drawing():
+                until(lambda: waiting._others.is_one(DRAWING))
+                job.kill(lost)
+                start = time.monotonic()
+                until(lambda: len(job.exits) > 0)
+                assert time.monotonic() - start < 1.0 + 5.0
+        assert "Stage 2 (rank 2) holds up the job: does not answer" in (text := capfd.readouterr().err)
+        assert "s ago." in text and "rank 1 (stage 1): running drawing data" in text
+
+    def test_data_may_take_longer_than_other_things(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        drawing, waiting = job.rank(1, 0.3, data_timeout_s=2.0), job.rank(0, 0.3)
+        with waiting.batch(), drawing.batch():
+            start = time.monotonic()
+            with drawing.drawing():
+                until(lambda: len(job.exits) == 2)
+        assert 2.0 < time.monotonic() - start < 2.0 + 5.0
+        text = capfd.readouterr().err
+        warned = r"rank 1 \(stage 1\) has waited \d s for the data iterator, and ends the job after 2 s \(terapipe.data"
+        assert len(re.findall(warned, text)) == 1 and "in test_data_may_take" in text[: text.index("ends: ")]
+        assert "rank 1 (stage 1) ends: no progress for 2 s (terapipe.data_timeout_s):" in text
+        assert "Stage 1 (rank 1) holds up the job: running drawing data from the iterator for" in text
+
+    def test_after_slow_data_a_rank_waits_as_long_as_ever(self, job: Job) -> None:
+        drawing, waiting = job.rank(1, 1.0, data_timeout_s=60.0), job.rank(0, 1.0)
+        with waiting.batch(), drawing.batch():
+            with drawing.drawing():
+                time.sleep(2.0)
+            end = time.monotonic()
+            until(lambda: len(job.exits) == 2)
+        assert time.monotonic() - end > 1.0
 
     def test_a_long_call_outside_a_batch(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -314,6 +386,17 @@ class TestSigterm:
         job.wait_for_end()
         assert job.exits == [143]
 
+    def test_a_forked_child_does_not_hold_the_connections_of_the_store(self, job: Job) -> None:
+        """It may outlive a killed rank, whose end nobody would see then."""
+        process_end.keep_from_children(job.port)
+        job.rank(0)
+        pid = os.fork()
+        if pid == 0:
+            job.leave(sum(job.port in _ports_of(name) for name in os.listdir("/dev/fd")))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert sum(job.port in _ports_of(name) for name in os.listdir("/dev/fd")) >= 3  # listens; both ends
+        assert job.server.check(["beat/0"])
+
     def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         watchdog = job.rank(1)  # there is no rank 0
         with pytest.raises(SystemExit):
@@ -337,16 +420,16 @@ from torch import distributed
 from terapipe_ds.runtime.failures import watchdog
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 distributed.get_world_size = lambda group=None: 2
-watchdog._TIMER_S = 1.0
-dog = watchdog.Watchdog(0, 0, 0.1, distributed.HashStore())
+watchdog._TIMER_S = {timer_s}
+store = distributed.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False) if sys.argv[1:] else None
+dog = watchdog.Watchdog(0, 0, 0.1, store or distributed.HashStore(), data_timeout_s=1.0)
 {act}
 time.sleep(30)
 """
 
-    def run(self, act: str) -> tuple[int, str]:
-        ended = subprocess.run(
-            [sys.executable, "-c", self.SCRIPT.format(act=act)], capture_output=True, text=True, timeout=60
-        )
+    def run(self, act: str, *arguments: str, stderr: int = subprocess.PIPE, timer_s: float = 1.0) -> tuple[int, str]:
+        command = [sys.executable, "-c", self.SCRIPT.format(act=act, timer_s=timer_s), *arguments]
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, timeout=25)
         return ended.returncode, ended.stderr
 
     def test_a_thread_that_blocks(self) -> None:
@@ -356,11 +439,52 @@ time.sleep(30)
 
     def test_a_thread_that_dies(self) -> None:
         """A forked child has no copy of the timer, which would wait for a thread that it has not: it just ends."""
-        code, text = self.run("pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\ndog._judge = None")
-        assert code == 1 and "TypeError" in text
+        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\ndog._judge = sys.exit"
+        code, text = self.run(act)
+        assert code == 1 and "Timeout (0:00:01)!" in text
+
+    def test_a_thread_that_fails_goes_on_and_ends_what_hangs(self) -> None:
+        code, text = self.run("dog._judge = None; time.sleep(2)\nwith dog.batch(): time.sleep(30)", timer_s=60.0)
+        assert code == 1 and text.count("TypeError: 'NoneType' object is not callable") == 1
+        assert "rank 0 (stage 0) ends: it has been running the start of a batch" in text and "Timeout" not in text
+
+    FULL_PIPE = "os.set_blocking(2, False)\ntry:\n while True: os.write(2, b'x' * 4096)\nexcept BlockingIOError: pass\n"
+
+    @pytest.mark.sample(3)
+    @pytest.mark.parametrize("stderr", ["closed", "full", "blocked", "no descriptors", "no threads", "replaced"])
+    def test_what_is_printed_does_not_delay_the_end(self, stderr: str, job: Job) -> None:
+        """The others learn why, and the process ends, though nothing of it can be read."""
+        acts = {
+            "blocked": self.FULL_PIPE + "os.set_blocking(2, True); sys.stdout = open(2, 'w'); sys.stdout.write('x')",
+            "no descriptors": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
+            "no threads": 'def no(*_, **__): raise RuntimeError("can\'t start new thread")\n'
+            "watchdog.arm_timer = threading.Thread.start = no",
+            "replaced": "sys.stderr = sys.stdout = type('Log', (), {'write': print})()",
+        }
+        reader, writer = os.pipe()
+        if stderr == "closed":
+            os.close(reader)
+        to = {"full": os.open("/dev/full", os.O_WRONLY), "closed": writer, "blocked": writer}.get(
+            stderr, subprocess.PIPE
+        )
+        act = acts.get(stderr, "") + "\nwith dog.batch(), dog.waiting('the input'): time.sleep(30)"
+        start = time.monotonic()
+        code, text = self.run(act, str(job.port), stderr=to, timer_s=60.0)
+        assert code == 1 and time.monotonic() - start < 20.0, text  # ten of them to start
+        assert job.server.check(["abort"]), text
+        assert b"no progress for 0.1 s" in job.server.get("abort")
+        assert text is None or "rank 0 (stage 0) ends: no progress for 0.1 s" in text
 
 
 class TestEnd:
+    def test_what_is_printed_and_what_others_print_share_a_file(self, tmp_path: Path) -> None:
+        """Launchers give a rank a file that is not opened to append."""
+        script = "import sys; from terapipe_ds.runtime.failures.process_end import Stderr; stderr = Stderr()\n"
+        script += "for name in 'abc': stderr.write(name); print(name, end='', file=sys.stderr, flush=True)"
+        with open(tmp_path / "log", "w") as log:
+            subprocess.run([sys.executable, "-c", script], stderr=log, check=True)
+        assert (tmp_path / "log").read_text().endswith("aabbcc")
+
     def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         """DeepSpeed's ``__del__`` destroys an engine that a script still holds when no thread can run any more."""
         watchdog = job.rank(0)
@@ -384,3 +508,16 @@ def _wakeup_descriptor() -> int:
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
     return descriptor
+
+
+def _ports_of(name: str) -> set[int]:
+    try:
+        return process_end._ports(int(name))
+    except OSError:  # it was the folder itself
+        return set()
+
+
+def unused_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

@@ -1,0 +1,143 @@
+"""What one rank's watch-dog makes of the store: values that no rank has written, and ranks that fall silent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+
+from terapipe_ds.runtime.failures import store as module
+from terapipe_ds.runtime.failures.report import OUTSIDE, PastAction, RankRecord, RankState, printable
+from terapipe_ds.runtime.failures.store import Failure, WatchStore
+from tests.fuzz.damage import json_files
+from tests.fuzz.outcome import cases
+
+FAILURE = Failure(1, 1, "F0.1", "ValueError: the layer is\nbroken")
+STATE = RankState(1, 1, "running F0.1", (0,), recent=(PastAction("F0.0", "", 1.0, None),), stack="  here\n")
+WRITTEN = {"beat/1": [7, 0.5, OUTSIDE], "state/1": dataclasses.asdict(STATE), "abort": FAILURE}
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> Iterator[WatchStore]:
+    """The view of rank 0, of two ranks."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    store = WatchStore(distributed.HashStore(), RankRecord(0, 0), 2, 10.0, warnings.append)
+    yield store
+    store.close()
+
+
+def write(watch: WatchStore, key: str, text: str | bytes) -> None:
+    watch._ask(lambda store: store.set(key, text))
+
+
+values = st.sampled_from(sorted(WRITTEN)).flatmap(lambda key: st.tuples(st.just(key), json_files(WRITTEN[key])))
+
+
+@given(written=values)
+@cases(300, 10_000)
+def test_no_value_of_the_store_harms_a_rank(written: tuple[str, bytes]) -> None:
+    """Whatever it is, this rank goes on, or ends for a failure that has all that a failure has."""
+    warnings: list[str] = []
+    watch = WatchStore(distributed.HashStore(), RankRecord(0, 0), 2, 10.0, warnings.append)
+    try:
+        write(watch, *written)
+        watch.beat()
+        watch.look()
+        states = watch.live_states(0.0)
+        assert watch.lost_at is None and len(warnings) <= 1
+        assert [state.rank for state in states.values()] == [0, 1]
+        told = [str(watch.failure), *warnings, *(state.describe() for state in states.values())]
+        assert all(text == printable(text, "\n\t") for text in told)
+        for named in (watch.failure, *states.values()):
+            assert named is None or (type(named.rank), type(named.stage_id)) == (int, int)
+    finally:
+        watch.close()
+
+
+def test_what_ranks_write_is_taken_as_it_is(watch: WatchStore, warnings: list[str]) -> None:
+    for key, value in WRITTEN.items():
+        write(watch, key, json.dumps(value))
+    watch.beat()
+    assert watch.failure == FAILURE and warnings == []
+    watch.failure = None  # which would end the look at the states
+    write(watch, "abort", "")
+    assert watch.live_states(0.0)[1] == dataclasses.replace(STATE, for_s=0.5, silent=True)
+
+
+def test_a_failure_takes_the_place_of_what_no_rank_has_written(watch: WatchStore, warnings: list[str]) -> None:
+    write(watch, "abort", b"\xff\x1b[2J nonsense")
+    watch.beat()
+    watch.beat()
+    assert watch.failure is None
+    assert len(warnings) == 1 and "'abort' in the store of the job is passed over" in warnings[0]
+    watch.publish_failure(FAILURE)
+    assert Failure(*json.loads(watch._ask(lambda store: store.get("abort")))) == FAILURE == watch.failure
+
+
+def test_what_is_too_large_is_neither_read_nor_written(watch: WatchStore, warnings: list[str]) -> None:
+    write(watch, "abort", json.dumps(FAILURE._replace(error="x" * module._MAX_BYTES)))
+    watch.beat()
+    assert watch.failure is None and "at most" in warnings[0]
+    watch.publish_failure(FAILURE._replace(error="\ud800é" * module._MAX_BYTES))
+    assert len(watch._ask(lambda store: store.get("abort"))) <= module._MAX_BYTES
+    watch.failure = None
+    watch.beat()
+    assert watch.failure is not None, "the others cannot read it"
+
+
+def test_what_controls_a_terminal_is_not_shown(watch: WatchStore) -> None:
+    write(watch, "abort", json.dumps(FAILURE._replace(action="F0\n\x1b]0;title\x07", error="a\nb\x1b[31m\u202e")))
+    watch.beat()
+    assert watch.failure is not None
+    assert (watch.failure.action, watch.failure.error) == ("F0\ufffd\ufffd]0;title\ufffd", "a\nb\ufffd[31m\ufffd")
+
+
+class TestSilence:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The seconds that have passed, as the store sees them."""
+        clock = [time.monotonic() + 1.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+        return clock
+
+    def look(self, watch: WatchStore, clock: list[float], seconds: float, beat: str = "") -> None:
+        for _ in range(round(seconds / 0.5)):
+            clock[0] += 0.5
+            watch.beat()
+            if beat:
+                write(watch, "beat/1", json.dumps([int(10 * clock[0]), 0.0, beat]))
+            watch.look()
+
+    def test_a_rank_is_silent_after_a_while_without_signs_of_life(self, watch: WatchStore, clock: list[float]) -> None:
+        self.look(watch, clock, 20.0, OUTSIDE)
+        assert watch.is_one(OUTSIDE) and not watch.is_one_silent(1.0)
+        self.look(watch, clock, 9.0)
+        assert not watch.is_one_silent(10.0)
+        self.look(watch, clock, 1.5)
+        assert watch.is_one_silent(10.0)
+        self.look(watch, clock, 1.0, OUTSIDE)
+        assert not watch.is_one_silent(1.0)
+
+    def test_a_rank_that_has_said_that_it_ends_is_not_silent(self, watch: WatchStore, clock: list[float]) -> None:
+        self.look(watch, clock, 1.0, "done with its engine")
+        self.look(watch, clock, 20.0)
+        assert not watch.is_one_silent(1.0)
+
+    def test_time_in_which_this_rank_stood_still_does_not_count(self, watch: WatchStore, clock: list[float]) -> None:
+        """A scheduler may stop all processes of a job for an hour, and let them go on."""
+        self.look(watch, clock, 1.0, OUTSIDE)
+        clock[0] += 3600.0
+        self.look(watch, clock, 1.0)
+        assert not watch.is_one_silent(2.0)

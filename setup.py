@@ -41,6 +41,7 @@ setup(
         "numpy>=1.26,<3",
         "pydantic>=2.10,<3",
         "packaging>=23",
+        "xxhash>=3.4,<5",  # checksums of checkpoints
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],

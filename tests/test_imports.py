@@ -39,7 +39,7 @@ LAZY = ("", "cli", "__main__", "commands")  # and what is in commands: ring 0 at
 THIRD_PARTIES = {
     "numpy": 0, "pydantic": 0, "matplotlib": 0,
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
-    "torch.distributed": 2, "deepspeed": 2,
+    "torch.distributed": 2, "deepspeed": 2, "xxhash": 2,
     "megatron": 3, "jinja2": 3,
 }  # fmt: skip
 DEFERRED_ONLY = ("matplotlib", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex")

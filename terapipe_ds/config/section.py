@@ -74,6 +74,12 @@ class PlannerConfig(_StrictModel):
     )
 
 
+class CheckpointsConfig(_StrictModel):
+    """`terapipe.checkpoints`: what may be in the files that are loaded."""
+
+    allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
+
+
 class TeraPipeConfig(_StrictModel):
     """The section; attributes are its keys. `from_deepspeed` is the way in.
 
@@ -103,6 +109,9 @@ class TeraPipeConfig(_StrictModel):
     ignore_index: _Int64 = Field(-100, description="a 64-bit integer")
     planner: PlannerConfig = Field(
         PlannerConfig(), description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}"
+    )
+    checkpoints: CheckpointsConfig = Field(
+        CheckpointsConfig(), description=f"an object with the keys {', '.join(CheckpointsConfig.model_fields)}"
     )
     verify: Literal["off", "first_batch"] | None = Field(
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
@@ -246,7 +255,11 @@ def _shown(value: Any, *path: Any) -> str:
     return f"{'.'.join([_SECTION, *map(str, path)])} = {show_value(value)}"
 
 
-_MODELS: dict[tuple[Any, ...], type[BaseModel]] = {(): TeraPipeConfig, ("planner",): PlannerConfig}
+_MODELS: dict[tuple[Any, ...], type[BaseModel]] = {
+    (): TeraPipeConfig,
+    ("planner",): PlannerConfig,
+    ("checkpoints",): CheckpointsConfig,
+}
 
 
 def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: dict[tuple[Any, ...], str]) -> dict[str, Any]:
@@ -266,7 +279,7 @@ def _problems_of(error: ValidationError, section: Any) -> dict[tuple[Any, ...], 
     problems = {}
     for detail in error.errors(include_input=False, include_context=False, include_url=False):
         location = detail["loc"]
-        path = location[:2] if location[0] == "planner" and len(location) > 1 else location[:1]
+        path = location[:2] if location[:1] in _MODELS and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
         allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
         problems[path] = f"{_shown(value, *path)}: must be {allowed}"

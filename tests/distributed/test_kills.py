@@ -49,7 +49,7 @@ def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: 
         assert history.end == expected.end is not None
     place = CheckpointPaths(folder / "saved", "last")
     assert place.final.is_dir()
-    assert not place.saving.exists()
+    assert place.all_saving() == []
     assert not place.replaced.exists()
 
 

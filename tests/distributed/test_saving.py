@@ -6,6 +6,7 @@ import contextlib
 import json
 import resource
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,19 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import distributed
 
-from terapipe_ds.runtime.checkpoints.save import MANIFEST
-from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, raised_by, section, train
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
+from tests.distributed.checkpoint_states import states_of
+from tests.distributed.engines import (
+    LENGTH,
+    batches,
+    engine_of,
+    error_of,
+    gpt_layers,
+    logged,
+    raised_by,
+    section,
+    train,
+)
 from tests.distributed.harness import rank_pool
 
 OURS = section(slices=3)
@@ -74,6 +86,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
     assert (folder / "latest").read_text() == "global_step1"
     for tag in ("aside", "global_step1"):
         manifest = json.loads((folder / tag / MANIFEST).read_text())
+        assert manifest["checksums"].keys() == manifest["files"].keys() and len(manifest["job"]) == 8
         assert manifest["files"] == {path.name: path.stat().st_size for path in (folder / tag).glob("*.pt")}
         assert len(manifest["files"]) >= 9  # seven layers and a file of each stage
         assert (manifest["tag"], manifest["global_steps"], manifest["is_latest"]) == (tag, 1, tag != "aside")
@@ -177,9 +190,155 @@ def test_training_goes_on_where_a_method_describes_the_module(given: bool, tmp_p
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"])
 @pytest.mark.sample(1)
 def test_a_file_that_cannot_be_read_is_told_on_every_rank(name: str, tmp_path: Path) -> None:
-    """Of the size that was written, so that the list of files says nothing."""
+    """Of the size that was written, and not in a list of files."""
     rank_pool(2).run(job_save_described, folder=str(tmp_path), module_class=PipelineModule, given=False)
     (path,) = tmp_path.glob(f"*/{name}")
     path.write_bytes(path.read_bytes()[::-1])
+    path.with_name(MANIFEST).unlink()
     for kind, text in rank_pool(2).run(job_refused, folder=str(tmp_path), module_class=PipelineModule):
-        assert kind == "CheckpointError" and f"{path} cannot be read" in text and "Load another checkpoint" in text
+        assert kind == "PickleRefused" and f"{path} cannot be read" in text and "Load another checkpoint" in text
+
+
+# -- damage, and files that are programs ---------------------------------------------------------------------------
+
+
+class Touches:
+    """Pickled as a call that makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def job_save_twice(folder: str, client: Any) -> list[str]:
+    with logged() as lines, engine_of(gpt_layers(), OURS) as engine:
+        for tag in ("first", "second"):
+            train(engine, batches(1))
+            engine.save_checkpoint(folder, tag=tag, client_state={"args": client})
+    return [line for line in lines if "allow_pickle" in line]
+
+
+def job_load_spoilt(folder: str, allow_pickle: bool = False) -> dict[str, Any]:
+    """What a load of the second one does, and then one that may choose."""
+    with logged() as lines, engine_of(gpt_layers(), section(checkpoints={"allow_pickle": allow_pickle})) as engine:
+        train(engine, batches(1, first_seed=400))
+        before = states_of(engine)
+        second = raised_by(lambda: engine.load_checkpoint(folder, tag="second"))
+        changed = error_of(states_of(engine), before)
+        engine.train_batch(iter(batches(1)[0]))
+        chosen = raised_by(lambda: engine.load_checkpoint(folder))
+        said = [line for line in lines if "is loaded" in line]
+        return {"second": second, "changed": changed, "chosen": chosen, "steps": engine.global_steps, "said": said}
+
+
+def test_a_flipped_bit_is_seen_on_every_rank_before_a_parameter_changes(tmp_path: Path) -> None:
+    rank_pool(2).run(job_save_twice, folder=str(tmp_path), client=1)
+    path = tmp_path / "second" / "layer_03-model_states.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    for rank in rank_pool(2).run(job_load_spoilt, folder=str(tmp_path)):
+        assert rank["second"][0] == "CheckpointError" and f"{path.name} is damaged" in rank["second"][1]
+        assert rank["changed"] == 0.0
+        assert (rank["chosen"], rank["steps"]) == (("", ""), 1)
+
+
+@pytest.mark.parametrize("place", ["mp_rank_01_model_states.pt", "layer_02-model_states.pt"])
+def test_a_file_that_would_run_code_is_refused_unless_that_is_allowed(place: str, tmp_path: Path) -> None:
+    folder, marker = tmp_path / "saved", tmp_path / "marker"
+    rank_pool(2).run(job_save_twice, folder=str(folder), client=1)
+    path = folder / "second" / place
+    states = torch.load(path, weights_only=False)
+    (states if place.startswith("mp") else vars(states))["client"] = Touches(marker)
+    torch.save(states, path)
+    path.with_name(MANIFEST).unlink()
+    for rank in rank_pool(2).run(job_load_spoilt, folder=str(folder)):
+        for kind, text in (rank["second"], rank["chosen"]):
+            assert kind == "PickleRefused" and str(path) in text and "open" in text
+        assert rank["changed"] == 0.0
+    assert not marker.exists()
+    allowed = rank_pool(2).run(job_load_spoilt, folder=str(folder), allow_pickle=True)
+    assert marker.exists()
+    assert all(f"{path} is loaded as a program" in line for line in allowed[0]["said"]) and len(allowed[0]["said"]) == 2
+
+
+def test_a_client_state_of_other_types_is_told_when_it_is_saved(tmp_path: Path) -> None:
+    client = Decimal(1)
+    said = rank_pool(2).run(job_save_twice, folder=str(tmp_path), client=client)
+    assert said[1] == [] and all("client_state" in line and "decimal.Decimal" in line for line in said[0])
+    assert len(said[0]) == 2
+    for rank in rank_pool(2).run(job_load_spoilt, folder=str(tmp_path), allow_pickle=True):
+        assert (rank["second"], rank["chosen"], rank["steps"]) == (("", ""), ("", ""), 2)
+
+
+# -- what fails on one rank alone ----------------------------------------------------------------------------------
+
+PLACES = ("layer", "optimizer", "lr_scheduler")
+
+
+def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dict[str, Any]:
+    """Errors of saving and loading, of a batch after each, and of a batch after one rank has gone on alone."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    stages = distributed.get_world_size()
+    with engine_of(gpt_layers(tied_embedding=tied), OURS, stages=stages, scheduler=scheduler) as engine:
+        train(engine, batches(1))
+        engine.save_checkpoint(folder, tag="whole")
+        found: dict[str, Any] = {}
+        for method, act in (
+            ("state_dict", lambda: engine.save_checkpoint(folder, tag="failed")),
+            ("load_state_dict", lambda: engine.load_checkpoint(folder, tag="whole")),
+        ):
+            with raising(place_in(engine, place), method, distributed.get_rank() == rank):
+                found[method] = raised_by(act)
+            found[f"batch after {method}"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+        engine.load_checkpoint(folder, tag="whole")
+        found["whole"] = train(engine, batches(1, first_seed=900)).returned
+        return found
+
+
+def place_in(engine: Any, place: str) -> Any:
+    layers = [layer for layer in engine.module.forward_funcs if isinstance(layer, torch.nn.Module)]
+    return layers[-1] if place == "layer" else getattr(engine, place)
+
+
+@contextlib.contextmanager
+def raising(owner: Any, name: str, here: bool) -> Iterator[None]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise LookupError(f"{name} fails")
+
+    if here:
+        setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        if here:
+            delattr(owner, name)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.sample(3)
+def test_what_fails_on_one_rank_is_raised_on_all(place: str, ranks: int, tmp_path: Path) -> None:
+    job = {"place": place, "rank": ranks - 1, "tied": place == "lr_scheduler" or (place == "layer" and ranks < 4)}
+    for rank in rank_pool(ranks).run(job_fails_on_one_rank, folder=str(tmp_path), **job):
+        assert rank["state_dict"] == ("LookupError", "state_dict fails")
+        assert rank["batch after state_dict"] == ("", "")
+        assert rank["load_state_dict"] == ("LookupError", "load_state_dict fails")
+        kind, text = rank["batch after load_state_dict"]
+        assert kind == "CheckpointError" and "Load one that is whole" in text and "load_state_dict fails" in text
+        assert rank["whole"]
+
+
+def job_other_steps(change: int) -> tuple[str, str]:
+    with engine_of(gpt_layers(), OURS) as engine:
+        train(engine, batches(1))
+        engine.global_steps += change if distributed.get_rank() == 1 else 0
+        return raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+
+
+def test_stages_of_different_steps_do_not_train_together() -> None:
+    for kind, text in rank_pool(2).run(job_other_steps, change=1):
+        assert kind == "BatchError" and "global_steps 1" in text and "global_steps 2" in text
+    assert rank_pool(2).run(job_other_steps, change=0) == [("", ""), ("", "")]

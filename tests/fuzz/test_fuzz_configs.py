@@ -26,7 +26,7 @@ SECTION = {
     "enabled": True, "schedule": "seq1f1b", "slices": [512, 384, 128], "sequence_dim": 1, "sliced_inputs": [0, 1],
     "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": 80.0}, "verify": "off",
-    "stall_timeout_s": 300.0, "data_timeout_s": 1800.0, "trace_dir": None,
+    "checkpoints": {"allow_pickle": False}, "stall_timeout_s": 300.0, "data_timeout_s": 1800.0, "trace_dir": None,
 }  # fmt: skip
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1},

@@ -21,8 +21,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint, read_states
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.checkpoints.one_rank_failures import load_everywhere, states_taken
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
-from terapipe_ds.runtime.checkpoints.save import save_checkpoint
+from terapipe_ds.runtime.checkpoints.save import save_checkpoint, this_job
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.batch_plans import Plans
@@ -50,9 +53,13 @@ class LoadOptions(NamedTuple):
 class SafeCheckpoints:
     """Save and load the checkpoints of one engine; `world` is a group of all ranks on the CPU."""
 
-    def __init__(self, engine: PipelineEngine, layout: Layout, world: Any, plans: Plans, watchdog: Watchdog) -> None:
+    def __init__(
+        self, engine: PipelineEngine, layout: Layout, world: Any, plans: Plans, watchdog: Watchdog, allow_pickle: bool
+    ) -> None:
         self._engine, self._layout, self._world = engine, layout, world
-        self._plans, self._watchdog = plans, watchdog
+        self._plans, self._watchdog, self._allow_pickle = plans, watchdog, allow_pickle
+        self._half_loaded: str | None = None  # why parameters may be of two checkpoints
+        this_job().has_read()
 
     def save(
         self,
@@ -68,8 +75,14 @@ class SafeCheckpoints:
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in stages]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
         training = {**self._plans.described(), "layout": layout}
-        state = with_description(engine, client_state)
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
+            state: dict[str, Any] = {}
+
+            def take_states() -> None:
+                state.update(with_description(engine, client_state))
+                stack.enter_context(states_taken(engine))
+
+            gather_results(take_states, self._world)
             states = optimizer_states(engine, self._layout, self._world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())
@@ -77,13 +90,18 @@ class SafeCheckpoints:
             def save_as(tag: str | None, is_latest: bool) -> Any:
                 return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
-            return save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
+            saved = save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
+        if client_state and engine.global_rank == 0 and not self._allow_pickle:
+            _warn_of_pickle(Path(engine._get_ckpt_name(save_dir, tag or f"global_step{engine.global_steps}")))
+        return saved
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
-            chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer)
+            chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
+            stack.enter_context(strict_loading(chosen.pickled is None))
+            this_job().has_read()
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
             has_copies = engine.zero_optimization() and not options.module_only  # in fp32, among the states of stages
@@ -92,12 +110,25 @@ class SafeCheckpoints:
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
-            loaded = stock_load(load_dir, chosen.read_as, *options)
+            try:
+                loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
+            except Exception as error:
+                self._half_loaded = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                raise
+        self._half_loaded = None
         for key in (LISTED, ENVELOPE):
             (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
+
+    def refuse_half_loaded(self) -> None:
+        """Raise CheckpointError, on every rank alike, where a load has failed after it had begun to set parameters."""
+        if self._half_loaded is not None:
+            raise CheckpointError(
+                f"{self._half_loaded}, so that parameters may be of two checkpoints. Load "
+                "one that is whole before the next batch"
+            )
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -118,7 +149,7 @@ def refuse_what_does_not_fit(
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
         if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
             return problem
-        saved = read_states(engine, path)
+        saved = read_states(path)
         problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
         if problem is not None or not engine.load_universal_checkpoint():
             return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
@@ -142,6 +173,15 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
             'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
             '"fp32"}'
         )
+
+
+def _warn_of_pickle(path: Path) -> None:
+    """Warn when a checkpoint is saved, and not when it is needed, that its client_state is a program."""
+    if path.is_file():
+        try:
+            read_strictly(path)
+        except PickleRefused as error:
+            logger.warning("the client_state that was saved holds more than plain values: %s", error)
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:

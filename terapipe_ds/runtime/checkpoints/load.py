@@ -7,17 +7,21 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.save import LATEST, MANIFEST, CheckpointError, CheckpointPaths, Manifest, is_leader
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, in_short, read_short
+from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, is_leader
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_any, read_strictly
 
 logger = logging.getLogger("terapipe_ds")
 
-_ANOTHER = "Load another checkpoint, by its tag"
+_LONGEST_TAG_BYTES = 4096
+Damaged = Mapping[str, str]
+"""What is wrong with the contents of checkpoints, by `read_as`."""
 
 
 @dataclass(frozen=True)
@@ -28,47 +32,124 @@ class ChosenCheckpoint:
     read_as: str | None  # the tag by which DeepSpeed finds its files; another one if a kill came before they were named
     manifest: Manifest | None = None  # None for checkpoints of DeepSpeed's own engine, and of its converter
     note: str | None = None  # what is unexpected about the choice
+    pickled: str | None = None  # a file that only runs as a program, where this is allowed
 
 
 def find_checkpoint(
-    engine: PipelineEngine, world: Any, load_dir: str, tag: str | None, with_optimizer: bool
+    engine: PipelineEngine, world: Any, load_dir: str, tag: str | None, with_optimizer: bool, allow_pickle: bool
 ) -> ChosenCheckpoint:
-    """Choose a checkpoint on the ranks that name files, and take the choice of this node. A collective over all ranks.
+    """Choose a checkpoint whose files are what was saved. A collective over all ranks, which share the files to read.
+
+    The ranks that name files choose, each for its node.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint that is asked for is not whole, with the files that are missing.
+        CheckpointError: on every rank: the checkpoint that is asked for is not whole, with the files that are missing
+            or damaged; or a file would run code, and `allow_pickle` does not permit it.
     """
-    folder, tag = Path(load_dir), None if tag is None else str(tag)
+    folder, tag, leads = Path(load_dir), None if tag is None else str(tag), is_leader(engine)
+    is_universal, damaged = bool(engine.load_universal_checkpoint()), dict[str, str]()
 
     def choose() -> ChosenCheckpoint:
         try:
-            if engine.load_universal_checkpoint():
-                return _universal(folder, tag)
-            return choose_checkpoint(folder, tag, with_optimizer)
+            return _universal(folder, tag) if is_universal else choose_checkpoint(folder, tag, with_optimizer, damaged)
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
-    choices = gather_results(choose if is_leader(engine) else None, world)
-    tags = {choice.tag for choice in choices if choice is not None}
-    if len(tags) > 1:
-        raise CheckpointError(
-            f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; name "
-            "one that all have, as load_checkpoint's tag"
-        )
-    chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
-    if chosen.note is not None and engine.global_rank == 0:
-        logger.warning("%s", chosen.note)
-    return chosen
+    while True:
+        choices = gather_results(choose if leads else None, world)
+        tags = {choice.tag for choice in choices if choice is not None}
+        if len(tags) > 1:
+            raise CheckpointError(
+                f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; "
+                "name one that all have, as load_checkpoint's tag"
+            )
+        chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
+        share = _share_of(engine)
+        looked = gather_results(lambda: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world)  # noqa: B023
+        problem = in_short([each.damage for each in looked if each is not None and each.damage is not None])
+        if problem is None:
+            break
+        if tag is not None or is_universal:
+            raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
+        damaged[str(chosen.read_as)] = problem
+    pickled = next((each.pickled for each in looked if each is not None and each.pickled is not None), None)
+    if engine.global_rank == 0:
+        for note in (chosen.note, pickled and f"{pickled} is loaded as a program, which allow_pickle permits"):
+            if note is not None:
+                logger.warning("%s", note)
+    return replace(chosen, pickled=pickled)
+
+
+class Contents(NamedTuple):
+    """Say what is in the files of a checkpoint that one rank has looked at."""
+
+    damage: str | None = None
+    pickled: str | None = None
+
+
+def look_at_contents(
+    folder: Path, chosen: ChosenCheckpoint, with_optimizer: bool, allow_pickle: bool, index: int = 0, count: int = 1
+) -> Contents:
+    """Compare the checksums of every `count`-th file, and read it strictly.
+
+    Raises:
+        CheckpointError: a file cannot be read, or only as a program where this is not allowed.
+    """
+    if chosen.read_as is None or count == 0:
+        return Contents()
+    place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
+    if manifest is None:
+        names = sorted(str(path.relative_to(place)) for path in place.rglob("*.pt") if path.is_file())
+    else:
+        names = manifest.names(with_optimizer)
+    for name in names[index::count]:
+        problem = None if manifest is None else manifest.damage(place, name)
+        if problem is not None:
+            damage.append(problem)
+            continue
+        try:
+            read_strictly(place / name)
+        except PickleRefused as error:
+            if not allow_pickle:
+                raise
+            pickled = str(error.path)
+    return Contents(in_short(damage), pickled)
+
+
+def _share_of(engine: PipelineEngine) -> tuple[int, int]:
+    """Return the index of this rank among those that share the files, and their number; 0: this one reads none."""
+    if engine.use_node_local_storage():  # a node has its own files, and we do not know how many ranks it has
+        return 0, int(is_leader(engine))
+    return torch_dist.get_rank(), torch_dist.get_world_size()
 
 
 def _universal(folder: Path, tag: str | None) -> ChosenCheckpoint:
     latest = folder / "latest_universal"
     if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+        tag = _read_tag(latest)
     return ChosenCheckpoint(tag, tag)
 
 
-def choose_checkpoint(folder: Path, tag: str | None, with_optimizer: bool = True) -> ChosenCheckpoint:
+def _read_tag(latest: Path) -> str:
+    """Return the tag that a file names.
+
+    Raises:
+        CheckpointError: the file names none.
+    """
+    try:
+        tag = read_short(latest, _LONGEST_TAG_BYTES).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{latest} is not UTF-8") from None
+    if not tag:
+        raise CheckpointError(f"{latest} is empty")
+    if not tag.isprintable():
+        raise CheckpointError(f"{latest} names no tag: {tag[:40]!r}")
+    return tag
+
+
+def choose_checkpoint(
+    folder: Path, tag: str | None, with_optimizer: bool = True, damaged: Damaged | None = None
+) -> ChosenCheckpoint:
     """Choose the checkpoint `tag`, or the one that `latest` names, or the newest whole one if that one is not whole.
 
     `latest` is believed if it names an older one: that is how people go back. Nothing changes in `folder`.
@@ -76,21 +157,20 @@ def choose_checkpoint(folder: Path, tag: str | None, with_optimizer: bool = True
     Raises:
         CheckpointError: the checkpoint that is asked for is not whole, with the files that are missing; or none is.
     """
+    damaged = damaged or {}
     if tag is not None:
-        return _named(CheckpointPaths(folder, tag), with_optimizer)
+        return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
     latest = folder / LATEST
     try:
         if not latest.is_file():
             raise CheckpointError(f"{latest} is missing")
-        name = latest.read_text(encoding="utf-8").strip()
-        if not name:
-            raise CheckpointError(f"{latest} is empty")
-        chosen = _named(CheckpointPaths(folder, name), with_optimizer)
+        name = _read_tag(latest)
+        chosen = _named(CheckpointPaths(folder, name), with_optimizer, damaged)
         if not (folder / (chosen.read_as or "")).exists():
             raise CheckpointError(f"{latest} names {name}, which does not exist")
         return chosen
     except CheckpointError as error:
-        newest = _newest(folder)
+        newest = _newest(folder, damaged)
         if newest is not None:
             return replace(newest, note=f"{error}: {newest.tag} is loaded, the newest whole checkpoint there")
         if not latest.is_file():
@@ -98,54 +178,55 @@ def choose_checkpoint(folder: Path, tag: str | None, with_optimizer: bool = True
         raise CheckpointError(f"{error}. There is no other whole checkpoint of this engine in {folder}") from None
 
 
-def _named(paths: CheckpointPaths, with_optimizer: bool) -> ChosenCheckpoint:
+def _not_whole(path: Path, problem: str) -> str:
+    return (
+        f"the checkpoint {path} is not whole: {problem}. Name a whole one; where another program has saved it again "
+        f"since, delete its {MANIFEST}"
+    )
+
+
+def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> ChosenCheckpoint:
     """Choose the checkpoint of a tag, or what a save that was killed has left of it; refuse one that is not whole."""
     if paths.final.exists():
         manifest = Manifest.read(paths.final)
         problem = None if manifest is None else manifest.problem(paths.final, with_optimizer)
+        problem = problem or damaged.get(paths.tag)
         if problem is not None:
-            raise CheckpointError(
-                f"the checkpoint {paths.final} is not whole: {problem}. Name a whole one; where another program "
-                f"has saved it again since, delete its {MANIFEST}"
-            )
+            raise CheckpointError(_not_whole(paths.final, problem))
         return ChosenCheckpoint(paths.tag, paths.tag, manifest)
-    for path in (paths.saving, paths.replaced):
-        manifest = Manifest.read(path)
+    for path in (*paths.all_saving(), paths.replaced):
+        manifest = None if paths.tag_of(path) in damaged else Manifest.read(path)
         if manifest is not None and manifest.problem(path, with_optimizer) is None:
             note = f"a save of {paths.final} was killed before it had its name: what is loaded is in {path}"
             return ChosenCheckpoint(paths.tag, paths.tag_of(path), manifest, note)
     if paths.replaced.exists() and Manifest.read(paths.replaced) is None:  # of DeepSpeed's own engine
         note = f"a save over {paths.final} was killed: what was there before is loaded, from {paths.replaced}"
         return ChosenCheckpoint(paths.tag, paths.tag_of(paths.replaced), None, note)
-    if paths.saving.exists():
+    if paths.all_saving():
         raise CheckpointError(f"the save of {paths.final} was killed before all files were written; load another one")
     return ChosenCheckpoint(paths.tag, paths.tag)
 
 
-def _newest(folder: Path) -> ChosenCheckpoint | None:
+def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
     whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with contextlib.suppress(CheckpointError):
-            manifest = Manifest.read(path)
+            manifest = None if path.name in damaged else Manifest.read(path)
             if manifest is not None and manifest.is_latest and manifest.problem(path) is None:
                 age = (manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime)
                 whole.append((age, ChosenCheckpoint(manifest.tag, path.name, manifest)))
     return max(whole, key=lambda each: each[0])[1] if whole else None
 
 
-def read_states(engine: PipelineEngine, path: Path) -> Mapping[str, Any]:
-    """Read the states of a rank.
+def read_states(path: Path) -> Mapping[str, Any]:
+    """Read the states of a rank, within `strict_loading` without running what is in the file.
 
     Raises:
-        CheckpointError: the file cannot be read; unpickling raises errors of any kind, without the file's name.
+        CheckpointError: the file cannot be read, or holds something else.
     """
-    try:
-        try:
-            states = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # of a writer whose files cannot be mapped
-            states = engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). {_ANOTHER}") from error
+    states = read_any(path)
     if not isinstance(states, Mapping):
-        raise CheckpointError(f"{path} holds a {type(states).__name__}, not the states of a rank. {_ANOTHER}")
+        raise CheckpointError(
+            f"{path} holds a {type(states).__name__}, not the states of a rank. Load another checkpoint"
+        )
     return states

@@ -153,7 +153,7 @@ class OptimizerStates:
     def _read_saved(self, path: Path) -> _Saved | None:
         if not path.is_file():
             return None
-        state = read_states(self.engine, path)
+        state = read_states(path)
         names = state.get(LISTED) or state.get("param_shapes")  # DeepSpeed's own engine lists them with ZeRO
         if names:
             return _Saved(tuple(map(tuple, names)), ENVELOPE in state, None)

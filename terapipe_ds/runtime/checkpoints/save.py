@@ -1,85 +1,54 @@
 """Save a checkpoint so that a kill at any point leaves the earlier one or this one whole.
 
 DeepSpeed (0.19.8) writes over an older checkpoint of the same tag, and rank 0 writes `latest` before the others have
-their files: a kill leaves a half that looks whole. So DeepSpeed saves in `.TAG.saving` here. The checkpoint gets its
-own name in one move, when every rank has written and a list of its files is there. An older checkpoint of that tag is
-moved to `.TAG.replaced` for that moment, so that there is always a whole one.
+their files: a kill leaves a half that looks whole. So DeepSpeed saves in `.TAG.JOB.saving` here, where JOB is the id of
+the job. The checkpoint gets its own name in one move, when every rank has written and a list of its files is there. An
+older checkpoint of that tag is moved to `.TAG.replaced` for that moment, so that there is always a whole one.
 """
 
 from __future__ import annotations
 
+import glob
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.runtime.agreement import gather, gather_results
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 
 T = TypeVar("T")
-MANIFEST = "terapipe_complete.json"
 LATEST = "latest"  # DeepSpeed's name
-_OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
-_SHOWN = 4  # files in a message
+OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
+_CLOCK_STEP_S = 0.1  # at most, of a disk's clock
 
 
-class CheckpointError(ValueError):
-    """Say that a checkpoint is not whole, or cannot be written or read."""
+@dataclass
+class Job:
+    """Tell this job from others that may save in the same folder."""
+
+    id: str = ""  # "": unknown, as to those that only read
+    knows_all_until_s: float = field(default_factory=time.monotonic)  # what others wrote before is not of a rival
+
+    def has_read(self) -> None:
+        """Take what was written until now for that of jobs which this one continues."""
+        self.knows_all_until_s = time.monotonic()
 
 
-class Manifest(BaseModel):
-    """List what a whole checkpoint consists of, and what it was trained with."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    format: Literal["terapipe_ds.checkpoint"] = "terapipe_ds.checkpoint"
-    version: Literal[1] = 1
-    tag: str
-    global_steps: int
-    is_latest: bool  # `latest` was to name it (`save_latest`)
-    training: dict[str, Any] = Field(default_factory=dict)  # slices, schedule, profile and layout of the run
-    files: dict[str, int]  # bytes, which are enough: no file has its name before it is whole
-
-    def write(self, folder: Path) -> None:
-        write_text(folder / MANIFEST, self.model_dump_json(indent=1), durable=True)
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
-        """Read the list of a folder; None: there is none, as in checkpoints of DeepSpeed's own engine.
-
-        Raises:
-            CheckpointError: the file is no such list.
-        """
-        path = folder / MANIFEST
-        if not path.is_file():
-            return None
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError:
-            raise CheckpointError(
-                f"{path} is no list of version 1 of a checkpoint's files. Where the checkpoint is known to be whole, "
-                "delete that file; load another one otherwise"
-            ) from None
-
-    def problem(self, folder: Path, with_optimizer: bool = True) -> str | None:
-        """Say which files `folder` lacks or has with another size; None: it has all that are to be loaded."""
-        problems = []
-        for name, size in sorted(self.files.items()):
-            path = folder / name
-            if not with_optimizer and name.endswith(_OPTIMIZER_FILES):
-                continue
-            if not path.is_file():
-                problems.append(f"{name} is missing")
-            elif path.stat().st_size != size:
-                problems.append(f"{name} has {path.stat().st_size:,} bytes of {size:,}")
-        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        return ", ".join(problems[:_SHOWN]) + more if problems else None
+@cache
+def this_job() -> Job:
+    """Return this process as a job; of all ranks, the id of the first one counts."""
+    return Job(secrets.token_hex(4))
 
 
 @dataclass(frozen=True)
@@ -88,6 +57,7 @@ class CheckpointPaths:
 
     folder: Path
     tag: str
+    job: Job = field(default_factory=Job)
 
     @property
     def final(self) -> Path:
@@ -95,7 +65,15 @@ class CheckpointPaths:
 
     @property
     def saving(self) -> Path:
-        return self.final.with_name(f".{self.final.name}.saving")
+        return self.final.with_name(f".{self.final.name}.{self.job.id}.saving")
+
+    def all_saving(self) -> list[Path]:
+        """Return where jobs save this tag, or have left off, the latest first."""
+        name, folder = self.final.name, self.final.parent
+        pattern = f".{glob.escape(name)}.*.saving"  # ids have no dots: another tag may begin with this one
+        found = [path for path in folder.glob(pattern) if path.name.count(".") == name.count(".") + 3]
+        found += [path for path in [folder / f".{name}.saving"] if path.exists()]  # of older versions
+        return sorted(found, key=_written_at, reverse=True)
 
     @property
     def replaced(self) -> Path:
@@ -106,29 +84,53 @@ class CheckpointPaths:
         return str(path.relative_to(self.folder))
 
     def settle(self) -> None:
-        """Finish what a save that was killed has left of this tag, or remove it."""
+        """Finish what saves that were killed have left of this tag, or remove it."""
         if self.replaced.exists() and self.final.exists():
             self._drop_replaced()
-        saved = _readable(self.saving)
-        if saved is not None and saved.problem(self.saving) is None:
-            self.commit()
-        _remove(self.saving)
+        for saving in reversed(self.all_saving()):
+            saved = _readable(saving)
+            if saved is not None and saved.problem(saving) is None:
+                self.commit(saving)
+            _remove(saving)
         if self.replaced.exists():
             self.replaced.rename(self.final)
 
-    def commit(self) -> None:
+    def commit(self, saving: Path | None = None) -> None:
         """Give what was saved its name. A kill in any line leaves one whole checkpoint of this tag."""
         if self.final.exists():
             self.final.rename(self.replaced)
-        self.saving.rename(self.final)
+        (saving or self.saving).rename(self.final)
         sync(self.final.parent)
         if self.replaced.exists():
             self._drop_replaced()
 
     def prepare(self) -> None:
-        """Make the folder to save in: here, where all ranks learn of an error."""
+        """Make the folder to save in: here, where all ranks learn of an error.
+
+        Raises:
+            CheckpointError: another job saves this tag, or has just done so.
+        """
+        self.saving.mkdir(parents=True, exist_ok=True)
+        self.saving.touch()
+        self._refuse_other_jobs(self.saving.stat().st_mtime)  # by the clock of the disk
         self.settle()
-        self.saving.mkdir(parents=True)
+        self.saving.mkdir()
+
+    def _refuse_other_jobs(self, now_s: float) -> None:
+        """Refuse to save where another job has written lately, and since this one has last read a checkpoint."""
+        limit_s = min(OTHER_JOB_S, time.monotonic() - self.job.knows_all_until_s) - _CLOCK_STEP_S
+        saved, written_at_s = _readable(self.final), {path: _written_at(path) for path in self.all_saving()}
+        if saved is not None and saved.job not in ("", self.job.id):
+            written_at_s[self.final] = (self.final / MANIFEST).stat().st_mtime
+        for path, at_s in written_at_s.items():
+            if path != self.saving and now_s - at_s < limit_s:
+                with suppress(OSError):  # not empty: of this job, whole or not
+                    self.saving.rmdir()
+                raise CheckpointError(
+                    f"another job has written {path} {max(now_s - at_s, 0):.0f} s ago: two jobs would replace one "
+                    "another's checkpoints. Give each a folder or tags of its own. If that job has ended, load its "
+                    f"checkpoint first, or save again after {OTHER_JOB_S:.0f} s"
+                )
 
     def publish(self, is_latest: bool) -> None:
         """Give what was saved its name, and name it in `latest`."""
@@ -148,6 +150,15 @@ class CheckpointPaths:
             if entry.name not in listed and not moved.exists():
                 entry.rename(moved)
         _remove(self.replaced)
+
+
+def _written_at(folder: Path) -> float:
+    """Return when a folder, or a file in it, was last written; 0 where it is gone."""
+    newest = 0.0
+    for path in (folder, *(folder.iterdir() if folder.is_dir() else ())):
+        with suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest
 
 
 def _readable(folder: Path) -> Manifest | None:
@@ -185,9 +196,10 @@ def save_checkpoint(
     """
     if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises; or files are written later
         return save(tag, save_latest)
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    paths, leads = CheckpointPaths(Path(save_dir), tag), is_leader(engine)
-    tags = sorted(set(gather(tag, world)))
+    tag, leads = f"global_step{engine.global_steps}" if tag is None else str(tag), is_leader(engine)
+    told = gather((tag, this_job().id), world)
+    paths = CheckpointPaths(Path(save_dir), tag, replace(this_job(), id=told[0][1]))
+    tags = sorted({each for each, _ in told})
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank(world, paths.prepare if leads else None)
@@ -195,15 +207,17 @@ def save_checkpoint(
     with replaced(engine.checkpoint_engine, "save", writer.save):
         saved = save(paths.tag_of(paths.saving), False)
     try:
-        sizes = {name: size for files in _on_each_rank(world, writer.files) for name, size in (files or {}).items()}
+        files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
         if engine.use_node_local_storage():
-            sizes = {name: size for name, size in sizes.items() if (paths.saving / name).is_file()}
+            files = {name: file for name, file in files.items() if (paths.saving / name).is_file()}
         manifest = Manifest(
             tag=tag,
             global_steps=int(engine.global_steps),
             is_latest=bool(save_latest),
+            job=paths.job.id,
             training=dict(training),
-            files=sizes,
+            files={name: file.num_bytes for name, file in files.items()},
+            checksums={name: file.checksum for name, file in files.items()},
         )
         _on_each_rank(world, (lambda: manifest.write(paths.saving)) if leads else None)
     except CheckpointError:
@@ -246,6 +260,13 @@ def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
     return gather_results(attempt, world)
 
 
+class _Written(NamedTuple):
+    """Describe a file that the disk has."""
+
+    num_bytes: int
+    checksum: str
+
+
 class _Writer:
     """Write as DeepSpeed's writer of files does, wait for the disk, and remember what is written in `folder`.
 
@@ -255,7 +276,7 @@ class _Writer:
 
     def __init__(self, save: Callable[..., Any], folder: Path) -> None:
         self._save, self._folder = save, folder
-        self._sizes: dict[str, int] = {}
+        self._files: dict[str, _Written] = {}
         self._failure: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> Any:
@@ -264,15 +285,21 @@ class _Writer:
         try:
             result = self._save(state_dict=state_dict, path=path)
             if Path(path).is_file():  # some writers leave a file to another rank
-                sync(path)
-                self._sizes[str(Path(path).relative_to(self._folder))] = Path(path).stat().st_size
+                self._files[str(Path(path).relative_to(self._folder))] = self._flush(Path(path))
             return result
         except Exception as error:
             self._failure = error
             return None
 
-    def files(self) -> dict[str, int]:
-        """Return the bytes of each file, or raise what stopped this rank."""
+    def _flush(self, path: Path) -> _Written:
+        """Wait until the disk has a file. Meanwhile a thread reads it, from memory, for its checksum."""
+        with ThreadPoolExecutor(1) as thread:
+            checksum = thread.submit(checksum_of, path)
+            sync(path)
+            return _Written(path.stat().st_size, checksum.result())
+
+    def files(self) -> dict[str, _Written]:
+        """Return what each file is, or raise what stopped this rank."""
         if self._failure is not None:
             raise self._failure
-        return self._sizes
+        return self._files

@@ -86,7 +86,8 @@ class TeraPipeEngine(PipelineEngine):
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)
         self._batch_end = BatchEnd(self, self._layout, stage)
-        self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog)
+        allow_pickle = self.terapipe_config.checkpoints.allow_pickle
+        self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)
         warn_of_checkpoints(self)
         self._is_built = True
 
@@ -96,6 +97,7 @@ class TeraPipeEngine(PipelineEngine):
         """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
         if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        self._checkpoints.refuse_half_loaded()
         with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
 
@@ -105,6 +107,7 @@ class TeraPipeEngine(PipelineEngine):
         Where tensor parallelism divides the head, those are of a part of the vocabulary.
         """
         check_eval_call(data_iter, *args, **kwargs)
+        self._checkpoints.refuse_half_loaded()
         training_iterator = self.data_iterator
         try:
             with ErrorsUnwrapped(), self._guarded():
@@ -155,7 +158,7 @@ class TeraPipeEngine(PipelineEngine):
         """Save a checkpoint as a whole or not at all, even if ranks die. A rank that never arrives is reported.
 
         Raises:
-            CheckpointError: on every rank, where one of them cannot write.
+            CheckpointError: on every rank, where one of them cannot write, or another job saves in the same place.
         """
         stock = super().save_checkpoint
         return self._checkpoints.save(stock, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -177,7 +180,8 @@ class TeraPipeEngine(PipelineEngine):
         Raises:
             TeraPipeConfigError: on every rank: the checkpoint is of another TP x PP x DP, or its optimizer states
                 cannot be brought to the stages of this engine.
-            CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read.
+            CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read, or holds more
+                than tensors and plain values (`checkpoints.allow_pickle`).
         """
         states = load_optimizer_states, load_lr_scheduler_states
         options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)

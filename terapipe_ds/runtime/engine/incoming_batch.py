@@ -55,6 +55,7 @@ class IncomingBatches:
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
         engine = self._engine
+        self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))

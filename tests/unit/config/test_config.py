@@ -18,8 +18,9 @@ from terapipe_ds.plan import PlanError, SlicePlan
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "schedule_options": {}, "slices": "auto",
     "sequence_dim": 1, "sliced_inputs": None, "granularity_tokens": 64, "loss_reduction": "mean_valid",
-    "ignore_index": -100, "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None}, "verify": None,
-    "check_finite": "off", "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
+    "ignore_index": -100, "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
+    "checkpoints": {"allow_pickle": False}, "verify": None, "check_finite": "off", "stall_timeout_s": 300,
+    "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_every_key() -> None:
         "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
-        "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
+        "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
     }  # fmt: skip
     config = read(copy.deepcopy(section))
     dumped = json.loads(config.model_dump_json())
@@ -91,6 +92,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         ("loss_reduction", "average"),
         *(("ignore_index", value) for value in ("none", True, 2**70)),
         *(("planner", value) for value in (None, "measure")),
+        *(("checkpoints", value) for value in (None, True)),
         *(("verify", value) for value in (True, "on")),
         ("check_finite", True),
         *(
@@ -117,6 +119,13 @@ def test_a_wrong_value_of_the_planner(key: str, values: list[Any]) -> None:
     for value in values:
         message = problem({"planner": {key: value}})
         assert message.startswith(f"terapipe.planner.{key} = ") and ": must be " in message
+
+
+def test_a_wrong_permission() -> None:
+    for value in (1, "true", None):
+        message = problem({"checkpoints": {"allow_pickle": value}})
+        assert message.startswith(f"terapipe.checkpoints.allow_pickle = {value!r}: must be true or false")
+    assert "did you mean terapipe.checkpoints.allow_pickle?" in problem({"checkpoints": {"alow_pickle": True}})
 
 
 def test_the_value_stands_in_the_message() -> None:
@@ -407,11 +416,11 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "45767c3d0dba5d4f"  # in every process
+    assert fingerprint == "1a0b46983bffe141"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
-        {"planner": {"cache_dir": "x"}},
+        {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
         {"enabled": False},
     ]  # fmt: skip

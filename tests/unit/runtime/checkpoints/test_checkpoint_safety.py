@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +19,8 @@ from hypothesis import strategies as st
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
-from terapipe_ds.runtime.checkpoints.save import MANIFEST, CheckpointError, CheckpointPaths, Manifest
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
+from terapipe_ds.runtime.checkpoints.save import OTHER_JOB_S, CheckpointPaths, Job
 
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
@@ -27,7 +31,8 @@ def save(folder: Path, tag: str, steps: int, is_latest: bool = True, finish: boo
     place.settle()
     fill(place.saving, steps)
     sizes = {name: (place.saving / name).stat().st_size for name in FILES}
-    Manifest(tag=tag, global_steps=steps, is_latest=is_latest, files=sizes).write(place.saving)
+    sums = {name: checksum_of(place.saving / name) for name in FILES}
+    Manifest(tag=tag, global_steps=steps, is_latest=is_latest, files=sizes, checksums=sums).write(place.saving)
     if finish:
         place.commit()
         if is_latest:
@@ -147,7 +152,12 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
         (lambda folder: shutil.rmtree(folder / "c"), "names c, which does not exist"),
         (lambda folder: (folder / "latest").unlink(), "latest is missing"),
         (lambda folder: (folder / "latest").write_text(""), "latest is empty"),
+        (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest is not UTF-8"),
+        (lambda folder: (folder / "latest").write_text("c\x00"), "latest names no tag"),
+        (lambda folder: (folder / "latest").write_text("c" * 5000), "latest is longer than 4,096 bytes"),
         (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
+        (lambda folder: changed_list(folder / "c", global_steps=9), "is damaged"),
+        (lambda folder: changed_list(folder / "c", training={"x": float("inf")}, checksums={}), "no list of version 1"),
     ],
 )
 def test_the_newest_whole_one_is_loaded_instead_and_it_is_said(
@@ -164,6 +174,22 @@ def test_the_newest_whole_one_is_loaded_instead_and_it_is_said(
     assert found.note is not None
     assert says in found.note
     assert "y is loaded, the newest whole checkpoint" in found.note
+
+
+def changed_list(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / MANIFEST).read_text())
+    assert document["checksums"]
+    (folder / MANIFEST).write_text(json.dumps({**document, **changes}))
+
+
+def test_lists_of_older_versions_are_read(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    path = tmp_path / "a" / MANIFEST
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({key: document[key] for key in document if key not in ("checksum", "checksums", "job")}))
+    manifest = Manifest.read(tmp_path / "a")
+    assert manifest is not None and steps_of(tmp_path) == 1
+    assert manifest.damage(tmp_path / "a", FILES[0]) is None
 
 
 def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
@@ -205,6 +231,43 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     assert steps_of(tmp_path) == 2
     (CheckpointPaths(tmp_path, "stock").saving / FILES[0]).unlink()
     assert steps_of(tmp_path) == 1
+
+
+# -- two jobs --------------------------------------------------------------------------------------------------
+
+
+def rival(folder: Path, now: bool) -> Path:
+    """What another job has left in the middle of a save, or has saved."""
+    place = CheckpointPaths(folder, "a", Job("rival"))
+    fill(place.saving, 1)
+    if not now:
+        Manifest(tag="a", global_steps=1, is_latest=True, job="rival", files={}).write(place.saving)
+        place.commit()
+    return place.saving if now else place.final
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["saving", "saved"])
+def test_two_jobs_do_not_save_under_one_tag(now: bool, tmp_path: Path) -> None:
+    written, job = rival(tmp_path, now), Job("own", knows_all_until_s=-1e6)
+    place = CheckpointPaths(tmp_path, "a", job)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"another job has written {re.escape(str(written))} \d s ago"):
+            place.prepare()
+        assert not place.saving.exists() and (written / FILES[0]).exists()
+    job.has_read()  # this one continues the other
+    place.prepare()
+    assert place.saving.is_dir() and place.final.exists() != now
+    place.saving.rmdir()
+    CheckpointPaths(tmp_path, "a.b", Job("own", -1e6)).prepare()  # another tag
+
+
+def test_what_a_job_has_left_long_ago_is_replaced(tmp_path: Path) -> None:
+    written, long_ago_s = rival(tmp_path, now=True), time.time() - OTHER_JOB_S - 60
+    for path in (*written.iterdir(), written):
+        os.utime(path, (long_ago_s, long_ago_s))
+    place = CheckpointPaths(tmp_path, "a", Job("own", -1e6))
+    place.prepare()
+    assert place.all_saving() == [place.saving]
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------

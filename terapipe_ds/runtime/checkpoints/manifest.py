@@ -1,0 +1,128 @@
+"""List what a whole checkpoint consists of, with a checksum of each file: damage is seen before anything is loaded.
+
+The checksums are against damage (a flipped bit, a file of another step), not against somebody who means harm: whoever
+can write the files can write the list.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from terapipe_ds.files.atomic import write_text
+
+MANIFEST = "terapipe_complete.json"
+_OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
+_SHOWN = 4  # files in a message
+_READ_BYTES = 2**22
+_LONGEST_BYTES = 2**26  # of a list: one of a million files is shorter
+
+
+class CheckpointError(ValueError):
+    """Say that a checkpoint is not whole, or cannot be written or read."""
+
+
+def checksum_of(path: Path) -> str:
+    """Return the checksum of a file's bytes."""
+    state, buffer = xxhash.xxh3_64(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+    return f"xxh3:{state.hexdigest()}"
+
+
+def read_short(path: Path, longest_bytes: int) -> bytes:
+    """Return the bytes of a file that is short if it is what it should be.
+
+    Raises:
+        CheckpointError: the file is longer.
+    """
+    with path.open("rb") as file:
+        content = file.read(longest_bytes + 1)
+    if len(content) > longest_bytes:
+        raise CheckpointError(f"{path} is longer than {longest_bytes:,} bytes: it is another file")
+    return content
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(values, allow_nan=False)
+    return values
+
+
+class Manifest(BaseModel):
+    """List the files of a checkpoint, and what it was trained with."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    format: Literal["terapipe_ds.checkpoint"] = "terapipe_ds.checkpoint"
+    version: Literal[1] = 1
+    tag: str
+    global_steps: int
+    is_latest: bool  # `latest` was to name it (`save_latest`)
+    job: str = ""  # the id of the job that saved it
+    training: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)  # slices, layout, ...
+    files: dict[str, int]  # their bytes
+    checksums: dict[str, str] = Field(default_factory=dict)  # by file; {} in lists of older versions of this package
+    checksum: str = ""  # of this list without this field
+
+    def write(self, folder: Path) -> None:
+        whole = self.model_copy(update={"checksum": self.own_checksum()})
+        write_text(folder / MANIFEST, whole.model_dump_json(indent=1), durable=True)
+
+    def own_checksum(self) -> str:
+        """Return what `checksum` is to be."""
+        text = self.model_dump_json(exclude={"checksum"})
+        return f"xxh3:{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Read the list of a folder; None: there is none, as in checkpoints of DeepSpeed's own engine.
+
+        Raises:
+            CheckpointError: the file is no such list.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            manifest = cls.model_validate_json(read_short(path, _LONGEST_BYTES))
+        except ValidationError:
+            manifest = None
+        if manifest is None or (manifest.checksums and manifest.checksum != manifest.own_checksum()):
+            raise CheckpointError(
+                f"{path} is no list of version 1 of a checkpoint's files, or is damaged. Where the checkpoint is known "
+                "to be whole, delete that file; load another one otherwise"
+            )
+        return manifest
+
+    def problem(self, folder: Path, with_optimizer: bool = True) -> str | None:
+        """Say which files `folder` lacks or has with another size; None: it has all that are to be loaded."""
+        problems = []
+        for name in self.names(with_optimizer):
+            path, size = folder / name, self.files[name]
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != size:
+                problems.append(f"{name} has {path.stat().st_size:,} bytes of {size:,}")
+        return in_short(problems)
+
+    def names(self, with_optimizer: bool = True) -> list[str]:
+        """Return the files that are to be loaded."""
+        return sorted(name for name in self.files if with_optimizer or not name.endswith(_OPTIMIZER_FILES))
+
+    def damage(self, folder: Path, name: str) -> str | None:
+        """Say that a file is not what was saved; None where it is, or where the list does not tell."""
+        expected = self.checksums.get(name)
+        if expected is None or checksum_of(folder / name) == expected:
+            return None
+        return f"{name} is damaged or of another checkpoint (its checksum is not {expected})"
+
+
+def in_short(problems: list[str]) -> str | None:
+    """Return the first few of `problems` as one text; None where there are none."""
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return ", ".join(problems[:_SHOWN]) + more if problems else None

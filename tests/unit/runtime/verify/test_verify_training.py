@@ -200,6 +200,18 @@ def test_attention_dropout_is_compared_with_every_key() -> None:
     assert (found.findings, found.notes, found.without_dropout) == ([], [], 1)
 
 
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def test_a_kernel_that_is_called_directly_is_refused_though_its_outputs_hardly_count() -> None:
+    class Rare(faulty_layers.Base):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return 1e-30 * KERNEL(q, k, v, 0.0, True)[0]
+
+    [finding] = verify_one(Rare()).findings
+    assert "raised PlainAttentionError: plain attention was called" in str(finding)
+
+
 COUNTERS: dict[str, Callable[[], nn.Module]] = {
     "calls": lambda: Calls(then(count("calls")), calls=0),
     "table.calls": lambda: Calls(then(lambda it, x: it.table.update(calls=it.table["calls"] + 2)), table={"calls": 1}),

@@ -120,7 +120,8 @@ class KeptState:
         """Put back what was remembered."""
         for container, before in self._containers.values():
             if isinstance(container, dict):
-                dict.update(container, before)  # never empty in between: it may be that of a module
+                for key in before:  # never empty in between: it may be that of a module
+                    container[key] = before[key]  # `update` of a Counter would add
                 for key in [key for key in container if key not in before]:
                     del container[key]
             elif isinstance(container, np.ndarray):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -174,7 +174,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.progress, self.space = 2, Progress(Progress()), SimpleNamespace(calls=0)
-        self.counted, self.array = Counter(calls=1), np.zeros(2)
+        self.counted, self.array, self.ordered = Counter(calls=1), np.zeros(2), OrderedDict(old=1)
         self.helpers = [Helper()]  # a module that is no child
         self.own = [torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)]
         self.older = np.random.RandomState(1)
@@ -185,6 +185,7 @@ class Counting(nn.Module):
         self.progress.inner.steps += 1  # type: ignore[union-attr]
         self.space.calls += 1
         self.counted["calls"] += 1
+        self.ordered.pop("old", None)
         self.array += 1
         type(self).made += 1
         type(self).latest = len(x)  # type: ignore[attr-defined]
@@ -198,7 +199,7 @@ class Counting(nn.Module):
         states = [self.own[0].get_state().tolist(), self.own[1].getstate(), str(self.own[2].bit_generator.state)]
         numbers = [self.calls, self.progress.steps, self.progress.inner.steps, self.space.calls]  # type: ignore[union-attr]
         rest = [self.array.tolist(), dict(vars(Counting)), list(self.history), dict(vars(self.helpers[0]))]
-        return [*numbers, dict(self.counted), *states, str(self.older.get_state()), *rest]
+        return [*numbers, dict(self.counted), list(self.ordered), *states, str(self.older.get_state()), *rest]
 
 
 def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ sequence is cut in slices, and learns nothing across them. The engine holds the 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from terapipe_ds.attention.active_slice import active_slice
 
 # torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
+_KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "xformers")
+_BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
 
 
@@ -67,7 +70,8 @@ class GuardCapturedNames(TorchFunctionMode):
 
     `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention`
     replaces it. A mode sees every torch function, at a small cost for each: the engine holds it for the first batch
-    only. It does not see forwards that are recomputed inside a backward.
+    only. Kernels that are called as operators are torch functions, too. It does not see forwards that are recomputed
+    inside a backward.
     """
 
     def __torch_function__(
@@ -77,7 +81,25 @@ class GuardCapturedNames(TorchFunctionMode):
         if token_dim is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
+        elif len(args) > 1 and _is_kernel(func) and not _from_backends():
+            _check(args[0], args[1], -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
         return func(*args, **(kwargs or {}))
+
+
+def _is_kernel(func: Any) -> bool:
+    """Return whether an operator is the forward of an attention kernel of torch, flash-attn or xformers."""
+    if type(func).__module__ != "torch._ops":
+        return False
+    name = str(func)
+    return any(part in name for part in _KERNELS) and "backward" not in name
+
+
+def _from_backends() -> bool:
+    """Return whether sliced attention itself calls."""
+    frame = inspect.currentframe()
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_BACKENDS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:

@@ -54,6 +54,11 @@ def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers:
     compiled = _compiled(module)
     if compiled:
         return f"layers of this stage ({_first_four(compiled)}) {_COMPILED}"
+    hooked = problem_of_gradient_hooks(module)
+    if hooked is not None:
+        return hooked
+    if config.verify == "off":
+        _warn_of_unchecked_hooks(module)
     names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
     if not names:
         return None
@@ -63,6 +68,41 @@ def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers:
         "the same (it hands its state on itself, or mixes features and no tokens) says so by the attribute slice_safe "
         "= True of its class, which goes for what it is made of as well."
     )
+
+
+_OF_THE_ENGINE = ("deepspeed", "terapipe_ds", "torch", "megatron")  # their hooks know what they are called for
+
+
+def problem_of_gradient_hooks(module: nn.Module) -> str | None:
+    """Return which trained parameters call a function of the user when their gradient is there; None where none does.
+
+    In slices such a hook is called once for each slice, with a gradient that is not complete: an optimizer that steps
+    there takes a step per slice.
+    """
+    hooked = [
+        f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})"
+        for name, parameter in module.named_parameters()
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if parameter.requires_grad and str(getattr(hook, "__module__", "")).split(".")[0] not in _OF_THE_ENGINE
+    ]
+    if not hooked:
+        return None
+    return (
+        f"parameters with hooks by register_post_accumulate_grad_hook: {_first_four(hooked)}. They are called once for "
+        "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
+        "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
+    )
+
+
+def _warn_of_unchecked_hooks(module: nn.Module) -> None:
+    """Warn of hooks that change the gradient of a parameter, where nothing compares what they do."""
+    hooked = [name for name, each in module.named_parameters() if each.requires_grad and each._backward_hooks]
+    if hooked:
+        logger.warning(
+            "the gradients of %s pass through hooks, once for each slice. terapipe.verify is off, so that nothing "
+            "checks them: a hook that clips or normalises gives other gradients than on whole sequences",
+            _first_four(hooked),
+        )
 
 
 def _first_four(names: Sequence[str]) -> str:

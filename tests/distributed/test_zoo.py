@@ -103,7 +103,8 @@ SAMPLE = (
     "by_root_of_count", "mask_in_a_tuple", "AsWideAsLong", "Checkpointed", "MaskedLoss", "MemoryByTorch",
     "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
     "PooledState",
-    "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
+    "BatchNormBesideDropout", "WarmedUp", "DroppedByPython", "ClippedActivations", "StepsInTheBackward",
+    "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 
@@ -121,7 +122,7 @@ def seen_of(member: Member) -> list[Seen]:
 
 
 def test_there_are_enough() -> None:
-    assert len(members(healthy=False)) >= 60 and len(members(healthy=True)) >= 20
+    assert len(members(healthy=False)) >= 80 and len(members(healthy=True)) >= 40
     assert set(SAMPLE) <= set(ZOO)
 
 

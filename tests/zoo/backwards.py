@@ -41,7 +41,7 @@ class NormalisedWeightGradient(Weighted, inner=(WIDTH, WIDTH, 101)):
         return x + (x @ self.inner).tanh()
 
 
-@layer(EARLY)
+@layer("inner.parametrizations.weight.0._u")
 class SpectralNorm(nn.Module):
     """Each call in training does one more step of the power iteration."""
 

@@ -191,6 +191,28 @@ for name, rows in (("AsManyRowsAsTokens", LENGTH), ("AsManyRowsAsASlice", 6), ("
 add("Dropped", stack(LayerSpec(Residual, nn.Dropout(0.0)), SLICED))
 
 
+@beside()
+class NoisyExperts(Experts):
+    """The router is noisy, and so are the outputs; each token for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x) + torch.empty_like(x).uniform_(-1.0, 1.0)
+        return F.dropout(super().forward(x) + 1e-13 * noise, 1e-13, self.training)
+
+
+@beside()
+class CountedTokens(Mlp):
+    """Counts tokens: in slices as many as in the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.shape[1]
+        return super().forward(x)
+
+
 class BlocksOfFour(Weighted, inner=(4, 4, 125)):
     """Four tokens that stand together are mixed; slices hold whole blocks."""
 

@@ -7,8 +7,7 @@ gradients. Buffers, other attributes and random numbers are put back afterwards.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict, deque
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,10 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import nn
 
+from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
+
+logger = logging.getLogger("terapipe_ds")
 
 
 @contextmanager
@@ -51,53 +53,23 @@ def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
     """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
-    before = _Before()
-    for owner in (*module.modules(), *getattr(module, "forward_funcs", ()), getattr(module, "loss_fn", None)):
-        before.remember(getattr(owner, "__dict__", None))
+    functions = [each for each in getattr(module, "forward_funcs", ()) if not isinstance(each, nn.Module)]
+    owners: dict[str, object] = dict(module.named_modules())
+    owners |= {f"function {index}": function for index, function in enumerate(functions)}
+    before = KeptState({**owners, "loss_fn": getattr(module, "loss_fn", None)})
     module.train()
     try:
         yield
     finally:
         before.put_back()
-
-
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
-
-
-class _Before:
-    """The former contents of containers and values of tensors. Other objects go back to their places as they are."""
-
-    def __init__(self) -> None:
-        self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def remember(self, value: Any) -> None:
-        """Remember `value` and what it contains; a kind of object that is not known is passed over."""
-        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
-            self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
-        elif type(value) in _CONTAINERS and id(value) not in self._containers:
-            if type(value) is not tuple:
-                self._containers[id(value)] = value, copy.copy(value)
-            for each in value.values() if isinstance(value, dict) else value:
-                self.remember(each)
-
-    def put_back(self) -> None:
-        for container, before in self._containers.values():
-            if isinstance(container, dict):
-                container.update(before)  # never empty in between: it may be that of a module
-                for key in [key for key in container if key not in before]:
-                    del container[key]
-            else:
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(before)
-        with torch.no_grad():
-            for tensor, before in self._tensors.values():
-                if not torch.equal(_bytes(tensor), _bytes(before)):  # memory that is not changed may be read-only
-                    tensor.copy_(before)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        lost = before.lost()
+        if lost:
+            logger.warning(
+                "layers ran on a trial, and %s changed by it, which cannot be put back: training begins with other "
+                "values than without the trial. Keep such values in attributes of the layer (numbers, lists, dicts, "
+                'tensors, generators), or give terapipe.slices as a list and set terapipe.verify to "off"',
+                ", ".join(lost),
+            )
 
 
 @contextmanager

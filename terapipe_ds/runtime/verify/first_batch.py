@@ -30,6 +30,7 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.parted_module import activate, each_part
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later
@@ -204,6 +205,10 @@ class FirstBatchCheck:
             if engine.fp16_auto_cast():
                 batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
             inputs = inputs_of(batch)
+        problem = problem_of_gradient_hooks(module)  # some come after the engine was built
+        if problem is not None:
+            result.findings.append(Finding(module._local_start, "hooks", problem))
+            return
         with untouched(module, with_gradients=False):
             for part_id in range(layout.num_parts):
                 owner, chunk_id = layout.homes(part_id)[0]
@@ -275,6 +280,7 @@ def _is_as_built(module: nn.Module) -> bool:
     own = vars(module)
     functions = [value for value in own.values() if callable(value)]
     hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
     is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
     return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
 

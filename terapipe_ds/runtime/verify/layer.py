@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.layers.finite import layer_title
+from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
+from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
 from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
+_LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
 _Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
+
+
+class _SeesHooks(TorchFunctionMode):
+    """Sees whether a forward registers hooks of its activations."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+class _Draws(NamedTuple):
+    """Hold how many numbers one forward drew at a time, and the states of other generators that it moved."""
+
+    sizes: frozenset[int]
+    moved: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -74,56 +97,155 @@ class LayerCheck:
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     with_gradients: bool = True  # False compares the outputs alone
-    is_random: bool = False  # the layer draws random numbers in evaluation mode as well, and cannot be compared
+    is_random: bool = False  # the layer draws in a way that is not known, in evaluation mode as well: not compared
     in_evaluation_mode: bool = False
+    constant_draws: ConstantDraws | None = None  # what a layer that draws random numbers draws instead
     outputs: Activations | None = None  # of the whole sequence
+    hooks_activations: bool = False
+    scale: float = 1.0  # of the output gradients
+    faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
+    counters: list[str] = field(default_factory=list)  # numbers that count calls
 
     def run(self) -> Difference | None:
-        """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients."""
-        whole, slicing = self._run_whole(), self.slicing
-        parts = self._forwards(slicing)
-        self.outputs, difference = self._compare_outputs(whole[1], [outputs for _, outputs in parts])
+        """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients.
+
+        A layer whose gradients pass through hooks, which may clip them, is compared on large gradients as well.
+        """
+        kept = KeptState({"": self.layer.function, **self._modules()})
+        difference = self._compare(kept)
+        if difference is None and self.with_gradients and self.slicing.ranks.first(self._has_hooks() or None):
+            self._begin_anew(kept)
+            self.scale = _LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE
+            self.outputs, self.faults, self.counters = None, [], []
+            difference = self._compare(kept)
+        return difference
+
+    def _compare(self, kept: KeptState) -> Difference | None:
+        """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
+        ranks = self.slicing.ranks
+        buffers_before, numbers = self._buffers(), kept.numbers()
+        whole, drawn = self._run_whole(kept)
+        outputs = as_tuple(whole[1], "the outputs of a layer")
+        gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
+        expected = self._backwards(self.slicing.whole(), [whole], gradients) if self._is_compared(gradients) else None
+        buffers, counted = self._buffers(), kept.numbers()
+        self._begin_anew(kept)
+        parts, drawn_by_slices = self._forwards(self.slicing, kept)
+        self.outputs, difference = self._compare_outputs(whole[1], [part for _, part in parts])
         if self.is_random:
             return None
-        difference = slicing.ranks.first(difference)
-        gradients = {i: self._random_gradient(i, t) for i, t in enumerate(self.outputs.tensors) if t.requires_grad}
-        if difference is not None or not self.with_gradients or not gradients:
-            return difference
-        expected = self._backwards(slicing.whole(), [whole], gradients)
-        return slicing.ranks.first(self._compare_gradients(self._backwards(slicing, parts, gradients), expected))
+        self.faults += _drawn_per_call(drawn, drawn_by_slices)
+        difference = ranks.first(difference)
+        if difference is None and expected is not None:
+            difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
+        if difference is None or not difference.what.startswith("output"):
+            self._compare_state(buffers, numbers, counted, kept.numbers())
+        elif changed := [name for name in sorted(buffers) if not _are_equal(buffers[name], buffers_before.get(name))]:
+            self.faults.append(f"each call changes the buffer {', '.join(changed)}, which later slices see")
+        return difference
 
-    def _run_whole(self) -> _Forward:
-        """Run the whole sequence; in evaluation mode if the layer draws random numbers, as slices draw other ones."""
-        before = _random_states(self.stage)
-        [run] = self._forwards(self.slicing.whole())
-        self.is_random = not all(map(torch.equal, before, _random_states(self.stage)))
-        if self.is_random and self.layer.module is not None and not self.in_evaluation_mode:
+    def _is_compared(self, gradients: Mapping[int, Tensor]) -> bool:
+        return self.with_gradients and bool(gradients) and not self.is_random
+
+    def _has_hooks(self) -> bool:
+        """Return whether gradients of activations, of modules or of parameters pass through hooks."""
+        hooked = [*self._modules().values(), *([] if self.layer.module is None else self.layer.module.parameters())]
+        return self.hooks_activations or any(
+            bool(getattr(each, name, None)) for each in hooked for name in ("_backward_hooks", "_backward_pre_hooks")
+        )
+
+    def _modules(self) -> dict[str, object]:
+        return {} if self.layer.module is None else dict(self.layer.module.named_modules())
+
+    def _run_whole(self, kept: KeptState) -> tuple[_Forward, list[_Draws]]:
+        """Run the whole sequence; where the layer draws random numbers, which slices draw anew, with constants.
+
+        Where it draws in a way that is not known, it runs in evaluation mode.
+        """
+        before = _random_states(self.stage), kept.generator_states()
+        [run], drawn = self._forwards(self.slicing.whole(), kept)
+        if self.constant_draws is not None:
+            self.is_random = bool(self.constant_draws.unknown)
+        else:
+            same = all(map(torch.equal, before[0], _random_states(self.stage)))
+            self.is_random = not same or before[1] != kept.generator_states()
+        if not self.is_random or self.in_evaluation_mode:
+            return run, drawn
+        if self.constant_draws is None:
+            self.constant_draws = ConstantDraws()
+        elif self.layer.module is None:
+            return run, drawn
+        else:
+            self.constant_draws, self.in_evaluation_mode = None, True
+        self._begin_anew(kept)
+        return self._run_whole(kept)
+
+    def _begin_anew(self, kept: KeptState) -> None:
+        """Let the layer forget what it was run for."""
+        self.slicing.store.reset()
+        kept.put_back()
+        if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
-            self.in_evaluation_mode = True
-            return self._run_whole()
-        return run
 
-    def _forwards(self, slicing: Slicing) -> list[_Forward]:
-        runs = []
+    def _forwards(self, slicing: Slicing, kept: KeptState) -> tuple[list[_Forward], list[_Draws]]:
+        """Return the forwards of all slices, and what each has drawn."""
+        runs, drawn = [], []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
-            with push_slice(slicing.active(slice_id)), self.autocast():
+            if self.constant_draws is not None:
+                kept.rewind_generators()
+            states = kept.generator_states()
+            constant, hooks = self.constant_draws or nullcontext(), _SeesHooks()
+            with push_slice(slicing.active(slice_id)), self.autocast(), constant, hooks:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 runs.append((leaves, self.layer(copies, self.inputs.is_tuple)))
-        return runs
+            self.hooks_activations |= hooks.seen
+            if self.constant_draws is not None:
+                moved = [
+                    after if after != before else b""
+                    for before, after in zip(states, kept.generator_states(), strict=True)
+                ]
+                drawn.append(_Draws(frozenset(self.constant_draws.take_sizes()), tuple(moved)))
+        return runs, drawn
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that a checkpoint holds."""
+        if self.layer.module is None:
+            return {}
+        saved = self.layer.module.state_dict(keep_vars=True)
+        buffers = dict(self.layer.module.named_buffers())
+        return {name: buffers[name].detach().clone() for name in buffers.keys() & saved.keys()}
+
+    def _compare_state(
+        self,
+        buffers: Mapping[str, Tensor],
+        before: Mapping[str, Any],
+        of_whole: Mapping[str, Any],
+        of_slices: Mapping[str, Any],
+    ) -> None:
+        """Find buffers that have other values after the slices than after the whole, and numbers that count calls."""
+        of_module, tolerance = self._buffers(), self._tolerance(())
+        for name in sorted(buffers.keys() & of_module.keys()):
+            allowed = tolerance if buffers[name].is_floating_point() else compare.EXACT
+            difference = compare_values(f"buffer {name}", of_module[name], buffers[name], allowed)
+            if difference is not None:
+                self.faults.append(f"{difference}: it is updated once for each slice (a running mean, a counter)")
+        for name, number in before.items():
+            steps = of_whole[name] - number if _are_numbers(number, of_whole[name], of_slices[name]) else 0
+            if steps and of_slices[name] - number == steps * self.slicing.plan.num_slices:
+                self.counters.append(name)
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         """Return a random gradient of an output, so that each token and each number counts."""
         generator = torch.Generator(device=output.device).manual_seed(_SEED + index)
         drawn = torch.randn(output.shape, generator=generator, device=output.device)
-        return (drawn / self.slicing.plan.sequence_length**0.5).to(output.dtype)
+        return (drawn * self.scale / self.slicing.plan.sequence_length**0.5).to(output.dtype)
 
     def _backwards(
         self, slicing: Slicing, runs: list[_Forward], gradients: dict[int, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the gradients of the inputs and the parameters; slices run in reverse order."""
-        assert self.outputs is not None
         self._take_gradients()
         of_leaves: list[list[Tensor]] = []
         while runs:
@@ -131,9 +253,10 @@ class LayerCheck:
             tensors, slice_id = as_tuple(outputs, "the outputs of a layer"), len(runs)
             used = [index for index in gradients if tensors[index].requires_grad]
             if used:
-                layouts = self.outputs.layouts
-                shares = [slicing.share_of_gradient(layouts[i], gradients[i], slice_id) for i in used]
-                with push_slice(slicing.active(slice_id, "recompute")):
+                shares = [gradients[i] for i in used]
+                if self.outputs is not None:  # with their layouts
+                    shares = [slicing.share_of_gradient(self.outputs.layouts[i], gradients[i], slice_id) for i in used]
+                with push_slice(slicing.active(slice_id, "recompute")), self.constant_draws or nullcontext():
                     torch.autograd.backward([tensors[i] for i in used], shares)
             of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
         of_inputs = map(slicing.joined_gradients, self.inputs.layouts, zip(*of_leaves, strict=True))
@@ -150,13 +273,18 @@ class LayerCheck:
             return gradients
         return {name: ranks.gather(gradients[name][None]).sum(0) for name in sorted(gradients)}
 
-    def _tolerance(self, outputs: Sequence[Tensor]) -> Tolerance:
+    def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
+        """Return the dtypes that a layer computes with."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
         device = self.inputs.tensors[0].device.type
         with self.autocast():
             if torch.is_autocast_enabled(device):
                 dtypes.add(torch.get_autocast_dtype(device))
+        return dtypes
+
+    def _tolerance(self, outputs: Sequence[Tensor]) -> Tolerance:
+        dtypes, device = self._dtypes(outputs), self.inputs.tensors[0].device.type
         return compare.tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
     def _compare_outputs(self, whole: Any, parts: list[Any]) -> tuple[Activations, Difference | None]:
@@ -199,6 +327,28 @@ def _compare_output(
     per_slice, has_tokens = PerSlice(tuple(parts)), any(part.shape != whole.shape for part in parts)
     joined = whole.new_empty(0) if has_tokens else slicing.joined(per_slice, parts)
     return per_slice, compare_values("output without tokens", joined, whole, tolerance)
+
+
+def _drawn_per_call(whole: Sequence[_Draws], slices: Sequence[_Draws]) -> list[str]:
+    """Say so where each slice draws as many numbers as the whole sequence does, which has more tokens."""
+    if not whole or len(slices) < 2:
+        return []
+    of_all = [*whole, *slices]
+    moved = any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
+    if not moved and not frozenset.intersection(*(draws.sizes for draws in of_all)):
+        return []
+    return [
+        "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
+        "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
+    ]
+
+
+def _are_equal(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and torch.equal(a, b)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(type(value) in (int, float) for value in values)
 
 
 def _random_states(module: nn.Module) -> list[Tensor]:

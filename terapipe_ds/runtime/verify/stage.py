@@ -62,7 +62,7 @@ class Findings:
     cut: Cut | None = None  # None where every sequence runs in one slice
     num_layers: int = 0
     num_losses: int = 0
-    without_dropout: int = 0  # layers that draw random numbers, compared in evaluation mode
+    without_dropout: int = 0  # layers that draw random numbers, compared with constants in their place
     loss_waits: bool = False  # the loss could not be compared on this batch, but may be on another
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -92,7 +92,9 @@ class Findings:
             compared = [f"{self.num_layers} layers"] * self.with_layers + ["the loss"] * bool(self.num_losses)
             verb = "agree" if self.with_layers else "agrees"
             what = f"{' and '.join(compared)} {verb} on {cut} with the whole, " if compared else ""
-            random = f"{self.without_dropout} layers that draw random numbers were compared in evaluation mode"
+            random = (
+                f"{self.without_dropout} layers that draw random numbers were compared with constants in their place"
+            )
             facts = [f"verify: {what}{took_s:.2g} s", *[random] * bool(self.without_dropout)]
             facts += ["layers were not compared"] * (not self.with_layers and not only_loss)
             return "; ".join([*facts, *self.notes])
@@ -139,14 +141,25 @@ class StageCheck:
             self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
         assert check.outputs is not None
-        if difference is not None:
-            self._find(layer.layer_id, str(layer), _shown_by(difference, self.slicing.plan))
+        problems = [] if difference is None else [_shown_by(difference, self.slicing.plan)]
+        if problems or check.faults:
+            self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]))
+        if check.counters:
+            self.found.notes.append(
+                f"{layer}: {', '.join(check.counters)} counts calls, one for each slice: what depends on it changes "
+                "after other steps than on whole sequences"
+            )
+        if check.in_evaluation_mode and not check.is_random:
+            self.found.notes.append(
+                f"{layer}: compared in evaluation mode, without what it does in training alone: it draws random "
+                "numbers by an operation that cannot be made constant"
+            )
         if check.is_random:
             self.found.notes.append(
                 f"{layer}: not checked: it draws random numbers in evaluation mode as well, other ones for slices than "
                 "for a whole sequence"
             )
-        self.found.without_dropout += check.in_evaluation_mode
+        self.found.without_dropout += check.constant_draws is not None
         self.found.num_layers += not check.is_random
         return check.outputs
 

@@ -164,3 +164,29 @@ class TestMultiples:
         one, other = caplog.messages
         assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in one
         assert "is raised from 64 to 192, of fewer where sequences are short: slices must be multiples of 3" in other
+
+
+def of_deepspeed(parameter: torch.Tensor) -> None:
+    pass
+
+
+of_deepspeed.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+
+def test_hooks_that_step_are_refused_where_sequences_are_cut() -> None:
+    layer, frozen, other = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    other.weight.register_post_accumulate_grad_hook(of_deepspeed)
+    assert problem(nn.Sequential(frozen, other)) is None, "not the user's"
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    told = str(problem(nn.Sequential(frozen, layer)))
+    assert "1.1.weight (test_hooks_that_step" in told and "takes a step per slice" in told
+    assert problem(layer, slices=1) is None
+
+
+@pytest.mark.parametrize("verify", ["off", None])
+def test_hooks_that_nothing_compares_are_named(verify: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(4, 4)
+    layer.bias.register_hook(lambda gradient: gradient)
+    config = TeraPipeConfig(enabled=True, slices=4, verify=verify)
+    assert problem_of_layers(layer, config, has_moe_layers=False) is None
+    assert [("the gradients of bias" in told) for told in caplog.messages] == [True] * (verify == "off")

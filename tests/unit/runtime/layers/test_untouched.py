@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -143,3 +146,112 @@ def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
         with untouched(layer):
             _use(layer)
         assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+
+
+CALLS, SETTINGS = 0, {"calls": 0}
+
+
+class Progress:
+    """An object of the user's, in which another one is."""
+
+    def __init__(self, inner: Progress | None = None) -> None:
+        self.steps, self.inner = 0, inner
+
+
+class Helper(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> None:
+        self.calls += len(x)
+
+
+class Counting(nn.Module):
+    """Counts its calls in every place where Python keeps a number."""
+
+    made: ClassVar[int] = 0
+    history: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.progress, self.space = 2, Progress(Progress()), SimpleNamespace(calls=0)
+        self.counted, self.array, self.ordered = Counter(calls=1), np.zeros(2), OrderedDict(old=1)
+        self.helpers = [Helper()]  # a module that is no child
+        self.own = [torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)]
+        self.older = np.random.RandomState(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.progress.steps += 1
+        self.progress.inner.steps += 1  # type: ignore[union-attr]
+        self.space.calls += 1
+        self.counted["calls"] += 1
+        self.ordered.pop("old", None)
+        self.array += 1
+        type(self).made += 1
+        type(self).latest = len(x)  # type: ignore[attr-defined]
+        self.history.append(len(x))
+        self.helpers[0](x)
+        drawn = torch.rand(1, generator=self.own[0]), self.own[1].random(), self.own[2].random(), self.older.rand()
+        return x * float(sum(drawn))
+
+    def state(self) -> list[Any]:
+        """Return all that it counts, and what it would draw next."""
+        states = [self.own[0].get_state().tolist(), self.own[1].getstate(), str(self.own[2].bit_generator.state)]
+        numbers = [self.calls, self.progress.steps, self.progress.inner.steps, self.space.calls]  # type: ignore[union-attr]
+        rest = [self.array.tolist(), dict(vars(Counting)), list(self.history), dict(vars(self.helpers[0]))]
+        return [*numbers, dict(self.counted), list(self.ordered), *states, str(self.older.get_state()), *rest]
+
+
+def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Counting()
+    before = layer.state()
+    with untouched(nn.Sequential(layer)):
+        for _ in range(3):
+            layer(torch.ones(2, 4))
+        assert layer.state()[0] == 5
+    assert layer.state() == before and not caplog.messages
+
+
+def count_globally(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    SETTINGS["calls"] += 1
+    return x
+
+
+def function_that_counts() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def counted(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x
+
+    return counted
+
+
+class CountingOutside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.function = itertools.count(), count_globally
+
+    def forward(self, x: Tensor) -> Tensor:
+        next(self.numbers)
+        return self.function(x)
+
+
+def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(CountingOutside())
+    function = function_that_counts()
+    module.forward_funcs = [module[0], function]  # type: ignore[assignment]
+    with untouched(module):
+        assert not caplog.messages
+        function(module[0](torch.ones(2, 4)))
+    [told] = caplog.messages
+    for name in ("CALLS", "SETTINGS"):
+        assert f"global variable {name} of {__name__}" in told
+    assert "0.numbers" in told and "variable calls of function_that_counts.<locals>.counted" in told
+    assert "Keep such values in attributes" in told
+    with untouched(module):
+        pass
+    assert len(caplog.messages) == 1, "nothing ran"

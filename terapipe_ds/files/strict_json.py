@@ -32,7 +32,8 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         JsonError: anything else: bad JSON, bytes that are no UTF, numbers of thousands of digits, millions of values.
     """
-    _check_size(text)
+    if isinstance(text, str | bytes):  # other types are refused by `json`, in its words
+        _check_size(text)
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
     except JsonError:

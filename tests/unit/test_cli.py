@@ -381,14 +381,17 @@ def test_an_interrupt_is_one_line() -> None:
     """Of a command that reads what is still being written: it is at it when it has taken the first byte."""
     command = [sys.executable, "-m", "terapipe_ds", "show", "/dev/stdin"]
     environment, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        assert process.stdin is not None and process.stderr is not None
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a child would inherit that it is passed over
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+    signal.signal(signal.SIGINT, before)
+    with process:
+        assert process.stdin is not None
         process.stdin.write(b"F")
         process.stdin.flush()
         while process.poll() is None and fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)) != bytes(4):
             os.sched_yield()
         process.send_signal(signal.SIGINT)
-        error = process.stderr.read()
+        error = process.communicate(timeout=60)[1]
     assert (process.returncode, error) == (130, b"terapipe show: interrupted\n")
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from terapipe_ds.files.atomic import write_text
+
 POLL_S = 0.25
 SAY_S = 2.0  # so long a reader of stderr may take before the rest of a text is dropped
 LEAVE_S = 7.0  # from the decision to end to the end, whatever blocks
@@ -132,8 +134,8 @@ def write_error_file(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
     if path:
-        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": details}}, file)
+        with suppress(OSError):
+            write_text(path, json.dumps({"message": {"message": text, "extraInfo": details}}))
 
 
 # -- children --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, NoReturn
 
 from terapipe_ds.files.atomic import write_text
@@ -97,6 +98,13 @@ class Stderr:
         except (AttributeError, OSError, ValueError):  # it is None, closed, or an object that only has `write`
             number = 2
         self.descriptor = _opened(number)
+        is_socket = stat.S_ISSOCK(os.fstat(self.descriptor).st_mode)  # which cannot be opened anew
+        self._socket = socket.socket(fileno=os.dup(self.descriptor)) if is_socket else None
+
+    @property
+    def for_timer(self) -> int:
+        """Return where the timer in C may write, which would wait for the reader of a socket for ever."""
+        return self.descriptor if self._socket is None else _nowhere()
 
     def write(self, text: str) -> None:
         """Write what is taken within `SAY_S`. Never raises."""
@@ -106,10 +114,17 @@ class Stderr:
             poll.register(self.descriptor, select.POLLOUT)
             while rest and poll.poll(1000.0 * max(0.0, deadline - time.monotonic())):
                 piece = rest[: select.PIPE_BUF]  # a pipe that is ready takes it whole: lines of ranks do not mix
-                rest = rest[os.write(self.descriptor, piece[: piece.rfind(b"\n") + 1] or piece) :]
+                rest = rest[self._put(piece[: piece.rfind(b"\n") + 1] or piece) :]
+
+    def _put(self, piece: bytes) -> int:
+        if self._socket is None:
+            return os.write(self.descriptor, piece)
+        return self._socket.send(piece, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Give the descriptor back; nothing is written from now on."""
+        if self._socket is not None:
+            self._socket.close()
         os.close(self.descriptor)
         self.descriptor = -1
 
@@ -126,6 +141,12 @@ def _opened(number: int) -> int:
             return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
     with suppress(OSError):
         return os.dup(number)
+    return os.dup(_nowhere())
+
+
+@cache
+def _nowhere() -> int:
+    """Return a descriptor of the null device, opened once: there may be none left later."""
     return os.open(os.devnull, os.O_WRONLY)
 
 
@@ -192,7 +213,7 @@ def arm_timer(seconds: float, stderr: Stderr) -> None:
         RuntimeError: no thread can be started.
     """
     if _not_forking.is_set():
-        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr.descriptor)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr.for_timer)
 
 
 def disarm_timer() -> None:

@@ -193,7 +193,7 @@ class RankRecord:
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
-        stack = "".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:]
+        stack = printable_lines("".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:])
         state = replace(self.brief(), stack=stack, recent=self._past_actions())
         if waits and state.is_busy:
             state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")

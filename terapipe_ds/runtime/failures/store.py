@@ -41,7 +41,7 @@ T = TypeVar("T")
 _ABORT = "abort"
 _LOOK_S = 0.05
 _RANKS_PER_S = 200.0  # whose signs of life one rank reads while it waits; thousands of ranks share one store
-_MAX_CHARACTERS = 40_000  # of an error that is published
+_MAX_CHARACTERS = 20_000  # of an error that is published, each of at most twelve bytes in JSON
 _MAX_BYTES = 1 << 18  # of a value that is read
 _SILENT_S = 3.0  # a store that does not answer for so long is asked no more until the answer has come
 _numbers = itertools.count(1)
@@ -170,9 +170,11 @@ class WatchStore:
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
         rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
 
+        text = None if state is None else AS_JSON.dump_json(state).decode()
+
         def publish(store: Any) -> Any:
-            if state is not None:
-                store.set(f"state/{rank}", AS_JSON.dump_json(state).decode())
+            if text is not None:
+                store.set(f"state/{rank}", text)
             store.set(f"beat/{rank}", beat)
             return self.failure is None and store.check([_ABORT]) and store.get(_ABORT)
 
@@ -232,6 +234,9 @@ class WatchStore:
         """
         before, deadline, ranks = self._read_beats(), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
+        for rank in ranks:
+            if before.get(rank) != self._beats_of.get(rank):  # it was quiet by the last look, which may be long ago
+                self._quiet_s[rank] = 0.0
         while time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()

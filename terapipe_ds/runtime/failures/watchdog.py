@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import re
 import threading
 import time
@@ -26,7 +25,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -120,7 +119,8 @@ class Watchdog:
         """
         failure = self._others.failure
         if failure is not None:
-            self._tell(str(failure))
+            if self._may_tell():
+                self._tell(str(failure))
             raise PipelineAborted(str(failure))
         return self._watched(Doing(_OPENING, opening=True))
 
@@ -224,18 +224,23 @@ class Watchdog:
         text = str(error) if isinstance(error, PipelineAborted) else f"{type(error).__name__}: {error}"
         action = self._record.doing.action or "no action"
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
-        if not self._tell(said, Failure(self._rank, self._record.stage_id, action, text)):
-            # The thread ends this process; one more traceback would hide the one that tells more.
+        if self._may_tell():
+            self._tell(said, Failure(self._rank, self._record.stage_id, action, text))
+        else:  # the thread ends this process; one more traceback would hide the one that tells more
             self._stop.wait(ACKNOWLEDGE_S + LINGER_S)
 
-    def _tell(self, text: str, failure: Failure | None = None) -> bool:
-        """Publish why this rank ends, then print it, and wait until the others have read it.
+    def _may_tell(self) -> bool:
+        """Return whether the calling thread is the first to say why this rank ends; if not, wait for the other's words.
 
-        Return False where the other thread of this rank does so, after that thread has printed it.
+        The first one has to say it then.
         """
-        if not self._said.acquire(blocking=False):
-            self._told.wait(LEAVE_S / 2)
-            return False
+        if self._said.acquire(blocking=False):
+            return True
+        self._told.wait(LEAVE_S / 2)
+        return False
+
+    def _tell(self, text: str, failure: Failure | None = None) -> None:
+        """Publish why this rank ends, then print it, and wait until the others have read it."""
         if failure is not None:
             self._others.publish_failure(failure)
         self._remark(f"ends: {text}\n{_WHAT_NOW}")
@@ -248,7 +253,6 @@ class Watchdog:
             self._others.wait_until_read(ACKNOWLEDGE_S)
             if self._rank == 0:  # the server leaves last, or the clients complain
                 time.sleep(POLL_S)
-        return True
 
     def _remark(self, text: str) -> None:
         self._stderr.write(f"\nterapipe_ds: rank {self._rank} (stage {self._record.stage_id}) {text}\n")
@@ -266,6 +270,17 @@ class Watchdog:
 
     def _arm(self) -> None:
         arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s), self._stderr)
+
+    @contextmanager
+    def _leaving(self, code: int) -> Iterator[None]:
+        """End this process after the body, whatever goes wrong in it."""
+        self._hurry()
+        try:
+            yield
+        except Exception:
+            self._remark(f"ends; what it had to say first has failed:\n{traceback.format_exc()}")
+        finally:
+            leave(code)
 
     def _hurry(self) -> None:
         """Let this process end soon, whatever its threads do."""
@@ -285,8 +300,9 @@ class Watchdog:
         doing, longest_s = self._record.doing, max(LONG_CALL * self._stall_timeout_s, self._data_timeout_s)
         if is_blind and doing.action and time.monotonic() - doing.since_s > longest_s:
             text = f"it has been {doing} for more than {longest_s:g} s, and its watch-dog cannot tell why."
-            self._tell(text, Failure(self._rank, self._record.stage_id, doing.action, text))
-            os._exit(1)
+            with self._leaving(1):
+                if self._may_tell():
+                    self._tell(text, Failure(self._rank, self._record.stage_id, doing.action, text))
         self._stop.wait(POLL_S)
 
     def _judge(self) -> None:
@@ -308,13 +324,13 @@ class Watchdog:
         """
         now = time.monotonic()
         waited_s = now - doing.since_s
-        if doing.draws:
-            self._warn_of_data(doing, waited_s)
-            return waited_s > self._data_timeout_s
-        if doing.opening or doing.is_long:
+        if doing.opening or doing.draws or doing.is_long:
             self._others.look()
             if self._others.is_one_silent(self._stall_timeout_s):
                 return True
+            if doing.draws:
+                self._warn_of_data(doing, waited_s)
+                return waited_s > self._data_timeout_s
             if doing.is_long:
                 return waited_s > LONG_CALL * self._stall_timeout_s
             if self._others.is_one(DRAWING):
@@ -345,38 +361,39 @@ class Watchdog:
         if failure is not None:  # another rank was first, and has its report
             self._end(str(failure), doing)
         elif self._record.doing is doing:
-            key = "data_timeout_s" if doing.draws else "stall_timeout_s"
-            limit_s = self._data_timeout_s if doing.draws else self._stall_timeout_s
+            key, limit_s = "stall_timeout_s", self._stall_timeout_s
+            if doing.draws and time.monotonic() - doing.since_s > self._data_timeout_s:
+                key, limit_s = "data_timeout_s", self._data_timeout_s
             self._end(stall_report(states, limit_s, self._asynchronous, key), doing, stalled=True)
 
     def _end(self, text: str, doing: Doing, stalled: bool = False) -> None:
         """End this process from the watch-dog's thread: the main thread waits in a call that cannot be interrupted."""
-        self._hurry()
         what = str(doing) if doing.action else OUTSIDE
         where = "" if doing.wait else f"\nIts main thread is here:\n{self._record.full().stack}"
         failure = Failure(self._rank, self._record.stage_id, doing.action, text, stalled)
-        if not self._tell(f"{text}\nThis rank was {what}.{where}", failure):
+        if not self._may_tell():
             return  # the main thread raises by itself
-        if self._failure_of_others() is not None:
-            deadline = time.monotonic() + LINGER_S
+        with self._leaving(1):
+            self._tell(f"{text}\nThis rank was {what}.{where}", failure)
+            deadline = time.monotonic() + (LINGER_S if self._failure_of_others() is not None else 0.0)
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass
-        leave(1)
 
-    def _terminated(self) -> NoReturn:
+    def _terminated(self) -> None:
         """End this process after SIGTERM, from the watch-dog's thread."""
-        self._hurry()
-        doing = self._record.doing
-        self._others.beat(ended="ended by SIGTERM")
-        failure = self._others.failure
-        lost = self._lost_ranks(HURRIED_ANSWER_S) if failure is None else str(failure)
-        self._tell(
-            "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why.\n"
-            f"{lost or 'All ranks are alive.'}\nThis rank was {doing if doing.action else OUTSIDE}."
-        )
-        if self._rank == 0:  # serves the store by which the others name who has died
-            time.sleep(2 * POLL_S)
-        leave(128 + 15)
+        with self._leaving(128 + 15):
+            doing = self._record.doing
+            self._others.beat(ended="ended by SIGTERM")
+            failure = self._others.failure
+            lost = self._lost_ranks(HURRIED_ANSWER_S) if failure is None else str(failure)
+            text = (
+                "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why."
+                f"\n{lost or 'All ranks are alive.'}\nThis rank was {doing if doing.action else OUTSIDE}."
+            )
+            if self._may_tell():
+                self._tell(text)
+            if self._rank == 0:  # serves the store by which the others name who has died
+                time.sleep(2 * POLL_S)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from terapipe_ds.runtime.failures.report import (
+    AS_JSON,
     CLOSED,
     SHOWN_RANKS,
     Doing,
@@ -160,3 +161,10 @@ def test_a_thread_that_waits_for_a_call_begun_earlier_waits() -> None:
         assert time.monotonic() < deadline
     end.put(None)
     thread.join()
+
+
+def test_a_stack_can_be_written_down_whatever_its_files_are_called() -> None:
+    """Names of files are bytes: what is no UTF-8 in one becomes half a character."""
+    names: dict[str, Any] = {"record": RankRecord(0, 0)}
+    exec(compile("state = record.full()", "/home/jos\udce9/train.py", "exec"), names)
+    assert "train.py" in names["state"].stack and AS_JSON.dump_json(names["state"])

@@ -90,7 +90,7 @@ def test_what_is_too_large_is_neither_read_nor_written(watch: WatchStore, warnin
     write(watch, "abort", json.dumps(FAILURE._replace(error="x" * module._MAX_BYTES)))
     watch.beat()
     assert watch.failure is None and "at most" in warnings[0]
-    watch.publish_failure(FAILURE._replace(error="\ud800é" * module._MAX_BYTES))
+    watch.publish_failure(FAILURE._replace(error="\ud800\U0001f600" * module._MAX_BYTES))
     assert len(watch._ask(lambda store: store.get("abort"))) <= module._MAX_BYTES
     watch.failure = None
     watch.beat()
@@ -141,3 +141,15 @@ class TestSilence:
         clock[0] += 3600.0
         self.look(watch, clock, 1.0)
         assert not watch.is_one_silent(2.0)
+
+    def test_a_rank_that_was_quiet_once_is_waited_for(self, watch: WatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Signs of life are looked at while a batch begins; a report in the middle of it comes much later."""
+        watch._quiet_s[1] = 4.0
+        beats = iter(range(1, 1000))
+        monkeypatch.setattr(module.time, "sleep", lambda _: self.write_beat(watch, next(beats)))
+        self.write_beat(watch, 0)
+        assert not watch.live_states(3.0)[1].silent
+
+    def write_beat(self, watch: WatchStore, number: int) -> None:
+        """Another one comes at every tenth look."""
+        write(watch, "beat/1", json.dumps([number // 10, 0.0, OUTSIDE]))

@@ -52,7 +52,7 @@ class Job:
         self._watchdogs: list[Watchdog] = []
         self.leave = os._exit
         monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
-        monkeypatch.setattr(module.os, "_exit", self._exit)
+        monkeypatch.setattr(process_end.os, "_exit", self._exit)
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
         monkeypatch.setattr(module, "LINGER_S", 0.0)
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
@@ -280,6 +280,15 @@ class TestStalls:
         assert "Stage 2 (rank 2) holds up the job: does not answer" in (text := capfd.readouterr().err)
         assert "s ago." in text and "rank 1 (stage 1): running drawing data" in text
 
+    def test_a_rank_that_is_lost_while_all_others_draw_data(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        drawing, lost = job.rank(0, stall_timeout_s=1.0, data_timeout_s=LONG_S), job.rank(1)
+        with drawing.batch(), drawing.drawing(), lost.batch():
+            until(lambda: 1 in drawing._others._beats_of)
+            job.kill(lost)
+            job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "no progress for 1 s (terapipe.stall_timeout_s)" in text and "rank 1 (stage 1): does not answer" in text
+
     def test_data_may_take_longer_than_other_things(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         drawing, waiting = job.rank(1, 0.3, data_timeout_s=2.0), job.rank(0, 0.3)
         with waiting.batch(), drawing.batch():
@@ -448,10 +457,19 @@ time.sleep(30)
         assert code == 1 and text.count("TypeError: 'NoneType' object is not callable") == 1
         assert "rank 0 (stage 0) ends: it has been running the start of a batch" in text and "Timeout" not in text
 
+    def test_a_socket_whose_reader_stands_still(self) -> None:
+        reader, writer = socket.socketpair()
+        with reader, writer:
+            act = self.FULL_PIPE + "os.set_blocking(2, True); dog._judge = sys.exit"
+            assert self.run(act, stderr=writer.fileno())[0] == 1
+
     FULL_PIPE = "os.set_blocking(2, False)\ntry:\n while True: os.write(2, b'x' * 4096)\nexcept BlockingIOError: pass\n"
 
     @pytest.mark.sample(3)
-    @pytest.mark.parametrize("stderr", ["closed", "full", "blocked", "no descriptors", "no threads", "replaced"])
+    @pytest.mark.parametrize(
+        "stderr",
+        ["closed", "full", "blocked", "no descriptors", "no threads", "replaced", "a last word that fails"],
+    )
     def test_what_is_printed_does_not_delay_the_end(self, stderr: str, job: Job) -> None:
         """The others learn why, and the process ends, though nothing of it can be read."""
         acts = {
@@ -459,6 +477,7 @@ time.sleep(30)
             "no descriptors": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
             "no threads": 'def no(*_, **__): raise RuntimeError("can\'t start new thread")\n'
             "watchdog.arm_timer = threading.Thread.start = no",
+            "a last word that fails": "dog._data_timeout_s = 1e9; dog._trace_dir = 'x'; dog._record.full = None",
             "replaced": "sys.stderr = sys.stdout = type('Log', (), {'write': print})()",
         }
         reader, writer = os.pipe()

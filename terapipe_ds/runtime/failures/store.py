@@ -131,9 +131,9 @@ class WatchStore:
         with self._turn:
             if self._is_gone or sys.is_finalizing():
                 return None
-            self._asked += 1
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._questions.put((question, answers))
+            self._asked += 1  # after it: Ctrl-C in between must not leave a question that is never answered
             try:
                 return answers.get(timeout=_SILENT_S)
             except queue.Empty:

@@ -240,9 +240,9 @@ class Watchdog:
             self._others.publish_failure(failure)
         self._remark(f"ends: {text}\n{_WHAT_NOW}")
         self._told.set()
-        write_error_file(text)
-        if self._trace_dir is not None:
-            with suppress(OSError):  # the report matters more
+        with suppress(Exception):  # the end matters more
+            write_error_file(text)
+            if self._trace_dir is not None:
                 self._record.full().save(Path(self._trace_dir))
         if failure is not None:
             self._others.wait_until_read(ACKNOWLEDGE_S)
@@ -257,7 +257,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            for part in (self._arm, self._listen, self._others.beat, self._judge):
+            for part in (self._arm, self._others.beat, self._judge, self._listen):
                 try:
                     part()
                 except Exception:

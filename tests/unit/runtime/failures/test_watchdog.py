@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -355,18 +356,44 @@ class TestSigterm:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: received == [signal.SIGTERM])
             job.close()  # after this the thread has read all that there was
+            assert _wakeup_descriptor() == -1
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if later else before)
-            signal.set_wakeup_fd(-1)
         assert job.exits == []
 
-    def test_a_forked_child_dies_of_its_own_signals(self, job: Job) -> None:
+    def test_it_is_not_lost_while_the_engine_closes(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog, beats, go_on = job.rank(0), threading.Event(), threading.Event()
+        monkeypatch.setattr(watchdog._others, "beat", lambda **_: (beats.set(), go_on.wait()))
+        assert beats.wait(DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.1, go_on.set).start()
+        watchdog.close()
+        assert job.exits == [143]
+
+    def test_other_signals_do_not_end_the_wait_for_it(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A profiler may send hundreds a second; each end of the wait is followed by questions to the store."""
+        sigterm, received = process_end.Sigterm(lambda: None), iter([bytes([signal.SIGALRM]), bytes([signal.SIGTERM])])
+        monkeypatch.setattr(sigterm, "_receiver", SimpleNamespace(settimeout=float, recv=lambda _: next(received)))
+        assert sigterm.wait()
+        sigterm.remove()
+
+    def test_a_forked_child_dies_of_its_own_signals(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Even of one that comes before the child has given up what it shares with this process."""
         job.rank(0)
+        remove, parent = process_end.Sigterm.remove, os.getpid()
+
+        def struck(sigterm: process_end.Sigterm) -> None:
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+            remove(sigterm)
+
+        monkeypatch.setattr(process_end.Sigterm, "remove", struck)
         pid = os.fork()
         if pid == 0:
-            untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wakeup_descriptor() == -1
-            job.leave(0 if untouched else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            job.leave(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        job.close()
+        assert job.exits == []
 
     def test_a_main_thread_that_asks_the_store_does_not_stand_in_the_way(self, job: Job) -> None:
         """The handler runs in it, in the middle of a question that only one thread may ask at a time."""
@@ -439,7 +466,7 @@ time.sleep(30)
 
     def test_a_thread_that_dies(self) -> None:
         """A forked child has no copy of the timer, which would wait for a thread that it has not: it just ends."""
-        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\ndog._judge = sys.exit"
+        act = "dog._judge = sys.exit; dog._thread.join()\npid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)"
         code, text = self.run(act)
         assert code == 1 and "Timeout (0:00:01)!" in text
 

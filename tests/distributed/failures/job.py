@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 import terapipe_ds
 from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.failures import watchdog
 
 SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]
@@ -90,12 +89,6 @@ def run(job: Job, places: Mapping[str, Callable[[Any, Fault], None]] = MappingPr
     finally:
         arm(None)
         engine.destroy()
-
-
-def run_in_pool(job: Job) -> list[float]:
-    """`run`, without the time that ranks take to end for the sake of a launcher: it would end the others."""
-    watchdog.LINGER_S = 0.1
-    return run(job)
 
 
 def _train(engine: PipelineEngine, job: Job, places: Mapping[str, Callable[[Any, Fault], None]]) -> Iterator[float]:

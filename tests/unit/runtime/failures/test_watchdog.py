@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from terapipe_ds.runtime.failures import process_end
 from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.process_end import disarm_timer
-from terapipe_ds.runtime.failures.report import DRAWING, Wait
+from terapipe_ds.runtime.failures.report import DRAWING
 from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
@@ -215,41 +215,22 @@ class TestLostConnections:
 
 
 class TestStalls:
-    def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("saves", [False, True])
+    def test_what_is_done_outside_a_batch_may_take_longer(
+        self, saves: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """It may save a checkpoint. The others give up much later."""
+        """A rank saves a checkpoint, or waits for one that does."""
         monkeypatch.setattr(module, "LONG_CALL", 5)
-        waiting = job.rank(0, stall_timeout_s=0.4)
+        watchdog = job.rank(0, stall_timeout_s=0.4)
         job.rank(1)
         start = time.monotonic()
-        with waiting.batch():
-            until(lambda: len(job.exits) == 1)
+        with watchdog.long_call("save_checkpoint") if saves else watchdog.batch():
+            job.wait_for_end()
         assert time.monotonic() - start > 5 * 0.4
         text = capfd.readouterr().err
-        assert "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for " in text
         assert "no progress for 0.4 s" in text
-
-    def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
-        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
-        with waiting.batch(), hanging.batch():
-            until(lambda: job.server.check(["state/1"]) and b"the start" in job.server.get("state/1"))
-            start = time.monotonic()
-            until(lambda: len(job.exits) == 2)
-        assert time.monotonic() - start < module.LONG_CALL * 0.6
-
-    def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        killed = job.rank(1)
-        with killed.batch():
-            killed.note("F0.3")
-            until(lambda: b"F0.3" in job.server.get("state/1"))
-            job.kill(killed)
-            waiting = job.rank(0, stall_timeout_s=0.3)
-            with waiting.batch(), waiting.waiting(Wait("the gradients", (1,))):
-                job.wait_for_end()
-        text = capfd.readouterr().err
-        assert "Stage 1 (rank 1) holds up the job: does not answer" in text
-        assert "last seen running F0.3. Ranks that wait for it: 0." in text
+        outside = "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for "
+        assert ("holds up the job: running save_checkpoint for" if saves else outside) in text
 
     def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
         slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: to wait for its sign of life takes a while
@@ -301,20 +282,7 @@ class TestStalls:
                 time.sleep(2.0)
             end = time.monotonic()
             until(lambda: len(job.exits) == 2)
-        assert time.monotonic() - end > 1.0
-
-    def test_a_long_call_outside_a_batch(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(module, "LONG_CALL", 4)
-        saving = job.rank(0, stall_timeout_s=0.3)
-        job.rank(1)
-        start = time.monotonic()
-        with saving.long_call("save_checkpoint"):
-            job.wait_for_end()
-        assert time.monotonic() - start > 4 * 0.3
-        text = capfd.readouterr().err
-        assert "holds up the job: running save_checkpoint for" in text
+        assert 1.0 < time.monotonic() - end < module.LONG_CALL * 1.0
 
     def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
         saving = job.rank(0)
@@ -425,17 +393,11 @@ class TestSigterm:
         assert job.server.check(["beat/0"])
 
     def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        watchdog = job.rank(1)  # there is no rank 0
-        with pytest.raises(SystemExit):
-            watchdog._terminated()
-        assert "Rank 0 (stage -1): does not answer" in capfd.readouterr().err
-
-    def test_a_rank_that_was_terminated_too_has_not_died(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        for rank in (0, 1):
+        """There is no rank 0; then there is no rank 1, but that one has been terminated."""
+        for rank, said in ((1, "Rank 0 (stage -1): does not answer"), (0, "All ranks are alive.")):
             with pytest.raises(SystemExit):
                 job.rank(rank)._terminated()
-        text = capfd.readouterr().err
-        assert "All ranks are alive." in text[text.index("rank 1 (stage 1) ends") :]
+            assert said in capfd.readouterr().err
 
 
 class TestTimer:

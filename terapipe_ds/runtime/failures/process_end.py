@@ -6,7 +6,6 @@ What is said before the end must not delay it: a reader of stderr may be gone, o
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -123,15 +122,6 @@ def _opened(number: int) -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
-def write_error_file(text: str) -> None:
-    """Leave why this rank ends where `torchrun` looks for it; nothing to do under other launchers."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    if path:
-        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": details}}, file)
-
-
 # -- the timer -------------------------------------------------------------------------------------------------------
 
 _timer = threading.RLock()  # held while this process forks; the handler of a signal may interrupt that
@@ -187,25 +177,21 @@ def _drop_store_connections() -> None:
     with suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/dev/fd"):
-            with suppress(OSError):  # the folder itself was open while it was read
+            with suppress(OSError):  # it is no socket
                 if _ports(int(name)) & _store_ports:
                     os.dup2(null, int(name), inheritable=False)
         os.close(null)
 
 
 def _ports(descriptor: int) -> set[int]:
-    """Return the ports at both ends of a TCP socket; none for any other file."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        return set()
-    end, ports = socket.socket(fileno=descriptor), set()
-    try:
-        if end.family in (socket.AF_INET, socket.AF_INET6):
-            ports.add(end.getsockname()[1])
-            with suppress(OSError):  # it only listens
-                ports.add(end.getpeername()[1])
-    finally:
-        end.detach()
-    return ports
+    """Return the ports at both ends of a TCP socket; none for another one. Raises OSError for what is no socket."""
+    end, names = socket.socket(fileno=descriptor), []
+    with suppress(OSError):  # where it only listens
+        names += [end.getsockname()]
+        names += [end.getpeername()]
+    is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+    end.detach()
+    return {name[1] for name in names} if is_tcp else set()
 
 
 _mask: set[int] = set()

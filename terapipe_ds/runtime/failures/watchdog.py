@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as torch_dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.process_end import (
@@ -39,7 +40,6 @@ from terapipe_ds.runtime.failures.process_end import (
     arm_timer,
     disarm_timer,
     leave,
-    write_error_file,
 )
 from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
@@ -241,7 +241,7 @@ class Watchdog:
         self._remark(f"ends: {text}\n{_WHAT_NOW}")
         self._told.set()
         with suppress(Exception):  # the end matters more
-            write_error_file(text)
+            get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
             if self._trace_dir is not None:
                 self._record.full().save(Path(self._trace_dir))
         if failure is not None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import terapipe_ds
 from terapipe_ds.attention import active_slice
@@ -126,22 +126,11 @@ def _drawn(data: Iterator[Batch]) -> Iterator[Batch]:
     yield from data
 
 
-class _Sequences(Dataset[Batch]):
-    """The micro-batches of all steps, as a data set."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> Batch:
-        inputs, labels = list(batches(1 + index // MICRO_BATCHES))[index % MICRO_BATCHES]
-        return inputs, labels
-
-
 def _loader(workers: int) -> Iterator[Batch]:
     """An iterator whose workers are forked from this rank, and hold whatever it holds."""
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
-        loader = DataLoader(_Sequences(), batch_size=None, num_workers=workers, multiprocessing_context="fork")
-        return iter(loader)
+        sequences = [sequence for step in range(1, 50) for sequence in batches(step)]
+        return iter(DataLoader(sequences, batch_size=None, num_workers=workers, multiprocessing_context="fork"))
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:

@@ -139,7 +139,7 @@ class TestFailures:
         begin_s = int(time.time())
         fail(job.rank(0), ValueError("the layer is broken"))
         read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-        assert read.message["message"] == "it failed at F0.1: ValueError: the layer is broken"
+        assert read.message["message"] == "PipelineAborted: it failed at F0.1: ValueError: the layer is broken"
         assert read.message["extraInfo"]["py_callstack"] and begin_s <= read.timestamp <= time.time()
 
     def test_ranks_outside_a_batch_are_left_alone_until_the_next_one(self, job: Job) -> None:

@@ -502,7 +502,7 @@ def _wakeup_descriptor() -> int:
 def _ports_of(name: str) -> set[int]:
     try:
         return process_end._ports(int(name))
-    except OSError:  # it was the folder itself
+    except OSError:  # it is no socket
         return set()
 
 

@@ -242,7 +242,8 @@ class Watchdog:
         self._told.set()
         with suppress(Exception):  # the end matters more
             get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
-            if self._trace_dir is not None:
+        if self._trace_dir is not None:
+            with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))
         if failure is not None:
             self._others.wait_until_read(ACKNOWLEDGE_S)

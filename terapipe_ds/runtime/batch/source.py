@@ -55,6 +55,8 @@ class BatchSource:
         tells: whether this rank writes to the log which inputs are cut.
         look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
+        require: called where the last part is, with the lengths of the micro-batches and whether they are trained on;
+            it raises where nothing can run them.
     """
 
     def __init__(
@@ -68,13 +70,14 @@ class BatchSource:
         tells: bool = True,
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
+        require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
     ) -> None:
         self._config, self._next_batch, self._place = config, next_batch, place
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
         self._is_last = place.stage_id in layout.stages_with_end(first=False)
         self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = tells  # once
-        self._look_at, self._check = look_at, check
+        self._look_at, self._check, self._require = look_at, check, require
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -98,6 +101,7 @@ class BatchSource:
             labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
                 shapes = tuple(map(self._shape, labels))
+                self._require([shape.length for shape in shapes], training)
             for each in labels if training else ():
                 self._look_at(each)
             if self._place.peers is not None:

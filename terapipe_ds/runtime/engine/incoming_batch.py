@@ -40,6 +40,7 @@ class IncomingBatches:
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
+            require=plans.require,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
 

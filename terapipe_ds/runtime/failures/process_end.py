@@ -6,7 +6,6 @@ What is said before the end must not delay it: a reader of stderr may be gone, o
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -19,8 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
-
-from terapipe_ds.files.atomic import write_text
 
 POLL_S = 0.25
 SAY_S = 2.0  # so long a reader of stderr may take before the rest of a text is dropped
@@ -40,7 +37,6 @@ class Sigterm:
         self._received = received  # called in the main thread, which may hold any lock
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        self._receiver.settimeout(POLL_S)
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
@@ -52,15 +48,19 @@ class Sigterm:
         Sigterm.installed = self
 
     def wait(self) -> bool:
-        """Return whether the signal comes within the next `POLL_S`; for the watching thread."""
-        try:
-            return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
-        except TimeoutError:
-            return False
+        """Return whether the signal comes within the next `POLL_S`, or until `wake`; for the watching thread."""
+        deadline, received = time.monotonic() + POLL_S, b""
+        with suppress(TimeoutError):
+            while all(received) and signal.SIGTERM not in received and (left_s := deadline - time.monotonic()) > 0:
+                self._receiver.settimeout(left_s)
+                received = self._receiver.recv(64)  # numbers of signals, others among them
+        ours = (self._handle, signal.SIG_DFL)  # the latter if it came just before `remove`
+        return signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) in ours
 
     def wake(self) -> None:
         """Let a thread in `wait` go on."""
-        self._sender.send(bytes(1))
+        with suppress(BlockingIOError):  # it has enough to read
+            self._sender.send(bytes(1))
 
     def remove(self) -> None:
         """Give the signal back; only the main thread can."""
@@ -68,19 +68,12 @@ class Sigterm:
             Sigterm.installed = None
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.set_wakeup_fd(-1)
+            descriptor = signal.set_wakeup_fd(-1)
+            if descriptor != self._sender.fileno():
+                signal.set_wakeup_fd(descriptor)
 
     def _handle(self, *_: Any) -> None:
         self._received()
-
-
-def _leave_sigterm_to_the_parent() -> None:
-    """Give the signal back in a forked child, a data loader's worker: it must die of its own signals."""
-    if Sigterm.installed is not None:
-        Sigterm.installed.remove()
-
-
-os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
 
 
 # -- what is said --------------------------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ def _opened(number: int) -> int:
     with suppress(OSError):  # not every system has the folder
         mode = os.fstat(number).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-            return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+            return os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     with suppress(OSError):
         return os.dup(number)
     return os.dup(_nowhere())
@@ -150,13 +143,42 @@ def _nowhere() -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
-def write_error_file(text: str) -> None:
-    """Leave why this rank ends where `torchrun` looks for it; nothing to do under other launchers."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    if path:
-        with suppress(OSError):
-            write_text(path, json.dumps({"message": {"message": text, "extraInfo": details}}))
+# -- the timer -------------------------------------------------------------------------------------------------------
+
+_timer = threading.RLock()  # held while this process forks; the handler of a signal may interrupt that
+_armed: tuple[float, int] | None = None  # the seconds and the descriptor
+_is_forking = False
+
+
+def arm_timer(seconds: float, stderr: Stderr) -> None:
+    """Let this process end after some time, with all its stacks, unless the timer is armed again before.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    global _armed
+    with _timer:
+        _armed = seconds, stderr.for_timer
+        if not _is_forking:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=stderr.for_timer)
+
+
+def disarm_timer() -> None:
+    """Disarm the timer, so that it does not end this process."""
+    global _armed
+    with _timer:
+        _armed = None
+        faulthandler.cancel_dump_traceback_later()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with what has been printed; not with what a reader that stands still does not take.
+
+    The timer is armed, and ends the process where stdout blocks.
+    """
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 # -- children --------------------------------------------------------------------------------------------------------
@@ -176,65 +198,54 @@ def _drop_store_connections() -> None:
     with suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/dev/fd"):
-            with suppress(OSError):  # the folder itself was open while it was read
+            with suppress(OSError):  # it is no socket
                 if _ports(int(name)) & _store_ports:
                     os.dup2(null, int(name), inheritable=False)
         os.close(null)
 
 
 def _ports(descriptor: int) -> set[int]:
-    """Return the ports at both ends of a TCP socket; none for any other file."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        return set()
-    end, ports = socket.socket(fileno=descriptor), set()
-    try:
-        if end.family in (socket.AF_INET, socket.AF_INET6):
-            ports.add(end.getsockname()[1])
-            with suppress(OSError):  # it only listens
-                ports.add(end.getpeername()[1])
-    finally:
-        end.detach()
-    return ports
+    """Return the ports at both ends of a TCP socket; none for another one. Raises OSError for what is no socket."""
+    end, names = socket.socket(fileno=descriptor), []
+    with suppress(OSError):  # where it only listens
+        names += [end.getsockname()]
+        names += [end.getpeername()]
+    is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+    end.detach()
+    return {name[1] for name in names} if is_tcp else set()
 
 
-os.register_at_fork(after_in_child=_drop_store_connections)
+_mask: set[int] = set()
 
 
-# -- the timer -------------------------------------------------------------------------------------------------------
-
-_not_forking = threading.Event()
-_not_forking.set()
-
-
-def arm_timer(seconds: float, stderr: Stderr) -> None:
-    """Let this process end after some time, with all its stacks, unless the timer is armed again before.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
-    if _not_forking.is_set():
-        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr.for_timer)
+def _before_fork() -> None:
+    """Put off SIGTERM and the timer: a child would send the signal to this process, and hang at its end."""
+    global _is_forking, _mask
+    _timer.acquire()
+    _is_forking = True
+    if _armed is not None:
+        faulthandler.cancel_dump_traceback_later()
+    _mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
-def disarm_timer() -> None:
-    """Disarm the timer, so that it does not end this process."""
-    faulthandler.cancel_dump_traceback_later()
+def _after_fork() -> None:
+    global _is_forking
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask)
+    _is_forking = False
+    if _armed is not None:
+        with suppress(RuntimeError):
+            faulthandler.dump_traceback_later(_armed[0], exit=True, file=_armed[1])
+    _timer.release()
 
 
-def _disarm_timer_to_fork() -> None:
-    """Disarm the timer, because a child that has a copy of it would hang at its end."""
-    _not_forking.clear()
-    disarm_timer()
+def _after_fork_in_child() -> None:
+    """Give up the signal, the timer and the store: a data loader's worker must die of its own signals."""
+    global _armed
+    if Sigterm.installed is not None:
+        Sigterm.installed.remove()
+    _drop_store_connections()
+    _armed = None
+    _after_fork()
 
 
-os.register_at_fork(before=_disarm_timer_to_fork, after_in_parent=_not_forking.set, after_in_child=_not_forking.set)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now, with what has been printed; not with what a reader that stands still does not take.
-
-    The timer is armed, and ends the process where stdout blocks.
-    """
-    with suppress(Exception):
-        sys.stdout.flush()
-    os._exit(code)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -62,18 +63,16 @@ class Doing:
         return f"at {self.action}, waiting for {self.wait.text}" if self.wait else f"running {self.action}"
 
 
+IN_LINES = "\n\t"
+
+
 def printable(text: str, also: str = "") -> str:
     """Return `text` without the characters that move a cursor, colour a terminal or turn the direction of writing."""
     return "".join(letter if letter.isprintable() or letter in also else "\ufffd" for letter in text)
 
 
-def printable_lines(text: str) -> str:
-    """Return `text` without such characters, but with its lines."""
-    return printable(text, also="\n\t")
-
-
 Line = Annotated[str, AfterValidator(printable)]
-Lines = Annotated[str, AfterValidator(printable_lines)]
+Lines = Annotated[str, AfterValidator(partial(printable, also=IN_LINES))]
 Count = Annotated[int, Field(ge=0)]
 FROM_A_STORE = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -110,10 +109,6 @@ class RankState:
     ended: Line = ""  # why it has left the job; "" while it runs
     silent: bool = False  # it gives no sign of life; the rest is what it published last
     silent_s: float = 0.0  # at least so long, where that was measured
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (stage {self.stage_id})"
 
     def describe(self) -> str:
         """Return in a few words what the rank does."""
@@ -193,7 +188,7 @@ class RankRecord:
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
-        stack = printable_lines("".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:])
+        stack = printable("".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:], IN_LINES)
         state = replace(self.brief(), stack=stack, recent=self._past_actions())
         if waits and state.is_busy:
             state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")
@@ -275,7 +270,7 @@ def stall_report(
 def _lines_of(state: RankState) -> list[str]:
     before = [str(past) for past in state.recent[:-1] if not past.action.startswith(_POSTED)]
     recent = [f"    before: {', '.join(before[-SHOWN_ACTIONS:])}"] if before else []
-    return [f"  {state.name}: {state.describe()}", *recent]
+    return [f"  rank {state.rank} (stage {state.stage_id}): {state.describe()}", *recent]
 
 
 def _seconds(seconds: float) -> str:

@@ -26,6 +26,7 @@ from terapipe_ds.runtime.failures.process_end import POLL_S, keep_from_children
 from terapipe_ds.runtime.failures.report import (
     AS_JSON,
     DRAWING,
+    IN_LINES,
     OUTSIDE,
     Count,
     Doing,
@@ -34,7 +35,6 @@ from terapipe_ds.runtime.failures.report import (
     RankRecord,
     RankState,
     printable,
-    printable_lines,
 )
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class WatchStore:
 
     def close(self) -> None:
         """Let the asking thread end."""
-        self._questions.put((None, None))
+        self._questions.put(None)
 
     @property
     def _is_gone(self) -> bool:
@@ -131,19 +131,16 @@ class WatchStore:
         with self._turn:
             if self._is_gone or sys.is_finalizing():
                 return None
-            self._asked += 1
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._questions.put((question, answers))
+            self._asked += 1  # after it: Ctrl-C in between must not leave a question that is never answered
             try:
                 return answers.get(timeout=_SILENT_S)
             except queue.Empty:
                 return None
 
     def _answer(self) -> None:
-        while True:
-            question, answers = self._questions.get()
-            if question is None:
-                return
+        for question, answers in iter(self._questions.get, None):
             try:
                 answer = question(self._store)
             except Exception:
@@ -184,7 +181,7 @@ class WatchStore:
 
     def publish_failure(self, failure: Failure) -> None:
         """Tell the others, unless one of them was first."""
-        text = json.dumps(failure._replace(error=printable_lines(failure.error)[:_MAX_CHARACTERS]))
+        text = json.dumps(failure._replace(error=printable(failure.error, IN_LINES)[:_MAX_CHARACTERS]))
         first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
         told = None if first is None else self._valid(_FAILURE, _ABORT, first)
         if first is not None and told is None:

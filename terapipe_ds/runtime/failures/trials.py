@@ -77,7 +77,12 @@ class Trials:
 
         def late(waited_s: float, missing: Callable[[], list[int]]) -> None:
             if own is not None and waited_s > self._patience_s and (ranks := missing()):
-                raise TrialError(self._waiting_text(own, ranks, what, remedy)) from error
+                peers = f"peers, ranks {ranks}, have" if len(ranks) > 1 else f"peer, rank {ranks[0]}, has"
+                raise TrialError(
+                    f"{what} failed on rank {self._rank} ({own}); its tensor-parallel {peers} not come out of the "
+                    f"layers in {self._patience_s:g} s after that, where each waits for all. Mend what fails on rank "
+                    f"{self._rank}{f', or {remedy}' if remedy else ''}"
+                ) from error
 
         name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
         texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
@@ -90,12 +95,3 @@ class Trials:
             ) from error
         failures = (TrialFailure(failed[0], failed[1], r) for r, (failed, _) in told.items() if failed is not None)
         return own or next(failures, None)
-
-    def _waiting_text(self, own: TrialFailure, missing: Sequence[int], what: str, remedy: str) -> str:
-        peers = f"peers, ranks {list(missing)}, have" if len(missing) > 1 else f"peer, rank {missing[0]}, has"
-        instead = f", or {remedy}" if remedy else ""
-        return (
-            f"{what} failed on rank {self._rank} ({own}); its tensor-parallel {peers} not come out of the layers in "
-            f"{self._patience_s:g} s after that, where each waits for all. Mend what fails on rank {self._rank}"
-            f"{instead}"
-        )

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.process_end import (
@@ -38,7 +39,6 @@ from terapipe_ds.runtime.failures.process_end import (
     arm_timer,
     disarm_timer,
     leave,
-    write_error_file,
 )
 from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
@@ -245,9 +245,10 @@ class Watchdog:
             self._others.publish_failure(failure)
         self._remark(f"ends: {text}\n{_WHAT_NOW}")
         self._told.set()
-        write_error_file(text)
+        with suppress(Exception):  # the end matters more
+            get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
         if self._trace_dir is not None:
-            with suppress(OSError):  # the report matters more
+            with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))
         if failure is not None:
             self._others.wait_until_read(ACKNOWLEDGE_S)
@@ -261,7 +262,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            for part in (self._arm, self._listen, self._others.beat, self._judge):
+            for part in (self._arm, self._others.beat, self._judge, self._listen):
                 try:
                     part()
                 except Exception:

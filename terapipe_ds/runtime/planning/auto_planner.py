@@ -82,12 +82,11 @@ class AutoPlanner:
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int]
-    ) -> dict[int, Choice]:
-        """Return the choice for each length in `shapes` that is not in `besides`; plan missing ones. A collective."""
+    ) -> None:
+        """Plan each length in `shapes` that has no choice and is not in `besides`. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
         while length := self._longest_without_choice(lengths):
             self._choices[self._key(length)] = self._choose(length, drawn, shapes)
-        return {length: self._choices[self._key(length)] for length in lengths}
 
     def _longest_without_choice(self, lengths: Collection[int]) -> int:
         """Return the longest sequence of any pipeline that has no plan yet; 0 where all have."""

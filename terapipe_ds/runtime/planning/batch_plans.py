@@ -11,7 +11,6 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
-from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
@@ -30,7 +29,7 @@ class Plans:
     """Keep the plans and schedules of one engine, per sequence length; `note` is told what a measurement does."""
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
-        self._layout, self._groups, self._config = stage.layout, stage.groups, stage.config
+        self._layout, self._config = stage.layout, stage.config
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         plans_itself = "auto" in (self._config.slices, self._config.schedule)
         self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
@@ -94,26 +93,30 @@ class Plans:
         self._by_hand[plan.sequence_length] = Choice(plan, schedule)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
 
+    def require(self, lengths: Sequence[int], training: bool) -> None:
+        """Raise an error of the config where it has no slices or no schedule for micro-batches of these lengths.
+
+        For the stage that knows the loss, before the ranks agree on the batch: other replicas may have other lengths.
+        """
+        if self._planner is None:
+            num_slices = tuple(self.plan(length).num_slices for length in lengths)
+            self.schedule(self._schedule_for(max(lengths)), training, num_slices)
+
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[str, list[SlicePlan]]:
         """Return the schedule of the longest micro-batch, and a plan for each micro-batch. A collective."""
-        choices = dict(self._by_hand)
         if self._planner is not None:
-            choices |= self._planner.choose_all(drawn, shapes, besides=self._by_hand)
-        try:
-            plans = [self.plan(shape.length) for shape in shapes]
-        except ValueError as error:
-            raise self._of_shapes(error) from None
-        longest = max(shape.length for shape in shapes)
-        name = choices[longest].schedule if longest in choices else self._config.schedule
+            self._planner.choose_all(drawn, shapes, besides=self._by_hand)
+        plans = [self.plan(shape.length) for shape in shapes]
+        name = self._schedule_for(max(shape.length for shape in shapes))
         for plan in plans:
             self._note_run(Choice(plan, name))
         return name, plans
 
-    def _of_shapes(self, error: BaseException) -> BaseException:
-        """Mark an error in the shapes of a batch, which all stages raise, though not all replicas."""
-        return RaisedEverywhere(error) if self._groups.num_replicas == 1 else error
+    def _schedule_for(self, length: int) -> str:
+        choice = self._by_hand.get(length) or (self._planner and self._planner.known(length))
+        return choice.schedule if choice else self._config.schedule
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Plans:
             schedule = load(name)
             problem = fits(schedule, stages, num_slices) or self._layout.problem_of(schedule)
             if problem is not None:
-                raise self._of_shapes(TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}"))
+                raise TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}")
         else:
             schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         validate(schedule)

@@ -106,7 +106,9 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "inputs shorter than labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :-1], y))),
     "empty sequences": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :0], y[:, :0]))),
     "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: {"input_ids": x, "labels": y})),
-    "another length than the plan": lambda engine: engine.train_batch(batches(2, length=sum(PLAN) - 4)),
+    "another length than the plan": lambda engine: engine.train_batch(  # in one replica
+        batches(2, length=sum(PLAN) if engine.grid.get_data_parallel_id() else sum(PLAN) - 4)
+    ),
     "other length on the last stage": lambda engine: _on(engine, _last(engine), batches(2, length=8), batches(2)),
     "one stage evaluates": _one_evaluates,
     "other number of micro-batches": lambda engine: engine.eval_batch(

@@ -17,8 +17,8 @@ from tests.distributed.failures.alike import Raised, provoke
 from tests.distributed.failures.job import Fault, Job, build_model, deepspeed_config, die, hang, mark, run
 
 
-def run_until_it_hangs(job: Job) -> list[float]:
-    """`run` with the faults of `PLACES`, on ranks that no launcher would end while they print."""
+def run_until_it_ends(job: Job) -> list[float]:
+    """`run` with the faults of `PLACES`, without the time that ranks take to end for the sake of a launcher."""
     watchdog.LINGER_S = 0.1
     return run(job, PLACES)
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import terapipe_ds
 from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.failures import watchdog
 
 SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]
@@ -92,12 +91,6 @@ def run(job: Job, places: Mapping[str, Callable[[Any, Fault], None]] = MappingPr
         engine.destroy()
 
 
-def run_in_pool(job: Job) -> list[float]:
-    """`run`, without the time that ranks take to end for the sake of a launcher: it would end the others."""
-    watchdog.LINGER_S = 0.1
-    return run(job)
-
-
 def _train(engine: PipelineEngine, job: Job, places: Mapping[str, Callable[[Any, Fault], None]]) -> Iterator[float]:
     pipeline_id = engine.grid.get_data_parallel_id()
     _exchange_pids()
@@ -133,22 +126,11 @@ def _drawn(data: Iterator[Batch]) -> Iterator[Batch]:
     yield from data
 
 
-class _Sequences(Dataset[Batch]):
-    """The micro-batches of all steps, as a data set."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> Batch:
-        inputs, labels = list(batches(1 + index // MICRO_BATCHES))[index % MICRO_BATCHES]
-        return inputs, labels
-
-
 def _loader(workers: int) -> Iterator[Batch]:
     """An iterator whose workers are forked from this rank, and hold whatever it holds."""
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
-        loader = DataLoader(_Sequences(), batch_size=None, num_workers=workers, multiprocessing_context="fork")
-        return iter(loader)
+        sequences = [sequence for step in range(1, 50) for sequence in batches(step)]
+        return iter(DataLoader(sequences, batch_size=None, num_workers=workers, multiprocessing_context="fork"))
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:

@@ -94,15 +94,8 @@ class TestReport:
         assert f"Stage 1 (rank 1) holds up the job: {what}" in text
         assert STACK not in text and "slow" not in text
 
-    def test_a_rank_outside_says_how_many_batches_it_has_begun(self) -> None:
-        text = stall_report(job(waiting(0), busy(1, "")), 2.0, asynchronous=False)
-        assert "holds up the job: outside a batch (it has begun 4 batches) for 3.0 s." in text
-
     def test_all_wait(self) -> None:
         assert "the same calls in the same order" in stall_report(job(waiting(0, 1), waiting(1, 0)), 2.0, False)
-
-    def test_without_the_store(self) -> None:
-        assert "the store of the job does not answer" in stall_report({}, 2.0, asynchronous=False)
 
     def test_on_a_device_that_runs_behind(self) -> None:
         text = stall_report(job(busy(0), waiting(1, 0)), 2.0, asynchronous=True)

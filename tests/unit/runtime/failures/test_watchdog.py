@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from terapipe_ds.runtime.failures import process_end
 from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.process_end import disarm_timer
-from terapipe_ds.runtime.failures.report import DRAWING, Wait
+from terapipe_ds.runtime.failures.report import DRAWING
 from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
@@ -138,7 +139,7 @@ class TestFailures:
         begin_s = int(time.time())
         fail(job.rank(0), ValueError("the layer is broken"))
         read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-        assert read.message["message"] == "it failed at F0.1: ValueError: the layer is broken"
+        assert read.message["message"] == "PipelineAborted: it failed at F0.1: ValueError: the layer is broken"
         assert read.message["extraInfo"]["py_callstack"] and begin_s <= read.timestamp <= time.time()
 
     def test_ranks_outside_a_batch_are_left_alone_until_the_next_one(self, job: Job) -> None:
@@ -214,41 +215,22 @@ class TestLostConnections:
 
 
 class TestStalls:
-    def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("saves", [False, True])
+    def test_what_is_done_outside_a_batch_may_take_longer(
+        self, saves: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """It may save a checkpoint. The others give up much later."""
+        """A rank saves a checkpoint, or waits for one that does."""
         monkeypatch.setattr(module, "LONG_CALL", 5)
-        waiting = job.rank(0, stall_timeout_s=0.4)
+        watchdog = job.rank(0, stall_timeout_s=0.4)
         job.rank(1)
         start = time.monotonic()
-        with waiting.batch():
-            until(lambda: len(job.exits) == 1)
+        with watchdog.long_call("save_checkpoint") if saves else watchdog.batch():
+            job.wait_for_end()
         assert time.monotonic() - start > 5 * 0.4
         text = capfd.readouterr().err
-        assert "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for " in text
         assert "no progress for 0.4 s" in text
-
-    def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
-        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
-        with waiting.batch(), hanging.batch():
-            until(lambda: job.server.check(["state/1"]) and b"the start" in job.server.get("state/1"))
-            start = time.monotonic()
-            until(lambda: len(job.exits) == 2)
-        assert time.monotonic() - start < module.LONG_CALL * 0.6
-
-    def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        killed = job.rank(1)
-        with killed.batch():
-            killed.note("F0.3")
-            until(lambda: b"F0.3" in job.server.get("state/1"))
-            job.kill(killed)
-            waiting = job.rank(0, stall_timeout_s=0.3)
-            with waiting.batch(), waiting.waiting(Wait("the gradients", (1,))):
-                job.wait_for_end()
-        text = capfd.readouterr().err
-        assert "Stage 1 (rank 1) holds up the job: does not answer" in text
-        assert "last seen running F0.3. Ranks that wait for it: 0." in text
+        outside = "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for "
+        assert ("holds up the job: running save_checkpoint for" if saves else outside) in text
 
     def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
         slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: to wait for its sign of life takes a while
@@ -309,20 +291,7 @@ class TestStalls:
                 time.sleep(2.0)
             end = time.monotonic()
             until(lambda: len(job.exits) == 2)
-        assert time.monotonic() - end > 1.0
-
-    def test_a_long_call_outside_a_batch(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(module, "LONG_CALL", 4)
-        saving = job.rank(0, stall_timeout_s=0.3)
-        job.rank(1)
-        start = time.monotonic()
-        with saving.long_call("save_checkpoint"):
-            job.wait_for_end()
-        assert time.monotonic() - start > 4 * 0.3
-        text = capfd.readouterr().err
-        assert "holds up the job: running save_checkpoint for" in text
+        assert 1.0 < time.monotonic() - end < module.LONG_CALL * 1.0
 
     def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
         saving = job.rank(0)
@@ -364,18 +333,44 @@ class TestSigterm:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: received == [signal.SIGTERM])
             job.close()  # after this the thread has read all that there was
+            assert _wakeup_descriptor() == -1
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if later else before)
-            signal.set_wakeup_fd(-1)
         assert job.exits == []
 
-    def test_a_forked_child_dies_of_its_own_signals(self, job: Job) -> None:
+    def test_it_is_not_lost_while_the_engine_closes(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog, beats, go_on = job.rank(0), threading.Event(), threading.Event()
+        monkeypatch.setattr(watchdog._others, "beat", lambda **_: (beats.set(), go_on.wait()))
+        assert beats.wait(DEADLINE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.1, go_on.set).start()
+        watchdog.close()
+        assert job.exits == [143]
+
+    def test_other_signals_do_not_end_the_wait_for_it(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A profiler may send hundreds a second; each end of the wait is followed by questions to the store."""
+        sigterm, received = process_end.Sigterm(lambda: None), iter([bytes([signal.SIGALRM]), bytes([signal.SIGTERM])])
+        monkeypatch.setattr(sigterm, "_receiver", SimpleNamespace(settimeout=float, recv=lambda _: next(received)))
+        assert sigterm.wait()
+        sigterm.remove()
+
+    def test_a_forked_child_dies_of_its_own_signals(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Even of one that comes before the child has given up what it shares with this process."""
         job.rank(0)
+        remove, parent = process_end.Sigterm.remove, os.getpid()
+
+        def struck(sigterm: process_end.Sigterm) -> None:
+            if os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+            remove(sigterm)
+
+        monkeypatch.setattr(process_end.Sigterm, "remove", struck)
         pid = os.fork()
         if pid == 0:
-            untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wakeup_descriptor() == -1
-            job.leave(0 if untouched else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            job.leave(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        job.close()
+        assert job.exits == []
 
     def test_a_main_thread_that_asks_the_store_does_not_stand_in_the_way(self, job: Job) -> None:
         """The handler runs in it, in the middle of a question that only one thread may ask at a time."""
@@ -407,17 +402,11 @@ class TestSigterm:
         assert job.server.check(["beat/0"])
 
     def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        watchdog = job.rank(1)  # there is no rank 0
-        with pytest.raises(SystemExit):
-            watchdog._terminated()
-        assert "Rank 0 (stage -1): does not answer" in capfd.readouterr().err
-
-    def test_a_rank_that_was_terminated_too_has_not_died(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-        for rank in (0, 1):
+        """There is no rank 0; then there is no rank 1, but that one has been terminated."""
+        for rank, said in ((1, "Rank 0 (stage -1): does not answer"), (0, "All ranks are alive.")):
             with pytest.raises(SystemExit):
                 job.rank(rank)._terminated()
-        text = capfd.readouterr().err
-        assert "All ranks are alive." in text[text.index("rank 1 (stage 1) ends") :]
+            assert said in capfd.readouterr().err
 
 
 class TestTimer:
@@ -448,7 +437,7 @@ time.sleep(30)
 
     def test_a_thread_that_dies(self) -> None:
         """A forked child has no copy of the timer, which would wait for a thread that it has not: it just ends."""
-        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\ndog._judge = sys.exit"
+        act = "dog._judge = sys.exit; dog._thread.join()\npid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)"
         code, text = self.run(act)
         assert code == 1 and "Timeout (0:00:01)!" in text
 
@@ -477,7 +466,7 @@ time.sleep(30)
             "no descriptors": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
             "no threads": 'def no(*_, **__): raise RuntimeError("can\'t start new thread")\n'
             "watchdog.arm_timer = threading.Thread.start = no",
-            "a last word that fails": "dog._data_timeout_s = 1e9; dog._trace_dir = 'x'; dog._record.full = None",
+            "a last word that fails": "dog._data_timeout_s = 1e9; dog._others.wait_until_read = None",
             "replaced": "sys.stderr = sys.stdout = type('Log', (), {'write': print})()",
         }
         reader, writer = os.pipe()
@@ -532,7 +521,7 @@ def _wakeup_descriptor() -> int:
 def _ports_of(name: str) -> set[int]:
     try:
         return process_end._ports(int(name))
-    except OSError:  # it was the folder itself
+    except OSError:  # it is no socket
         return set()
 
 

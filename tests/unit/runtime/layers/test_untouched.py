@@ -226,12 +226,13 @@ def count_globally(x: Tensor) -> Tensor:
 
 def function_that_counts() -> Callable[[Tensor], Tensor]:
     calls = 0
-    never_set: Tensor
+    if calls:
+        unset = 1.0  # never: what the function closes over is empty
 
     def counted(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return x if calls else never_set
+        return x if calls else x * unset
 
     return counted
 

@@ -177,7 +177,8 @@ class LayerCheck:
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
             self._kept.rewind_generators()
             states, hooks = self._kept.generator_states(), _SeesHooks()
-            with push_slice(slicing.active(slice_id)), self.autocast(), self._constant, hooks:
+            constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
+            with push_slice(slicing.active(slice_id)), self.autocast(), constant, hooks:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 outputs = self.layer(copies, self.inputs.is_tuple)
             runs.append((leaves, outputs))

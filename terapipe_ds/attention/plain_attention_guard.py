@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from terapipe_ds.attention.active_slice import active_slice
 
 # torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
-_KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "xformers")
+_KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "varlen_attn", "xformers")
 _BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
 
@@ -88,7 +89,7 @@ class GuardCapturedNames(TorchFunctionMode):
 
 def _is_kernel(func: Any) -> bool:
     """Return whether an operator is the forward of an attention kernel of torch, flash-attn or xformers."""
-    if type(func).__module__ != "torch._ops":
+    if type(func).__module__ != "torch._ops" and not isinstance(func, BuiltinFunctionType):  # `torch._scaled_dot_...`
         return False
     name = str(func)
     return any(part in name for part in _KERNELS) and "backward" not in name

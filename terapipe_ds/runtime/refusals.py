@@ -70,6 +70,7 @@ def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers:
     )
 
 
+_STEPS_IN_BACKWARD = "_in_backward_optimizers"  # which torch.distributed.optim leaves at a parameter
 _OF_THE_ENGINE = ("deepspeed", "terapipe_ds", "torch", "megatron")  # their hooks know what they are called for
 
 
@@ -85,6 +86,7 @@ def problem_of_gradient_hooks(module: nn.Module) -> str | None:
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
         if parameter.requires_grad and str(getattr(hook, "__module__", "")).split(".")[0] not in _OF_THE_ENGINE
     ]
+    hooked += [f"{name} (an optimizer)" for name, p in module.named_parameters() if hasattr(p, _STEPS_IN_BACKWARD)]
     if not hooked:
         return None
     return (

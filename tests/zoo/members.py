@@ -46,10 +46,11 @@ ZOO: dict[str, Member] = {}
 def add(name: str, layers: Sequence[Any], *says: str, **more: Any) -> None:
     """Add a model of layers, each of which is a spec, a class or a function."""
     assert name not in ZOO, name
-    ZOO[name] = Member(name, [_spec(each) for each in layers], says, **more)
+    ZOO[name] = Member(name, [spec_of(each) for each in layers], says, **more)
 
 
-def _spec(layer: Any) -> LayerSpec:
+def spec_of(layer: Any) -> LayerSpec:
+    """Return the spec of a layer, which may be a spec, a class or a function."""
     if isinstance(layer, LayerSpec):
         return layer
     return LayerSpec(layer) if isinstance(layer, type) else LayerSpec(Calls, layer)

@@ -2,169 +2,101 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.zoo.layers import WIDTH, Weighted, scores_of
-from tests.zoo.members import BACKWARD, EARLY, layer
+from tests.zoo.members import AFTER, BACKWARD, EARLY, layer
 
 RARE = 1e-13  # such a share of dropout draws its random numbers and drops none
 ONCE = "draws random numbers once per call"
 LATE = 6  # calls: more than two steps of whole micro-batches make, and fewer than those of slices
+CALLS = 0
 
 
-class Mixed(Weighted, inner=(WIDTH, WIDTH, 140)):
-    """x + inner(x), where subclasses change x before."""
+class Keeping(Weighted, inner=(WIDTH, WIDTH, 140)):
+    """x + use(layer, x) @ inner. `kept` are its attributes, made by functions; tensors become buffers."""
+
+    def __init__(
+        self, use: Callable[[Any, Tensor], Tensor], prepare: Callable[[Any], Any] = lambda _: None, **kept: Any
+    ) -> None:
+        super().__init__()
+        self.use = use
+        for name, value in ((name, value() if callable(value) else value) for name, value in kept.items()):
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value.clone(), persistent=name != "unsaved")
+            else:
+                setattr(self, name, value)
+        prepare(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.before(x) @ self.inner
-
-    def before(self, x: Tensor) -> Tensor:
-        return x.tanh()
+        return x + self.use(self, x) @ self.inner
 
 
-@layer(EARLY)
-class BatchNormBesideDropout(Mixed):
-    """Batch statistics in training alone, and dropout."""
-
-    def before(self, x: Tensor) -> Tensor:
-        if self.training:
-            x = (x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-3).sqrt()
-        return F.dropout(x, RARE, self.training)
+keeping = functools.partial(LayerSpec, Keeping)
 
 
-@layer(EARLY)
-class MixingBesideDropout(Mixed, drop=lambda: nn.Dropout(RARE)):
-    def before(self, x: Tensor) -> Tensor:
-        return self.drop(x - x.mean(1, keepdim=True) if self.training else x)
+def then(statement: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Return what makes a statement and gives x."""
+
+    def use(it: Any, x: Tensor) -> Tensor:
+        statement(it, x)
+        return x
+
+    return use
 
 
-@layer(EARLY)
-class AttentionWithDropout(Mixed):
-    """Attention by hand to all tokens, with dropout of its weights."""
-
-    def before(self, x: Tensor) -> Tensor:
-        return F.dropout(scores_of(x, x).softmax(-1), RARE, self.training) @ x if self.training else x
+def count(owner: Any) -> Any:
+    owner.calls = owner.calls + 1
+    return owner.calls
 
 
-@layer("buffer mean differs")
-class RunningMeanOfLater(Mixed):
-    """A running mean, which outputs show after some calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def before(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
-        return x * self.mean if self.calls > LATE else x
+def late(counted: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Return what does more after some calls; the check ends before."""
+    return lambda it, x: x.tanh() if counted(it) > LATE else x
 
 
-@layer("buffer calls differs")
-class WarmedUp(Mixed):
-    """A buffer counts calls, after some of which the layer does more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def before(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x.tanh() if self.calls > LATE else x
-
-
-@layer("slices after the first differ")
-class EveryOtherCall(Mixed):
-    calls = 0
-
-    def before(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (self.calls % 2)
-
-
-class CountedInPython(Mixed):
-    """After some calls, which an attribute counts, the layer does more. The outputs of the check do not show it."""
-
-    calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def before(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x.tanh() if self.calls > LATE else x
-
-
-@layer(ONCE)
-class DroppedLayer(Mixed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = torch.Generator().manual_seed(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand((), generator=self.own) < 0.5 else super().forward(x)
-
-
-@layer(ONCE)
-class DroppedByPython(Mixed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = random.Random(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.own.random() < 0.5 else super().forward(x)
-
-
-@layer(ONCE)
-class StochasticDepth(DroppedLayer):
-    """Drops rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = torch.empty(len(x), 1, 1, dtype=x.dtype).bernoulli_(0.5, generator=self.own)
-        return x + kept * x.tanh() @ self.inner
-
-
-@layer(ONCE)
-class OneMaskForAllTokens(DroppedLayer):
-    """Variational dropout."""
-
-    def before(self, x: Tensor) -> Tensor:
-        return x * torch.empty(len(x), 1, WIDTH, dtype=x.dtype).bernoulli_(0.5, generator=self.own)
-
-    forward = Mixed.forward
+def average(it: Any, x: Tensor, name: str = "mean") -> Any:
+    setattr(it, name, 0.9 * getattr(it, name) + 0.1 * x.detach().abs().mean())
+    return getattr(it, name)
 
 
 def clipped(gradient: Tensor, most: float = 1e-3) -> Tensor:
     return gradient * (most / gradient.norm()).clamp(max=1.0)
 
 
-@layer("inner differs")
-class ClippedWeightGradient(Mixed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner.register_hook(clipped)
+def hook_activations(_: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    if x.requires_grad:
+        x.register_hook(clipped)
+    return x
 
 
-@layer("inner differs")
-class ClampedInPlace(Mixed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner.register_hook(lambda gradient: gradient.clamp_(-1e-4, 1e-4))
+class Clipping(torch.autograd.Function):
+    """Clips where the gradients of a first batch are not clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return clipped(gradient, 30.0)
 
 
-@layer(BACKWARD)
-class ClippedActivations(Mixed):
-    def before(self, x: Tensor) -> Tensor:
-        x = x * 1.0
-        if x.requires_grad:
-            x.register_hook(clipped)
-        return x
+def attend_rarely(_: Any, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    mixed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)[0]
+    return x + 1e-4 * mixed.transpose(1, 2).flatten(2)
 
 
 def step(parameter: Tensor) -> None:
@@ -172,10 +104,102 @@ def step(parameter: Tensor) -> None:
     parameter.data.sub_(0.1 * parameter.grad)
 
 
-@layer("register_post_accumulate_grad_hook", "takes a step per slice", error="TeraPipeConfigError")
-class StepsInTheBackward(Mixed):
-    """An optimizer step as soon as the gradient is there."""
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner.register_post_accumulate_grad_hook(step)
+
+def one_of(it: Any, x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=x.dtype).bernoulli_(0.5, generator=it.own)
+
+
+ZERO, COUNT = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.long)
+
+layer(EARLY)(
+    BatchNormBesideDropout=keeping(
+        lambda it, x: F.dropout((x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-3).sqrt() if it.training else x, RARE)
+    ),
+    MixingBesideDropout=keeping(
+        lambda it, x: it.drop(x - x.mean(1, keepdim=True) if it.training else x), drop=lambda: nn.Dropout(RARE)
+    ),
+    AttentionWithDropout=keeping(
+        lambda it, x: F.dropout(scores_of(x, x).softmax(-1), RARE, it.training) @ x if it.training else x
+    ),
+)
+layer("buffer mean differs", "updated once for each slice")(
+    RunningMeanOfLater=keeping(
+        lambda it, x: x * average(it, x) if count(it) > LATE else then(average)(it, x), mean=ZERO, calls=COUNT
+    ),
+    RunningMeanBesideDropout=keeping(
+        lambda it, x: F.dropout(x * (1.0 + average(it, x) * (count(it) > LATE)), RARE), mean=ZERO, calls=COUNT
+    ),
+)
+layer("buffer calls differs")(WarmedUp=keeping(late(lambda it: it.calls.add_(1)), calls=COUNT))
+layer("each call changes the buffer calls")(
+    ScaledByABuffer=keeping(lambda it, x: x * it.calls.add_(1).clone(), calls=COUNT)
+)
+layer(AFTER)(EveryOtherCall=keeping(lambda it, x: x * (count(it) % 2), calls=0))
+layer(ONCE)(
+    DroppedLayer=keeping(lambda it, x: x * (torch.rand((), generator=it.own) < 0.5), own=generator),
+    DroppedByPython=keeping(lambda it, x: x if it.own.random() < 0.5 else 0.0 * x, own=lambda: random.Random(3)),
+    StochasticDepth=keeping(lambda it, x: x * one_of(it, x, len(x), 1, 1), own=generator),
+    OneMaskForAllTokens=keeping(lambda it, x: x * one_of(it, x, len(x), 1, WIDTH), own=generator),
+)
+layer("inner differs")(
+    ClippedWeightGradient=keeping(lambda _, x: x, lambda it: it.inner.register_hook(clipped)),
+    ClampedInPlace=keeping(lambda _, x: x, lambda it: it.inner.register_hook(lambda g: g.clamp_(-1e-4, 1e-4))),
+)
+layer(BACKWARD)(ClippedActivations=keeping(hook_activations))
+layer("raised PlainAttentionError: plain attention was called")(KernelThatHardlyCounts=keeping(attend_rarely))
+layer("register_post_accumulate_grad_hook", "takes a step per slice", error="TeraPipeConfigError")(
+    StepsInTheBackward=keeping(lambda _, x: x, lambda it: it.inner.register_post_accumulate_grad_hook(step))
+)
+
+
+class Shared(Keeping):
+    calls = 0
+
+
+def count_globally(_: Any) -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials as lost, and by the check as a counter
+    "attribute": (keeping(late(count), calls=0), "", "calls counts calls"),
+    "table": (
+        keeping(late(lambda it: it.table.update(n=it.table["n"] + 2) or it.table["n"] / 2), table=lambda: {"n": 1}),
+        "",
+        "table.n counts calls",
+    ),
+    "class": (LayerSpec(Shared, late(lambda it: count(type(it)))), "", "Shared.calls counts calls"),
+    "object": (
+        keeping(late(lambda it: count(it.steps)), steps=lambda: SimpleNamespace(calls=0)),
+        "",
+        "steps.calls counts calls",
+    ),
+    "number": (
+        keeping(then(lambda it, x: setattr(it, "mean", float(average(it, x)))), mean=0.0),
+        "",
+        "mean counts calls or is a mean",
+    ),
+    "tensor": (keeping(then(average), lambda it: setattr(it, "mean", ZERO)), "", "mean counts calls or is a mean"),
+    "unsaved buffer": (
+        keeping(then(functools.partial(average, name="unsaved")), unsaved=ZERO),
+        "",
+        "unsaved counts calls or is",
+    ),
+    "unsaved count": (keeping(late(lambda it: it.unsaved.add_(1)), unsaved=COUNT), "", "unsaved counts calls"),
+    "own noise": (
+        keeping(lambda it, x: x + torch.randn(x.shape, generator=it.own, dtype=x.dtype), own=generator),
+        "",
+        "",
+    ),
+    "global": (keeping(late(count_globally)), "global variable CALLS", ""),
+    "iterator": (keeping(late(lambda it: next(it.numbers) + 1), numbers=itertools.count), ".numbers", ""),
+    "cycle": (
+        keeping(late(lambda it: next(it.numbers)), numbers=lambda: itertools.cycle(range(1, 10**4))),
+        ".numbers",
+        "",
+    ),
+}

@@ -8,18 +8,19 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType, SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CONTAINERS = (dict, list, set, deque)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _REGISTERED = ("_buffers", "_parameters", "_modules")  # dicts of a module whose entries are its attributes
-_MOST_ENTRIES = 10_000  # of a container whose entries are looked at one by one
+_MOST_ENTRIES, _MOST_SHOWN = 10_000, 200  # of a container whose entries are looked at one by one, or written as text
+_MOST_NUMBERS = 2**24  # of a tensor that is compared, and not only put back
 _NOT_THE_USERS = frozenset({"torch", "deepspeed", "terapipe_ds", "megatron", "numpy", *sys.stdlib_module_names})
 _GENERATORS = {  # how their states are read and set
     torch.Generator: ("get_state", "set_state"),
@@ -32,59 +33,60 @@ _GENERATORS = {  # how their states are read and set
 class KeptState:
     """Hold what containers and objects held, the numbers of tensors, and the states of random generators.
 
-    What is of a kind that cannot be put back (an iterator, a global variable) is compared by what it prints as.
+    What is of a kind that cannot be put back (an iterator, a global variable) is compared by a text of it.
     """
 
     def __init__(self, owners: Mapping[str, object]) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._classes: dict[type, dict[str, Any]] = {}
-        self._printed: dict[str, tuple[Callable[[], Any], str]] = {}
-        self._numbers: dict[str, Callable[[], Any]] = {}
+        self._texts: list[tuple[str, Callable[[], str], str]] = []
+        self._values: dict[str, Callable[[], Any]] = {}
         self._seen: dict[int, Any] = {}
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
             (random.getstate, random.setstate, random.getstate()),
             (np.random.get_state, np.random.set_state, np.random.get_state()),
         ]
         for name, owner in owners.items():
-            while isinstance(owner, functools.partial):
-                owner = owner.func
-            self._remember(getattr(owner, "__dict__", None), name)
-            function = owner.__func__ if isinstance(owner, MethodType) else owner
-            for kind in () if isinstance(function, FunctionType) else type(owner).__mro__:
-                self._remember_class(kind)
-            if isinstance(function, FunctionType) and _is_the_users(function):
-                for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                    read = functools.partial(getattr, cell, "cell_contents", None)
-                    self._print(f"variable {key} of {function.__qualname__}", read)
-                self._remember_globals(function)
+            self._remember(owner, name)
 
     def _remember_class(self, kind: type) -> None:
-        if kind in self._classes or not _is_the_users(kind):
+        if kind in self._classes or not is_the_users(kind):
             return
         self._classes[kind] = _data_of(kind)
         for key, value in self._classes[kind].items():
             self._remember_named(f"{kind.__qualname__}.{key}", value, functools.partial(getattr, kind, key, None))
         self._remember_globals(kind)
 
-    def _remember_globals(self, owner: Any) -> None:
-        variables = vars(sys.modules.get(owner.__module__, sys))
-        for name in [key for key, value in variables.items() if type(value) in (int, float, dict, list)]:
-            self._print(f"global variable {name} of {owner.__module__}", functools.partial(variables.get, name))
+    def _remember_function(self, function: FunctionType) -> None:
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if cell != CellType():  # one that is not set yet
+                read = functools.partial(getattr, cell, "cell_contents")
+                self._remember_variable(f"variable {key} of {function.__qualname__}", read)
+        self._remember_globals(function)
 
-    def _print(self, name: str, read: Callable[[], Any]) -> None:
-        """Remember a number or a small container of such by what it prints as."""
-        value = read()
-        entries = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,))
-        if len(entries) <= 100 and all(isinstance(each, _PLAIN) for each in entries):
-            self._printed[name] = read, repr(value)
+    def _remember_globals(self, owner: Any) -> None:
+        variables = getattr(sys.modules.get(owner.__module__), "__dict__", {})
+        if id(variables) not in self._seen:
+            self._seen[id(variables)] = variables
+            for name in list(variables):
+                read = functools.partial(variables.get, name)
+                self._remember_variable(f"global variable {name} of {owner.__module__}", read)
+
+    def _remember_variable(self, name: str, read: Callable[[], Any]) -> None:
+        if isinstance(read(), (np.random.Generator, *_GENERATORS)):
+            self._remember(read(), name)
+        else:
+            self._texts.append((name, lambda: _text(read()), _text(read())))
 
     def _remember_named(self, name: str, value: Any, read: Callable[[], Any]) -> None:
-        if type(value) in (int, float):
-            self._numbers[name] = read
+        if type(value) in (int, float) or (type(value) is Tensor and value.numel() <= _MOST_NUMBERS):
+            self._values[name] = read
         self._remember(value, name)
 
     def _remember(self, value: Any, name: str) -> None:
+        while isinstance(value, (functools.partial, MethodType)):
+            value = value.func if isinstance(value, functools.partial) else value.__func__
         if isinstance(value, (*_PLAIN, type)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value  # which keeps it alive: no identity is given twice
@@ -102,19 +104,29 @@ class KeptState:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in pairs if len(value) <= _MOST_ENTRIES else ():
                 inner = name if key in _REGISTERED else f"{name}.{key}" if name else str(key)
-                read = functools.partial(value.get, key) if isinstance(value, dict) else lambda: None
-                self._remember_named(inner, each, read)
+                if isinstance(value, dict):
+                    self._remember_named(inner, each, functools.partial(value.get, key))
+                else:
+                    self._remember(each, inner)
         elif isinstance(value, np.ndarray):
             self._containers[id(value)] = value, value.copy()
-        elif hasattr(value, "__dict__"):
-            if _is_the_users(type(value)) or isinstance(value, SimpleNamespace):
-                self._remember(vars(value), name)
-        elif not type(value).__module__.startswith("torch") and repr(value) != object.__repr__(value):
-            self._printed[name] = lambda: value, repr(value)
+        elif isinstance(value, FunctionType):
+            if is_the_users(value):
+                self._remember_function(value)
+        elif isinstance(value, Iterator):
+            text = repr(value)  # where it shows no place, the iterator counts as moved
+            self._texts.append((name, lambda: repr(value), "" if " at 0x" in text else text))
+        elif isinstance(value, (nn.Module, SimpleNamespace)) or is_the_users(type(value)):
+            self._remember(getattr(value, "__dict__", None), name)
+            for kind in type(value).__mro__:
+                self._remember_class(kind)
+            if not hasattr(value, "__dict__"):
+                self._texts.append((name, lambda: repr(value), repr(value)))
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the numbers that attributes and dicts hold now, by name."""
-        return {name: read() for name, read in self._numbers.items()}
+    def values(self) -> dict[str, Any]:
+        """Return the numbers and tensors that attributes and dicts hold now, by name."""
+        values = {name: read() for name, read in self._values.items()}
+        return {name: each.detach().clone() if torch.is_tensor(each) else each for name, each in values.items()}
 
     def put_back(self) -> None:
         """Put back what was remembered."""
@@ -149,14 +161,16 @@ class KeptState:
 
     def generator_states(self) -> list[bytes]:
         """Return what tells the states of these generators apart."""
-        return [pickle.dumps(read()) for read, _, _ in self._generators]
+        states = [read() for read, _, _ in self._generators]  # equal tensors may be pickled otherwise
+        return [each.numpy().tobytes() if torch.is_tensor(each) else pickle.dumps(each) for each in states]
 
     def lost(self) -> list[str]:
         """Name what has changed and cannot be put back."""
-        return sorted(name for name, (read, before) in self._printed.items() if repr(read()) != before)
+        return sorted({name for name, read, before in self._texts if read() != before})
 
 
-def _is_the_users(owner: Any) -> bool:
+def is_the_users(owner: Any) -> bool:
+    """Return whether a class or a function is defined in no package that the engine is made of."""
     module = str(getattr(owner, "__module__", ""))
     return module == "__main__" or module.split(".")[0] not in _NOT_THE_USERS
 
@@ -165,6 +179,17 @@ def _data_of(kind: type) -> dict[str, Any]:
     """Return the attributes of a class that are neither functions nor descriptors."""
     pairs = vars(kind).items()
     return {k: v for k, v in pairs if not (k.startswith("__") or callable(v) or hasattr(type(v), "__get__"))}
+
+
+def _text(value: Any) -> str:
+    """Return the numbers and other plain values of a variable; nothing where there are too many."""
+    if isinstance(value, SimpleNamespace) or is_the_users(type(value)):
+        value = getattr(value, "__dict__", None)
+    if isinstance(value, dict):
+        value = [each for pair in value.items() for each in pair]
+    if isinstance(value, list):
+        return repr([each for each in value if isinstance(each, _PLAIN)]) if len(value) <= _MOST_SHOWN else ""
+    return repr(value) if type(value) in (int, float) else ""
 
 
 def _bytes(tensor: Tensor) -> Tensor:

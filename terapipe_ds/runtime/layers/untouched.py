@@ -53,10 +53,9 @@ def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
     """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
-    functions = [each for each in getattr(module, "forward_funcs", ()) if not isinstance(each, nn.Module)]
-    owners: dict[str, object] = dict(module.named_modules())
-    owners |= {f"function {index}": function for index, function in enumerate(functions)}
-    before = KeptState({**owners, "loss_fn": getattr(module, "loss_fn", None)})
+    hooks = (hook for parameter in module.parameters() for hook in (parameter._backward_hooks or {}).values())
+    functions = [*hooks, *(each for part in getattr(module, "held_parts", ()) for each in part.forward_funcs)]
+    before = KeptState({"": module, **{f"function {index}": each for index, each in enumerate(functions)}})
     module.train()
     try:
         yield

@@ -5,35 +5,42 @@ In evaluation mode a layer leaves out more than its dropout: batch statistics, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_KEPT = ("bernoulli", "bernoulli_", "exponential", "exponential_")
-_UNIFORM_OR_NORMAL = (
-    "rand", "rand_like", "randn", "randn_like", "normal", "normal_", "normal_functional", "uniform", "uniform_",
-)  # fmt: skip
-_INTEGERS = ("randint", "randint_like", "random", "random_", "multinomial")
+
+class Draws(NamedTuple):
+    """Hold how many numbers one forward drew at a time, and the states of other generators that it moved.
+
+    A size is 0 where the number does not tell whether a layer draws per token: integers are choices, or seeds.
+    """
+
+    sizes: frozenset[int]
+    moved: tuple[bytes, ...]
 
 
 class ConstantDraws(TorchDispatchMode):
     """Replace what random operations draw; dropout keeps every number. Recomputed forwards and backwards do alike.
 
-    `sizes` holds how many numbers each operation would have drawn. `unknown` names the operations that draw still.
+    `unknown` names the operations that draw still.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []
         self.unknown: set[str] = set()
+        self._sizes: list[int] = []
 
-    def take_sizes(self) -> list[int]:
-        """Return how many numbers each operation since the last call would have drawn."""
-        sizes, self.sizes = self.sizes, []
-        return sizes
+    def take(self, before: Sequence[bytes], after: Sequence[bytes]) -> Draws:
+        """Return what was drawn since the last call, in which the states of other generators changed like this."""
+        sizes, self._sizes = self._sizes, []
+        moved = (new if new != old else b"" for old, new in zip(before, after, strict=True))
+        return Draws(frozenset(sizes), tuple(moved))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,57 +48,57 @@ class ConstantDraws(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         names = [each.name for each in func._schema.arguments]  # noqa: SLF001  # operators have no other
         if "dropout_p" in names:  # a kernel of attention, which draws only for its dropout
-            place = names.index("dropout_p")
-            if place >= len(args):
-                return func(*args, **{**kwargs, "dropout_p": 0.0})
-            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._sizes += [0] * (given.get("dropout_p", 0.0) > 0.0)
+            return func(**{**given, "dropout_p": 0.0})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if name == "native_dropout":
             return self._drop_nothing(*args, **kwargs)
         drawn = func(*args, **kwargs)
-        constant = _CONSTANTS.get(name)
+        constant = _constant(name, drawn, args)
         if constant is None:
             self.unknown.add(name)
             return drawn
-        if drawn.is_floating_point():  # integers are choices, or seeds of a generator
-            self.sizes.append(drawn.numel())
-        return constant(drawn, args)
+        self._sizes.append(drawn.numel() if drawn.is_floating_point() else 0)
+        return constant
 
     def _drop_nothing(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
         """Return what torch's fused dropout gives where it keeps every number; its backward scales alike."""
         kept = torch.ones_like(x, dtype=torch.bool)
         if train is False:
             return x.clone(), kept
-        self.sizes.append(x.numel())
+        self._sizes.append(x.numel())
         return x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), kept
 
 
-def _filled(number: float) -> Callable[[Tensor, Sequence[Any]], Tensor]:
-    return lambda drawn, args: drawn.fill_(number)
+def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> bool:
+    """Return whether each slice draws as many numbers as the whole sequence does, which has more tokens."""
+    of_all = [whole, *slices]
+    moved = any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
+    return len(slices) > 1 and (moved or bool(frozenset.intersection(*(draws.sizes for draws in of_all)) - {0}))
 
 
-def _in_order(drawn: Tensor, args: Sequence[Any]) -> Tensor:
-    return drawn.copy_(drawn.sort().values)
+def random_states(module: nn.Module) -> list[Tensor]:
+    """Return the states of torch's generators, of the device and of the trackers of tensor parallelism."""
+    trackers = [ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())]
+    states = [state for tracker in trackers for state in tracker.get_states().values() if torch.is_tensor(state)]
+    if not get_accelerator().is_synchronized_device():
+        states.append(get_accelerator().get_rng_state())
+    return [state.cpu().clone() for state in (torch.get_rng_state(), *states)]
 
 
-def _lowest(drawn: Tensor, args: Sequence[Any]) -> Tensor:
-    """Fill integers with the least that may be drawn, which is the first of two bounds, or 0."""
-    bounds = [each for each in args if type(each) is int]
-    return drawn.fill_(bounds[0] if len(bounds) > 1 else 0)
-
-
-def _between(drawn: Tensor, args: Sequence[Any]) -> Tensor:
-    """Fill with a number that a uniform distribution between two bounds may give."""
-    bounds = [float(each) for each in args[1:3] if isinstance(each, (int, float))]
-    return drawn.fill_(sum(bounds) / 2 if len(bounds) == 2 else 0.5)
-
-
-_CONSTANTS: dict[str, Callable[[Tensor, Sequence[Any]], Tensor]] = {
-    **dict.fromkeys(_KEPT, _filled(1.0)),
-    **dict.fromkeys(_UNIFORM_OR_NORMAL, _filled(0.5)),
-    **dict.fromkeys(_INTEGERS, _lowest),
-    "uniform": _between,
-    "uniform_": _between,
-    "randperm": _in_order,
-}
+def _constant(name: str, drawn: Tensor, args: Sequence[Any]) -> Tensor | None:
+    """Fill `drawn` with what the operation may give; None where that is not known."""
+    name = name.rstrip("_").removesuffix("_like").removesuffix("_functional")
+    if name in ("bernoulli", "exponential"):
+        return drawn.fill_(1.0)
+    if name in ("rand", "randn", "normal"):
+        return drawn.fill_(0.5)
+    if name == "uniform":
+        bounds = [float(each) for each in args[1:3] if isinstance(each, (int, float))]
+        return drawn.fill_(sum(bounds) / 2 if len(bounds) == 2 else 0.5)
+    if name in ("randint", "random", "multinomial"):  # the least that may be drawn
+        limits = [each for each in args if type(each) is int]
+        return drawn.fill_(limits[0] if len(limits) > 1 else 0)
+    return drawn.copy_(drawn.sort().values) if name == "randperm" else None

@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.layers.finite import layer_title
-from terapipe_ds.runtime.layers.kept_state import KeptState
+from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
-from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
+from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
 from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
+_DRAWN_PER_CALL = (
+    "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
+    "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
+)
 _Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
 
 
@@ -38,13 +40,6 @@ class _SeesHooks(TorchFunctionMode):
     ) -> Any:
         self.seen |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
-
-
-class _Draws(NamedTuple):
-    """Hold how many numbers one forward drew at a time, and the states of other generators that it moved."""
-
-    sizes: frozenset[int]
-    moved: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -99,142 +94,117 @@ class LayerCheck:
     with_gradients: bool = True  # False compares the outputs alone
     is_random: bool = False  # the layer draws in a way that is not known, in evaluation mode as well: not compared
     in_evaluation_mode: bool = False
-    constant_draws: ConstantDraws | None = None  # what a layer that draws random numbers draws instead
+    draws: bool = False  # it draws random numbers, constants in their place
     outputs: Activations | None = None  # of the whole sequence
-    hooks_activations: bool = False
+    may_clip: bool = False  # gradients of activations pass through code of the user
     scale: float = 1.0  # of the output gradients
     faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
-    counters: list[str] = field(default_factory=list)  # numbers that count calls
+    counters: list[str] = field(default_factory=list)  # what no checkpoint holds and is updated once per call
+    _constant: ConstantDraws = field(default_factory=ConstantDraws)
+    _kept: KeptState = field(init=False)
 
     def run(self) -> Difference | None:
         """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients.
 
-        A layer whose gradients pass through hooks, which may clip them, is compared on large gradients as well.
+        A layer whose gradients pass through code that may clip them is compared on large gradients as well.
         """
-        kept = KeptState({"": self.layer.function, **self._modules()})
-        difference = self._compare(kept)
-        if difference is None and self.with_gradients and self.slicing.ranks.first(self._has_hooks() or None):
-            self._begin_anew(kept)
+        self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
+        difference = self._compare()
+        if difference is None and self.with_gradients and self.slicing.ranks.first(self._may_clip() or None):
+            self._begin_anew()
             self.scale = _LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE
             self.outputs, self.faults, self.counters = None, [], []
-            difference = self._compare(kept)
+            difference = self._compare()
         return difference
 
-    def _compare(self, kept: KeptState) -> Difference | None:
+    def _compare(self) -> Difference | None:
         """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
-        ranks = self.slicing.ranks
-        buffers_before, numbers = self._buffers(), kept.numbers()
-        whole, drawn = self._run_whole(kept)
+        ranks, before = self.slicing.ranks, self._kept.values()
+        whole, drawn = self._run_whole()
         outputs = as_tuple(whole[1], "the outputs of a layer")
         gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
-        expected = self._backwards(self.slicing.whole(), [whole], gradients) if self._is_compared(gradients) else None
-        buffers, counted = self._buffers(), kept.numbers()
-        self._begin_anew(kept)
-        parts, drawn_by_slices = self._forwards(self.slicing, kept)
+        is_compared = self.with_gradients and bool(gradients) and not self.is_random
+        expected = self._backwards(self.slicing.whole(), [whole], gradients) if is_compared else None
+        of_whole = self._kept.values()
+        self._begin_anew()
+        parts, drawn_by_slices = self._forwards(self.slicing)
         self.outputs, difference = self._compare_outputs(whole[1], [part for _, part in parts])
         if self.is_random:
             return None
-        self.faults += _drawn_per_call(drawn, drawn_by_slices)
+        if drawn_per_call(drawn, drawn_by_slices):
+            self.faults.append(_DRAWN_PER_CALL)
         difference = ranks.first(difference)
         if difference is None and expected is not None:
             difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
-        if difference is None or not difference.what.startswith("output"):
-            self._compare_state(buffers, numbers, counted, kept.numbers())
-        elif changed := [name for name in sorted(buffers) if not _are_equal(buffers[name], buffers_before.get(name))]:
-            self.faults.append(f"each call changes the buffer {', '.join(changed)}, which later slices see")
+        self._compare_kept(before, of_whole, difference)
         return difference
 
-    def _is_compared(self, gradients: Mapping[int, Tensor]) -> bool:
-        return self.with_gradients and bool(gradients) and not self.is_random
-
-    def _has_hooks(self) -> bool:
-        """Return whether gradients of activations, of modules or of parameters pass through hooks."""
-        hooked = [*self._modules().values(), *([] if self.layer.module is None else self.layer.module.parameters())]
-        return self.hooks_activations or any(
+    def _may_clip(self) -> bool:
+        """Return whether gradients of activations, of modules or of parameters pass through code of the user."""
+        module = self.layer.module
+        hooked = [] if module is None else [*module.modules(), *module.parameters()]
+        return self.may_clip or any(
             bool(getattr(each, name, None)) for each in hooked for name in ("_backward_hooks", "_backward_pre_hooks")
         )
 
-    def _modules(self) -> dict[str, object]:
-        return {} if self.layer.module is None else dict(self.layer.module.named_modules())
-
-    def _run_whole(self, kept: KeptState) -> tuple[_Forward, list[_Draws]]:
-        """Run the whole sequence; where the layer draws random numbers, which slices draw anew, with constants.
-
-        Where it draws in a way that is not known, it runs in evaluation mode.
-        """
-        before = _random_states(self.stage), kept.generator_states()
-        [run], drawn = self._forwards(self.slicing.whole(), kept)
-        if self.constant_draws is not None:
-            self.is_random = bool(self.constant_draws.unknown)
-        else:
-            same = all(map(torch.equal, before[0], _random_states(self.stage)))
-            self.is_random = not same or before[1] != kept.generator_states()
-        if not self.is_random or self.in_evaluation_mode:
+    def _run_whole(self) -> tuple[_Forward, Draws]:
+        """Run the whole sequence; in evaluation mode where the layer draws in a way that is not known."""
+        before = random_states(self.stage)
+        [run], [drawn] = self._forwards(self.slicing.whole())
+        has_moved = not all(map(torch.equal, before, random_states(self.stage)))
+        self.draws = bool(drawn.sizes) or any(drawn.moved)
+        has_unknown = bool(self._constant.unknown) and (has_moved or any(drawn.moved))
+        is_random = has_unknown or (has_moved and not drawn.sizes)
+        self.is_random = any(self.slicing.ranks.exchange(is_random))
+        if not self.is_random or self.in_evaluation_mode or self.layer.module is None:
             return run, drawn
-        if self.constant_draws is None:
-            self.constant_draws = ConstantDraws()
-        elif self.layer.module is None:
-            return run, drawn
-        else:
-            self.constant_draws, self.in_evaluation_mode = None, True
-        self._begin_anew(kept)
-        return self._run_whole(kept)
+        self._constant, self.in_evaluation_mode = ConstantDraws(), True
+        self._begin_anew()
+        return self._run_whole()
 
-    def _begin_anew(self, kept: KeptState) -> None:
+    def _begin_anew(self) -> None:
         """Let the layer forget what it was run for."""
         self.slicing.store.reset()
-        kept.put_back()
+        self._kept.put_back()
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
-    def _forwards(self, slicing: Slicing, kept: KeptState) -> tuple[list[_Forward], list[_Draws]]:
+    def _forwards(self, slicing: Slicing) -> tuple[list[_Forward], list[Draws]]:
         """Return the forwards of all slices, and what each has drawn."""
         runs, drawn = [], []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
-            if self.constant_draws is not None:
-                kept.rewind_generators()
-            states = kept.generator_states()
-            constant, hooks = self.constant_draws or nullcontext(), _SeesHooks()
+            self._kept.rewind_generators()
+            states, hooks = self._kept.generator_states(), _SeesHooks()
+            constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, hooks:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
-                runs.append((leaves, self.layer(copies, self.inputs.is_tuple)))
-            self.hooks_activations |= hooks.seen
-            if self.constant_draws is not None:
-                moved = [
-                    after if after != before else b""
-                    for before, after in zip(states, kept.generator_states(), strict=True)
-                ]
-                drawn.append(_Draws(frozenset(self.constant_draws.take_sizes()), tuple(moved)))
+                outputs = self.layer(copies, self.inputs.is_tuple)
+            runs.append((leaves, outputs))
+            self.may_clip |= hooks.seen or _has_functions(as_tuple(outputs, "the outputs of a layer"))
+            drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that a checkpoint holds."""
-        if self.layer.module is None:
-            return {}
-        saved = self.layer.module.state_dict(keep_vars=True)
-        buffers = dict(self.layer.module.named_buffers())
-        return {name: buffers[name].detach().clone() for name in buffers.keys() & saved.keys()}
-
-    def _compare_state(
-        self,
-        buffers: Mapping[str, Tensor],
-        before: Mapping[str, Any],
-        of_whole: Mapping[str, Any],
-        of_slices: Mapping[str, Any],
+    def _compare_kept(
+        self, before: Mapping[str, Any], of_whole: Mapping[str, Any], difference: Difference | None
     ) -> None:
-        """Find buffers that have other values after the slices than after the whole, and numbers that count calls."""
-        of_module, tolerance = self._buffers(), self._tolerance(())
-        for name in sorted(buffers.keys() & of_module.keys()):
-            allowed = tolerance if buffers[name].is_floating_point() else compare.EXACT
-            difference = compare_values(f"buffer {name}", of_module[name], buffers[name], allowed)
-            if difference is not None:
-                self.faults.append(f"{difference}: it is updated once for each slice (a running mean, a counter)")
-        for name, number in before.items():
-            steps = of_whole[name] - number if _are_numbers(number, of_whole[name], of_slices[name]) else 0
-            if steps and of_slices[name] - number == steps * self.slicing.plan.num_slices:
-                self.counters.append(name)
+        """Find what has another value after the slices than after the whole: a fault if a checkpoint holds it."""
+        of_slices, tolerance, plan = self._kept.values(), self._tolerance(()), self.slicing.plan
+        saved = {} if self.layer.module is None else self.layer.module.state_dict(keep_vars=True)
+        outputs_differ = difference is not None and difference.what.startswith("output")
+        for name, old in sorted(before.items()):
+            whole, sliced = of_whole[name], of_slices[name]
+            if name not in saved or not all(map(torch.is_tensor, (whole, sliced))):
+                if not outputs_differ and _is_updated_per_call(old, whole, sliced, plan.num_slices, tolerance):
+                    self.counters.append(name)
+            elif outputs_differ and not torch.equal(old, whole):
+                self.faults.append(f"each call changes the buffer {name}, which later slices see")
+            elif not outputs_differ:
+                allowed = tolerance if whole.is_floating_point() else compare.EXACT
+                apart = compare_values(f"buffer {name}", sliced, whole, allowed)
+                if apart is not None:
+                    self.faults.append(f"{apart}: it is updated once for each slice (a running mean, a counter)")
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         """Return a random gradient of an output, so that each token and each number counts."""
@@ -256,7 +226,7 @@ class LayerCheck:
                 shares = [gradients[i] for i in used]
                 if self.outputs is not None:  # with their layouts
                     shares = [slicing.share_of_gradient(self.outputs.layouts[i], gradients[i], slice_id) for i in used]
-                with push_slice(slicing.active(slice_id, "recompute")), self.constant_draws or nullcontext():
+                with push_slice(slicing.active(slice_id, "recompute")), self._constant if self.draws else nullcontext():
                     torch.autograd.backward([tensors[i] for i in used], shares)
             of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
         of_inputs = map(slicing.joined_gradients, self.inputs.layouts, zip(*of_leaves, strict=True))
@@ -329,31 +299,29 @@ def _compare_output(
     return per_slice, compare_values("output without tokens", joined, whole, tolerance)
 
 
-def _drawn_per_call(whole: Sequence[_Draws], slices: Sequence[_Draws]) -> list[str]:
-    """Say so where each slice draws as many numbers as the whole sequence does, which has more tokens."""
-    if not whole or len(slices) < 2:
-        return []
-    of_all = [*whole, *slices]
-    moved = any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
-    if not moved and not frozenset.intersection(*(draws.sizes for draws in of_all)):
-        return []
-    return [
-        "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
-        "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
-    ]
+def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices: int, tolerance: Tolerance) -> bool:
+    """Return whether a number or tensor counts calls, or is a mean over calls; not where it remembers a length."""
+    values = before, of_whole, of_slices
+    kinds = {(type(each), getattr(each, "shape", None)) for each in values}
+    if len(kinds) > 1 or before is None or getattr(before, "dtype", None) == torch.bool:
+        return False
+    if isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point()):
+        old, whole, sliced = (torch.as_tensor(each).double() for each in values)
+        return not torch.equal(old, whole) and compare_values("", sliced, whole, tolerance) is not None
+    steps = of_whole - before
+    has_changed, is_other = (torch.as_tensor(each) for each in (steps != 0, of_slices - before != steps * num_slices))
+    return bool(has_changed.any()) and not bool(is_other.any())
 
 
-def _are_equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and torch.equal(a, b)
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(type(value) in (int, float) for value in values)
-
-
-def _random_states(module: nn.Module) -> list[Tensor]:
-    trackers = [ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())]
-    states = [state for tracker in trackers for state in tracker.get_states().values() if torch.is_tensor(state)]
-    if not get_accelerator().is_synchronized_device():
-        states.append(get_accelerator().get_rng_state())
-    return [state.cpu().clone() for state in (torch.get_rng_state(), *states)]
+def _has_functions(outputs: Sequence[Tensor]) -> bool:
+    """Return whether the graph has an `autograd.Function` of the user, whose backward may clip as hooks do."""
+    nodes, seen = [tensor.grad_fn for tensor in outputs], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            function = getattr(node, "_forward_cls", None)
+            if function is not None and is_the_users(function):
+                return True
+            nodes += [each for each, _ in node.next_functions]
+    return False

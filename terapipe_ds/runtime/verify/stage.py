@@ -144,22 +144,16 @@ class StageCheck:
         problems = [] if difference is None else [_shown_by(difference, self.slicing.plan)]
         if problems or check.faults:
             self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]))
-        if check.counters:
-            self.found.notes.append(
-                f"{layer}: {', '.join(check.counters)} counts calls, one for each slice: what depends on it changes "
-                "after other steps than on whole sequences"
-            )
-        if check.in_evaluation_mode and not check.is_random:
-            self.found.notes.append(
-                f"{layer}: compared in evaluation mode, without what it does in training alone: it draws random "
-                "numbers by an operation that cannot be made constant"
-            )
-        if check.is_random:
-            self.found.notes.append(
-                f"{layer}: not checked: it draws random numbers in evaluation mode as well, other ones for slices than "
-                "for a whole sequence"
-            )
-        self.found.without_dropout += check.constant_draws is not None
+        notes = {
+            f"{', '.join(check.counters)} counts calls or is a mean over them, one call for each slice: what depends "
+            "on it changes after other steps than on whole sequences": bool(check.counters),
+            "compared in evaluation mode, without what it does in training alone: it draws random numbers by an "
+            "operation that cannot be made constant": check.in_evaluation_mode and not check.is_random,
+            "not checked: it draws random numbers in evaluation mode as well, other ones for slices than for a whole "
+            "sequence": check.is_random,
+        }
+        self.found.notes += [f"{layer}: {note}" for note, holds in notes.items() if holds]
+        self.found.without_dropout += check.draws and not check.in_evaluation_mode
         self.found.num_layers += not check.is_random
         return check.outputs
 

@@ -212,20 +212,36 @@ def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixt
     assert layer.state() == before and not caplog.messages
 
 
+PROGRESS, GENERATOR = Progress(), random.Random(1)
+
+
 def count_globally(x: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
     SETTINGS["calls"] += 1
+    PROGRESS.steps += 1
+    GENERATOR.random()
     return x
 
 
 def function_that_counts() -> Callable[[Tensor], Tensor]:
     calls = 0
+    if calls:
+        unset = 1.0  # never: what the function closes over is empty
 
     def counted(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return x
+        return x if calls else x * unset
+
+    return counted
+
+
+def hook_that_counts() -> Callable[[Tensor], None]:
+    norms: list[float] = []
+
+    def counted(gradient: Tensor) -> None:
+        norms.append(float(gradient.norm()))
 
     return counted
 
@@ -241,15 +257,18 @@ class CountingOutside(nn.Module):
 
 
 def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.Sequential(CountingOutside())
+    module, drawn = nn.Sequential(CountingOutside(), nn.Linear(4, 4)), GENERATOR.getstate()
     function = function_that_counts()
-    module.forward_funcs = [module[0], function]  # type: ignore[assignment]
-    with untouched(module):
+    module.forward_funcs = [module[0], function, function_that_counts()]  # type: ignore[assignment]
+    module[1].weight.register_hook(hook_that_counts())  # type: ignore[operator, union-attr]
+    with untouched(module, with_gradients=False):
         assert not caplog.messages
-        function(module[0](torch.ones(2, 4)))
+        module[1](function(module[0](torch.ones(2, 4)))).sum().backward()
     [told] = caplog.messages
-    for name in ("CALLS", "SETTINGS"):
+    assert GENERATOR.getstate() == drawn
+    for name in ("CALLS", "SETTINGS", "PROGRESS"):
         assert f"global variable {name} of {__name__}" in told
+    assert "variable norms of hook_that_counts.<locals>.counted" in told
     assert "0.numbers" in told and "variable calls of function_that_counts.<locals>.counted" in told
     assert "Keep such values in attributes" in told
     with untouched(module):

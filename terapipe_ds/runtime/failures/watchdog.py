@@ -23,27 +23,17 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as torch_dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
-from terapipe_ds.runtime.failures.process_end import (
-    LEAVE_S,
-    POLL_S,
-    Sigterm,
-    Stderr,
-    arm_timer,
-    disarm_timer,
-    leave,
-)
+from terapipe_ds.runtime.failures.last_words import ACKNOWLEDGE_S, LastWords, PipelineAborted
+from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, disarm_timer
 from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
-ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
 LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
 ANSWER_S = 3.0  # until a rank that gives no sign of life counts as gone
 HURRIED_ANSWER_S = 1.0  # the same where the launcher is about to end this rank, too
@@ -53,12 +43,7 @@ _SLOW = 0.25  # of the stall timeout: what takes longer is published with its st
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
-_WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
 _GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\]")  # it begins with its place in gloo
-
-
-class PipelineAborted(RuntimeError):
-    """Say that another rank failed, so that this one cannot go on."""
 
 
 class Watchdog:
@@ -84,10 +69,8 @@ class Watchdog:
         self._rank = rank
         self._stall_timeout_s, self._data_timeout_s = stall_timeout_s, data_timeout_s
         self._asynchronous = asynchronous
-        self._trace_dir = trace_dir
         self._record = RankRecord(rank, stage_id)
-        self._said = threading.Lock()  # taken for good by the thread that says why this rank ends
-        self._told = threading.Event()
+        self._words = LastWords(self._record, trace_dir)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
@@ -96,11 +79,11 @@ class Watchdog:
         self._world_size = torch_dist.get_world_size()
         if store is None and self._world_size > 1:
             store = make_store()
-        self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._remark)
+        self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._words.remark)
         if self._world_size > 1:
-            self._stderr = Stderr()
+            self._arm()
             self._others.beat()
-            self._sigterm = Sigterm(self._hurry)
+            self._sigterm = Sigterm(self._words.hurry)
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
             atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
@@ -119,8 +102,8 @@ class Watchdog:
         """
         failure = self._others.failure
         if failure is not None:
-            if self._may_tell():
-                self._tell(str(failure))
+            if self._words.are_mine():
+                self._words.tell(self._others, str(failure))
             raise PipelineAborted(str(failure))
         return self._watched(Doing(_OPENING, opening=True))
 
@@ -180,7 +163,7 @@ class Watchdog:
         if not self._thread.is_alive():
             self._others.beat(ended=CLOSED)
             self._others.close()
-            self._stderr.close()
+            self._words.close()
 
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
 
@@ -224,39 +207,10 @@ class Watchdog:
         text = str(error) if isinstance(error, PipelineAborted) else f"{type(error).__name__}: {error}"
         action = self._record.doing.action or "no action"
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
-        if self._may_tell():
-            self._tell(said, Failure(self._rank, self._record.stage_id, action, text))
+        if self._words.are_mine():
+            self._words.tell(self._others, said, Failure(self._rank, self._record.stage_id, action, text))
         else:  # the thread ends this process; one more traceback would hide the one that tells more
             self._stop.wait(ACKNOWLEDGE_S + LINGER_S)
-
-    def _may_tell(self) -> bool:
-        """Return whether the calling thread is the first to say why this rank ends; if not, wait for the other's words.
-
-        The first one has to say it then.
-        """
-        if self._said.acquire(blocking=False):
-            return True
-        self._told.wait(LEAVE_S / 2)
-        return False
-
-    def _tell(self, text: str, failure: Failure | None = None) -> None:
-        """Publish why this rank ends, then print it, and wait until the others have read it."""
-        if failure is not None:
-            self._others.publish_failure(failure)
-        self._remark(f"ends: {text}\n{_WHAT_NOW}")
-        self._told.set()
-        with suppress(Exception):  # the end matters more
-            get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
-        if self._trace_dir is not None:
-            with suppress(Exception):
-                self._record.full().save(Path(self._trace_dir))
-        if failure is not None:
-            self._others.wait_until_read(ACKNOWLEDGE_S)
-            if self._rank == 0:  # the server leaves last, or the clients complain
-                time.sleep(POLL_S)
-
-    def _remark(self, text: str) -> None:
-        self._stderr.write(f"\nterapipe_ds: rank {self._rank} (stage {self._record.stage_id}) {text}\n")
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -270,23 +224,7 @@ class Watchdog:
         disarm_timer()
 
     def _arm(self) -> None:
-        arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s), self._stderr)
-
-    @contextmanager
-    def _leaving(self, code: int) -> Iterator[None]:
-        """End this process after the body, whatever goes wrong in it."""
-        self._hurry()
-        try:
-            yield
-        except Exception:
-            self._remark(f"ends; what it had to say first has failed:\n{traceback.format_exc()}")
-        finally:
-            leave(code)
-
-    def _hurry(self) -> None:
-        """Let this process end soon, whatever its threads do."""
-        with suppress(RuntimeError):  # no thread for the timer can be started
-            arm_timer(LEAVE_S, self._stderr)
+        self._words.arm(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
 
     def _listen(self) -> None:
         if self._sigterm.wait():
@@ -297,13 +235,13 @@ class Watchdog:
         text = traceback.format_exc()
         if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
             self._complaints.add(text)
-            self._remark(f"goes on, but its watch-dog has failed in part:\n{text}")
+            self._words.remark(f"goes on, but its watch-dog has failed in part:\n{text}")
         doing, longest_s = self._record.doing, max(LONG_CALL * self._stall_timeout_s, self._data_timeout_s)
         if is_blind and doing.action and time.monotonic() - doing.since_s > longest_s:
             text = f"it has been {doing} for more than {longest_s:g} s, and its watch-dog cannot tell why."
-            with self._leaving(1):
-                if self._may_tell():
-                    self._tell(text, Failure(self._rank, self._record.stage_id, doing.action, text))
+            with self._words.leaving(1):
+                if self._words.are_mine():
+                    self._words.tell(self._others, text, Failure(self._rank, self._record.stage_id, doing.action, text))
         self._stop.wait(POLL_S)
 
     def _judge(self) -> None:
@@ -345,7 +283,7 @@ class Watchdog:
     def _warn_of_data(self, doing: Doing, waited_s: float) -> None:
         if waited_s > self._stall_timeout_s and self._warned_of is not doing:
             self._warned_of = doing
-            self._remark(
+            self._words.remark(
                 f"has waited {waited_s:.0f} s for the data iterator, and ends the job after {self._data_timeout_s:g} s "
                 f"(terapipe.data_timeout_s). It is here:\n{self._record.full().stack.rstrip()}"
             )
@@ -372,17 +310,17 @@ class Watchdog:
         what = str(doing) if doing.action else OUTSIDE
         where = "" if doing.wait else f"\nIts main thread is here:\n{self._record.full().stack}"
         failure = Failure(self._rank, self._record.stage_id, doing.action, text, stalled)
-        if not self._may_tell():
+        if not self._words.are_mine():
             return  # the main thread raises by itself
-        with self._leaving(1):
-            self._tell(f"{text}\nThis rank was {what}.{where}", failure)
+        with self._words.leaving(1):
+            self._words.tell(self._others, f"{text}\nThis rank was {what}.{where}", failure)
             deadline = time.monotonic() + (LINGER_S if self._failure_of_others() is not None else 0.0)
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass
 
     def _terminated(self) -> None:
         """End this process after SIGTERM, from the watch-dog's thread."""
-        with self._leaving(128 + 15):
+        with self._words.leaving(128 + 15):
             doing = self._record.doing
             self._others.beat(ended="ended by SIGTERM")
             failure = self._others.failure
@@ -391,8 +329,8 @@ class Watchdog:
                 "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why."
                 f"\n{lost or 'All ranks are alive.'}\nThis rank was {doing if doing.action else OUTSIDE}."
             )
-            if self._may_tell():
-                self._tell(text)
+            if self._words.are_mine():
+                self._words.tell(self._others, text)
             if self._rank == 0:  # serves the store by which the others name who has died
                 time.sleep(2 * POLL_S)
 

@@ -21,11 +21,12 @@ import pytest
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from terapipe_ds.runtime.failures import process_end
+from terapipe_ds.runtime.failures import last_words, process_end
 from terapipe_ds.runtime.failures import watchdog as module
+from terapipe_ds.runtime.failures.last_words import PipelineAborted
 from terapipe_ds.runtime.failures.process_end import disarm_timer
 from terapipe_ds.runtime.failures.report import DRAWING
-from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog, is_lost_connection
+from terapipe_ds.runtime.failures.watchdog import Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
 LONG_S = 300.0  # a stall timeout that no test reaches
@@ -54,7 +55,7 @@ class Job:
         self.leave = os._exit
         monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
         monkeypatch.setattr(process_end.os, "_exit", self._exit)
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
+        monkeypatch.setattr(last_words, "ACKNOWLEDGE_S", 0.1)
         monkeypatch.setattr(module, "LINGER_S", 0.0)
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
         monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
@@ -126,7 +127,7 @@ class TestFailures:
     def test_the_failing_rank_raises_after_the_others_have_read_why(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", DEADLINE_S)
+        monkeypatch.setattr(last_words, "ACKNOWLEDGE_S", DEADLINE_S)
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
             fail(failing, ValueError("broken"))

@@ -1,0 +1,96 @@
+"""Say once why a rank ends, to the other ranks and to who reads its output, and end its process.
+
+Either of two threads may find that the rank has to end: the main one, by an exception, or the watching one. Only the
+first of them says why.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from terapipe_ds.runtime.failures.process_end import LEAVE_S, POLL_S, Stderr, arm_timer, leave
+from terapipe_ds.runtime.failures.report import RankRecord
+from terapipe_ds.runtime.failures.store import Failure, WatchStore
+
+ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
+_WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
+
+
+class PipelineAborted(RuntimeError):
+    """Say that another rank failed, so that this one cannot go on."""
+
+
+class LastWords:
+    """Hold who says why a rank ends, and where.
+
+    Args:
+        trace_dir: where the rank leaves its last actions.
+    """
+
+    def __init__(self, record: RankRecord, trace_dir: str | None) -> None:
+        self._record, self._trace_dir = record, trace_dir
+        self._taken = threading.Lock()  # for good, by the thread that says why
+        self._said = threading.Event()
+
+    @cached_property
+    def _stderr(self) -> Stderr:
+        return Stderr()
+
+    def are_mine(self) -> bool:
+        """Return whether the calling thread is the first, which has to `tell`; if not, wait for the words of the other."""
+        if self._taken.acquire(blocking=False):
+            return True
+        self._said.wait(LEAVE_S / 2)
+        return False
+
+    def tell(self, others: WatchStore, text: str, failure: Failure | None = None) -> None:
+        """Publish why this rank ends, then print it, and wait until the others have read it."""
+        if failure is not None:
+            others.publish_failure(failure)
+        self.remark(f"ends: {text}\n{_WHAT_NOW}")
+        self._said.set()
+        with suppress(Exception):  # the end matters more
+            get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
+        if self._trace_dir is not None:
+            with suppress(Exception):
+                self._record.full().save(Path(self._trace_dir))
+        if failure is not None:
+            others.wait_until_read(ACKNOWLEDGE_S)
+            if self._record.rank == 0:  # the server leaves last, or the clients complain
+                time.sleep(POLL_S)
+
+    def remark(self, text: str) -> None:
+        """Print what this rank has to say, without waiting for a reader."""
+        self._stderr.write(f"\nterapipe_ds: rank {self._record.rank} (stage {self._record.stage_id}) {text}\n")
+
+    @contextmanager
+    def leaving(self, code: int) -> Iterator[None]:
+        """End this process after the body, whatever goes wrong in it."""
+        self.hurry()
+        try:
+            yield
+        except Exception:
+            self.remark(f"ends; what it had to say first has failed:\n{traceback.format_exc()}")
+        finally:
+            leave(code)
+
+    def hurry(self) -> None:
+        """Let this process end soon, whatever its threads do."""
+        with suppress(RuntimeError):  # no thread for the timer can be started
+            self.arm(LEAVE_S)
+
+    def arm(self, seconds: float) -> None:
+        """Let this process end after some time, unless the timer is armed again before."""
+        arm_timer(seconds, self._stderr)
+
+    def close(self) -> None:
+        """Give the descriptor of stderr back."""
+        self._stderr.close()

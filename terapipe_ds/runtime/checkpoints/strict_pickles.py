@@ -29,7 +29,7 @@ _ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)  # i
 _ALWAYS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # read by `torch.load`
 _REFUSED = re.compile(r"GLOBAL \S+|more than .*")
 _ANOTHER = "Load another checkpoint, by its tag"
-_MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 70,000 tensors take the former
+_MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 60,000 tensors take the former
 _HASHED = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ")
 _LEGACY_PICKLES = 5  # at the head of a file that is no archive
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disks that fail, with damaged files, and with files of somebody who means harm. No layers."""
+"""Checkpoints of saves that are killed, on disks that fail, and with damaged files. No layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -31,6 +31,7 @@ from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 
+FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
@@ -76,57 +77,78 @@ class OneRank:
         return steps
 
 
-# -- a disk that fails once ----------------------------------------------------------------------------------------
+# -- a kill in any line, and a disk that fails once ------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Like a kill: nothing that catches errors sees it."""
+
+
+def fault_of(name: str) -> BaseException:
+    return Killed() if name == "killed" else OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
 
 
 @contextmanager
-def failing_at(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Let the `number`-th write, flush, move, removal or new folder fail. Yield those that were tried."""
     tried: list[str] = []
 
     def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tried.append(name)
-            if len(tried) == number + 1:
-                raise OSError(code, os.strerror(code))
+            if len(tried) == number + 1 or (len(tried) > number and fault == "killed"):
+                raise fault_of(fault)
             return function(*args, **kwargs)
 
         return call
 
+    def remove_by_files(folder: Path, **_: Any) -> None:
+        for path in sorted(folder.iterdir()):
+            path.unlink()
+        folder.rmdir()
+
     points = [(Path, name) for name in ("rename", "unlink", "rmdir", "mkdir", "write_text", "touch")]
     owners: list[tuple[Any, str]] = [(checkpoint_save, "sync"), (atomic, "sync"), (torch, "save"), (shutil, "rmtree")]
     with monkeypatch.context() as patches:
+        if fault == "killed":  # so that it may come between two files
+            patches.setattr(shutil, "rmtree", remove_by_files)
         for owner, name in [*points, *owners, (os, "replace")]:
             patches.setattr(owner, name, failing(name, getattr(owner, name)))
         yield tried
 
 
 @pytest.mark.parametrize("tags", [("last", "last", "last"), ("a", "b", "c"), ("a", "b", "a")], ids="-".join)
-@pytest.mark.parametrize("code", ["EIO", "ENOSPC", "EDQUOT", "EACCES"])
-@pytest.mark.sample(3)
-def test_a_disk_that_fails_once_loses_nothing_and_no_failed_save_is_reported_as_good(
-    code: str, tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sample(4)
+def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_good(
+    fault: str, tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures = 0
+    """Two saves, the third one fails, a kill ends the fourth one as well, and the fifth one is made."""
     for number in range(100):
         engine = OneRank(tmp_path / str(number))
         engine.save(tags[0], 1)
         engine.save(tags[1], 2)
-        with failing_at(number, getattr(errno, code), monkeypatch) as tried:
+        with failing_at(number, fault, monkeypatch) as tried:
             try:
                 engine.save(tags[2], 3)
                 is_reported = True
-            except CheckpointError as error:
+            except (CheckpointError, Killed) as error:
                 is_reported = False
-                assert os.strerror(getattr(errno, code)) in str(error), tried
+                assert isinstance(error, Killed) or os.strerror(getattr(errno, fault)) in str(error), tried
         steps = engine.steps()
         assert steps == 3 if is_reported else steps in (2, 3), (number, tried)
-        failures += len(tried) > number
-        engine.save(tags[2], 4)
-        assert engine.steps() == engine.steps(tags[2]) == 4
+        if fault == "killed":
+            with suppress(Killed), failing_at(number // 2, fault, monkeypatch):
+                engine.save(tags[2], 4)
+            assert steps <= engine.steps() <= 4, (number, tried)
+        engine.save(tags[2], 5)
+        assert engine.steps() == engine.steps(tags[2]) == 5
+        left = {path.name for path in engine.folder.iterdir()}
+        half_written = [name for name in left if name.startswith(".latest.")]  # has a random name: no writer finds it
+        assert left - {*half_written} == {"latest", *tags} and len(half_written) <= 2 * (fault == "killed"), left
         if len(tried) <= number:
             break
-    assert failures >= 17, "four kinds of fault and three orders of tags make 200 cases"
+    assert number >= 17, "four kinds of error and three orders of tags make 200 cases"
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

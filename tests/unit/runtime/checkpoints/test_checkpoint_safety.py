@@ -117,16 +117,6 @@ def changed_list(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps({**document, **changes}))
 
 
-def test_lists_of_older_versions_are_read(tmp_path: Path) -> None:
-    save(tmp_path, "a", 1)
-    path = tmp_path / "a" / MANIFEST
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({key: document[key] for key in document if key not in ("checksum", "checksums", "job")}))
-    manifest = Manifest.read(tmp_path / "a")
-    assert manifest is not None and steps_of(tmp_path) == 1
-    assert manifest.damage(tmp_path / "a", FILES[0]) is None
-
-
 def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
     place = save(tmp_path, "b", 2)

@@ -83,7 +83,7 @@ class Manifest(BaseModel):
         if not path.is_file():
             return None
         try:
-            manifest = parse_as(cls, read_bytes(path))
+            manifest: Manifest | None = parse_as(cls, read_bytes(path))
         except (JsonError, OSError):
             manifest = None
         if manifest is None or (manifest.checksums and manifest.checksum != manifest.own_checksum()):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,6 +45,14 @@ def trained_copy(engine: PipelineEngine, parameter: torch.nn.Parameter) -> Tenso
                 if half is parameter:
                     return copy
     return parameter
+
+
+def as_older_versions(folder: str) -> None:
+    """Leave the checkpoints of a folder as this package has written them before it knew checksums and ids of jobs."""
+    for path in Path(folder).glob(f"*/{MANIFEST}") if torch.distributed.get_rank() == 0 else ():
+        document = json.loads(path.read_text())
+        assert document.pop("checksum") and document.pop("checksums") and document.pop("job")
+        path.write_text(json.dumps(document))
 
 
 def convert(folder: str, tag: str, inject_missing_state: bool = False) -> None:

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
-from tests.distributed.checkpoint_states import convert, states_of
+from tests.distributed.checkpoint_states import as_older_versions, convert, states_of
 from tests.distributed.engines import (
     ZERO1,
     batches,
@@ -101,6 +101,8 @@ def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
                 entry |= {"loaded": states_of(engine), "engine loaded": counters_of(engine), "client": client["turn"]}
             run = train(engine, batches(STEPS, first_seed=10_000 * turn))
             engine.save_checkpoint(folder, client_state={"turn": turn})
+            if not turn and system != "stock":
+                as_older_versions(folder)
             saved = {"saved": states_of(engine), "engine saved": counters_of(engine)}
             found.append(entry | saved | {"losses": run.returned})
     return found
@@ -210,6 +212,8 @@ def job_universal(writer: str, reader: str, folder: str) -> dict[str, Any]:
     with chain.engine(writer) as engine:
         train(engine, batches(STEPS))
         engine.save_checkpoint(folder, tag="tag")
+        if writer != "stock":
+            as_older_versions(folder)
         saved = states_of(engine)
     convert(folder, "tag", inject_missing_state=True)
     with chain.engine(reader, checkpoint={"load_universal": True}) as engine:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gzip
+import importlib
+import io
 import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from terapipe_ds import cli
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.checkpoints.load import choose_checkpoint, look_at_contents
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, Manifest, checksum_of
+from terapipe_ds.runtime.checkpoints.strict_pickles import strict_loading
+from terapipe_ds.runtime.profiling.cache import read_cache
 from terapipe_ds.schedule import build, to_csv
+from tests.fuzz.outcome import counts
 from tests.fuzz.test_fuzz_configs import DEEPSPEED, MODEL, RESULT
 from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE, SIMULATED
+
+for name in ("bench.report.page", "commands.bench", "commands.plan", "commands.user_model", "timeline.picture"):
+    importlib.import_module(f"terapipe_ds.{name}")  # once, and not in each process that reads a file
 
 LIMIT_S, LIMIT_BYTES = 10, 2**30
 MARK = "code-has-run"
@@ -34,15 +51,13 @@ NUMBERS = (10**18, 10**400, 999_999, 0, -1, 1e308, 5e-324, float("nan"), float("
 
 
 class Program:
-    """What a pickle makes of itself: a command that leaves a file."""
+    """Pickled as a call that leaves a file."""
+
+    def __init__(self, function: Callable[..., Any] = os.system, *args: Any) -> None:
+        self.call = function, args or (f"touch {MARK}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {MARK}",)
-
-
-@functools.cache
-def bomb() -> bytes:
-    return gzip.compress(bytes(1 << 30), 1)
+        return self.call
 
 
 def bind(path: Path) -> None:
@@ -64,7 +79,7 @@ CONTENTS: dict[str, Callable[[bytes], bytes]] = {  # of what a valid file holds
     "noise": lambda valid: os.urandom(1 << 20),
     "a pickle": lambda valid: pickle.dumps(Program()),
     "a packed pickle": lambda valid: gzip.compress(pickle.dumps(Program())),
-    "a bomb": lambda valid: bomb(),
+    "a bomb": lambda valid: gzip.compress(bytes(1 << 20)) * 1024,
     "half a bomb": lambda valid: gzip.compress(bytes(1 << 20))[:-9],
     "a tag of YAML": lambda valid: f"!!python/object/apply:os.system ['touch {MARK}']".encode(),
     "an expression": lambda valid: f"__import__('os').system('touch {MARK}')".encode(),
@@ -115,7 +130,7 @@ DOCUMENTS: dict[str, Callable[[Any], Any]] = {  # what is JSON, and of the right
     "names of other files": named("../../../../etc/passwd.csv"),
     "long names": named("x" * (1 << 20)),
 }  # fmt: skip
-READERS: dict[str, tuple[Any, str]] = {
+READERS: dict[str, tuple[Any, str]] = {  # a valid file, and what reads one
     "plan": ({"version": 1, "lengths": [512, 384, 128]}, "a plan FILE"),
     "profile": (json.loads(PROFILE.to_json()), "plan --profile FILE --stages 2 --granularity 64"),
     "cache": (json.loads(PROFILE.to_json()), "a cache FILE"),
@@ -125,18 +140,140 @@ READERS: dict[str, tuple[Any, str]] = {
     "config": (DEEPSPEED, "plan --config FILE --model tiny --device h100 --stages 2 --sequence-length 64"),
     "model": (MODEL, "profile --config config.json --model FILE --out out.json"),
     "schedule": (to_csv(build("seq1f1b", 2, 2, 2)), "show FILE"),
+    "checkpoint": (b"", "a checkpoint saved/tag/mp_rank_00_model_states.pt FILE"),
+    "list of a checkpoint": (
+        Manifest(tag="tag", global_steps=1, is_latest=True, files={"a.pt": 1}).model_dump(),
+        f"a checkpoint saved/tag/{MANIFEST} FILE",
+    ),
+    "latest": ("tag", "a checkpoint saved/latest FILE"),
 }
+
+
+# -- checkpoints
+
+
+def archive(code: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Return what `torch.save` writes, around a pickle, with a storage of 20 numbers."""
+    entries, file = {"data.pkl": code, "version": b"3\n", "byteorder": b"little", "data/0": bytes(80)}, io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as packed:
+        for name, content in entries.items():
+            packed.writestr(f"archive/{name}", content)
+    return file.getvalue()
+
+
+def legacy(code: bytes) -> bytes:
+    """Return what it wrote before version 1.6."""
+    return b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {})) + code + pickle.dumps([], 2)
+
+
+def tensor(numbers: int, size: int) -> bytes:
+    """Return a pickle of a tensor whose storage has `numbers`, as it says."""
+    text, whole = lambda t: b"X%c\0\0\0" % len(t) + t, lambda n: b"\x8a\x08" + n.to_bytes(8, "little")
+    storage = b"(%sctorch\nFloatStorage\n%s%s%stQ" % (text(b"storage"), text(b"0"), text(b"cpu"), whole(numbers))
+    rest = b"K\0(%st(K\1t\x89ccollections\nOrderedDict\n)RtR." % whole(size)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + rest
+
+
+CODES = {  # which torch alone would take minutes or gigabytes for, or read
+    "an array of 8 GiB": b"cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\2tR.",
+    "tuples of tuples": b"N%sq\xff}h\xffK\1s." % b"".join(b"q%ch%c\x86" % (k, k) for k in range(60)),
+    "a long name": b"cx\n%s\n." % (b"y" * (1 << 20)),
+    "a name for the terminal": b"c\x1b]0;title\7\nname\n.",
+    "a long text": b"X\xff\xff\xff\xff.",
+    **{f"{sign!r} without an end": sign * MANY for sign in (b"}", b"(", b"N", b")")},
+    "deep lists": b"]" * 900_000 + b"a" * 899_999 + b".",
+    "a storage of terabytes": tensor(2**40, 20),
+    "a tensor of terabytes": tensor(20, 2**40),
+}
+CALLS: dict[str, Program] = {
+    "system": Program(),
+    "eval": Program(eval, f"open({MARK!r}, 'w')"),
+    "exec": Program(exec, f"open({MARK!r}, 'w')"),
+    "call": Program(subprocess.call, ["touch", MARK]),
+    "touch": Program(Path.touch, Path(MARK)),
+    "partial": Program(functools.partial(open, MARK, "w")),
+    "save": Program(torch.save, 1, MARK),
+    "copy": Program(shutil.copy, "/etc/passwd", MARK),
+}
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda value: value,
+    "in a dict": lambda value: {"module": value},
+    "in a state": lambda value: {"optimizer": {"state": {0: [value]}}},
+    "beside a tensor": lambda value: [torch.ones(2), (value,)],
+    "deep": lambda value: {1: {"a": {2: value}}},
+}
+FORMS: dict[str, Any] = {
+    "zip": {},
+    "legacy": {"_use_new_zipfile_serialization": False},
+    "protocol 4": {"pickle_protocol": 4},
+}
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    torch.save(value, file := io.BytesIO(), **options)
+    return file.getvalue()
+
+
+STATES: dict[str, Callable[[bytes], bytes]] = {
+    **{f"{name}, zip": lambda valid, code=code: archive(b"\x80\2" + code) for name, code in CODES.items()},
+    **{f"{name}, legacy": lambda valid, code=code: legacy(b"\x80\2" + code) for name, code in CODES.items()},
+    **{
+        f"{call} {place}, {form}": lambda valid, v=value, h=hide, o=options: saved(h(v), **o)
+        for call, value in CALLS.items() for place, hide in HIDDEN.items() for form, options in FORMS.items()
+    },
+    "compressed": lambda valid: archive(b"\x80\2" + b"N" * MANY + b".", zipfile.ZIP_DEFLATED),
+}  # fmt: skip
+
+
+def read_checkpoint(place: Path, path: Path) -> int:
+    """Load a checkpoint of which a stranger has written one file, by our reader and by those of DeepSpeed."""
+    folder, states = Path("saved"), Path("saved/tag/mp_rank_00_model_states.pt")
+    states.parent.mkdir(parents=True)
+    torch.save({"a": torch.ones(2)}, states)
+    if place != states:
+        files, sums = {states.name: states.stat().st_size}, {states.name: checksum_of(states)}
+        Manifest(tag="tag", global_steps=1, is_latest=True, files=files, checksums=sums).write(states.parent)
+    place.unlink(missing_ok=True)
+    path.replace(place)
+    try:
+        chosen = choose_checkpoint(folder, None if place.name == "latest" else "tag")
+        look_at_contents(folder, chosen, True, False)
+    except ValueError as error:
+        print("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        if (
+            place == states
+            and states.is_file()
+            and states.stat().st_size < 1 << 14
+            and MARK in str(states.read_bytes())
+        ):
+            refused_by_deepspeed(states)
+        return 2
+    print(chosen.note)
+    return 0
+
+
+def refused_by_deepspeed(states: Path) -> None:
+    mapping = argparse.Namespace(_hp_mapping=argparse.Namespace())
+    for read in (
+        lambda: TorchCheckpointEngine().load(str(states)),
+        lambda: load_hp_checkpoint_state(mapping, str(states.rename(states.with_name("exp_avg.pt")).parent), 0, 1),
+    ):
+        with strict_loading(), pytest.raises(pickle.UnpicklingError):
+            read()
+
+
+# -- what reads a file
 
 
 def read(words: list[str]) -> int:
     """Run a command, or what reads a file without one, and return the exit code."""
-    if words[:2] == ["a", "cache"]:
-        from terapipe_ds.runtime.profiling.cache import read_cache
-
+    if words[0] != "a":
+        return cli.main(words)
+    if words[1] == "checkpoint":
+        return read_checkpoint(Path(words[2]), Path(words[3]))
+    if words[1] == "cache":
         read_cache(Path(words[2]), KEY)  # which warns of what it cannot use
         return 0
-    if words[:2] != ["a", "plan"]:
-        return cli.main(words)
     try:
         SlicePlan.from_json(read_bytes(words[2]))
     except (OSError, ValueError) as error:
@@ -178,28 +315,45 @@ def problems_of(words: list[str]) -> list[str]:
     return [f"{problem}: {said[-500:]}" for problem, is_so in wrong.items() if is_so]
 
 
-FEW = ("/dev/zero", "a pipe without a writer", "a bomb", "a pickle", "too many lists", "orders for the terminal")
-ALL = (*PLACES, *CONTENTS, *DOCUMENTS)
+FEW = {
+    "/dev/zero", "a pipe without a writer", "a bomb", "a pickle", "too many lists", "orders for the terminal",
+    "an array of 8 GiB, zip", "tuples of tuples, legacy", "a long name, zip", "system in a state, zip",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full)])
+def hostile(reader: str, path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what a stranger may put at `path`: its name, and how to write it."""
+    valid, _ = READERS[reader]
+    data = valid if isinstance(valid, bytes) else (valid if isinstance(valid, str) else json.dumps(valid)).encode()
+    for name, place in PLACES.items():
+        yield name, lambda place=place: place(path)
+    for name, content in (CONTENTS | (STATES if reader == "checkpoint" else {})).items():
+        yield name, lambda content=content: path.write_bytes(content(data))
+    for name, change in DOCUMENTS.items() if isinstance(valid, dict) else ():
+        yield name, lambda change=change: path.write_text(json.dumps(change(valid)))
+    if reader == "schedule":
+        yield "orders for the terminal", lambda: path.write_bytes(data.replace(b"F0.", b"F\x1b9."))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "is_all", [pytest.param(False, id="few"), pytest.param(True, id="all", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("reader", READERS)
-def test_hostile_files(reader: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    valid, command = READERS[reader]
-    text = valid if isinstance(valid, str) else json.dumps(valid)
-    SIMULATED.save("valid.json")
-    Path("config.json").write_text(json.dumps(DEEPSPEED))
-    problems = {}
-    for number, name in enumerate(names):
-        path = Path(f"hostile{number}.json")
-        if name in PLACES:
-            PLACES[name](path)
-        elif name in CONTENTS:
-            path.write_bytes(CONTENTS[name](text.encode()))
-        else:
-            path.write_text(text.replace("F0.", "F\x1b9.") if text is valid else json.dumps(DOCUMENTS[name](valid)))
-        if found := problems_of([str(path) if word == "FILE" else word for word in command.split()]):
+def test_hostile_files(reader: str, is_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, problems = Path("hostile.json"), {}
+    for number, (name, write) in enumerate(hostile(reader, path)):
+        if not is_all and name not in FEW:
+            continue
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        SIMULATED.save("valid.json")
+        Path("config.json").write_text(json.dumps(DEEPSPEED))
+        write()
+        counts[f"hostile {reader}"] += 1
+        if found := problems_of([str(path) if word == "FILE" else word for word in READERS[reader][1].split()]):
             problems[name] = found
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree(folder)
     assert not problems, "\n".join(f"{reader}, {name}: {found}" for name, found in problems.items())

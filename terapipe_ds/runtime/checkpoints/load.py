@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.messages import show_value
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, in_short, read_short
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, in_short
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, is_leader
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_any, read_strictly
 
 logger = logging.getLogger("terapipe_ds")
 
-_LONGEST_TAG_BYTES = 4096
+_LONGEST_TAG = 4096
 Damaged = Mapping[str, str]
 """What is wrong with the contents of checkpoints, by `read_as`."""
 
@@ -99,7 +101,7 @@ def look_at_contents(
         return Contents()
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
     if manifest is None:
-        names = sorted(str(path.relative_to(place)) for path in place.rglob("*.pt") if path.is_file())
+        names = sorted(str(path.relative_to(place)) for path in place.rglob("*.pt") if not path.is_dir())
     else:
         names = manifest.names(with_optimizer)
     for name in names[index::count]:
@@ -137,13 +139,13 @@ def _read_tag(latest: Path) -> str:
         CheckpointError: the file names none.
     """
     try:
-        tag = read_short(latest, _LONGEST_TAG_BYTES).decode("utf-8").strip()
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{latest} is not UTF-8") from None
+        tag = read_bytes(latest).decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{latest} cannot be read ({error})") from None
     if not tag:
         raise CheckpointError(f"{latest} is empty")
-    if not tag.isprintable():
-        raise CheckpointError(f"{latest} names no tag: {tag[:40]!r}")
+    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
+        raise CheckpointError(f"{latest} names no tag: {show_value(tag)}")
     return tag
 
 

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.strict_json import JsonError, parse_as
 
 MANIFEST = "terapipe_complete.json"
 _OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
 _SHOWN = 4  # files in a message
 _READ_BYTES = 2**22
-_LONGEST_BYTES = 2**26  # of a list: one of a million files is shorter
 
 
 class CheckpointError(ValueError):
@@ -35,22 +36,15 @@ def checksum_of(path: Path) -> str:
     return f"xxh3:{state.hexdigest()}"
 
 
-def read_short(path: Path, longest_bytes: int) -> bytes:
-    """Return the bytes of a file that is short if it is what it should be.
-
-    Raises:
-        CheckpointError: the file is longer.
-    """
-    with path.open("rb") as file:
-        content = file.read(longest_bytes + 1)
-    if len(content) > longest_bytes:
-        raise CheckpointError(f"{path} is longer than {longest_bytes:,} bytes: it is another file")
-    return content
-
-
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     json.dumps(values, allow_nan=False)
     return values
+
+
+def _within(files: dict[str, int]) -> dict[str, int]:
+    if any(not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        raise ValueError("a name leaves the folder")
+    return files
 
 
 class Manifest(BaseModel):
@@ -65,7 +59,7 @@ class Manifest(BaseModel):
     is_latest: bool  # `latest` was to name it (`save_latest`)
     job: str = ""  # the id of the job that saved it
     training: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)  # slices, layout, ...
-    files: dict[str, int]  # their bytes
+    files: Annotated[dict[str, int], AfterValidator(_within)]  # their bytes
     checksums: dict[str, str] = Field(default_factory=dict)  # by file; {} in lists of older versions of this package
     checksum: str = ""  # of this list without this field
 
@@ -89,8 +83,8 @@ class Manifest(BaseModel):
         if not path.is_file():
             return None
         try:
-            manifest = cls.model_validate_json(read_short(path, _LONGEST_BYTES))
-        except ValidationError:
+            manifest: Manifest | None = parse_as(cls, read_bytes(path))
+        except (JsonError, OSError):
             manifest = None
         if manifest is None or (manifest.checksums and manifest.checksum != manifest.own_checksum()):
             raise CheckpointError(

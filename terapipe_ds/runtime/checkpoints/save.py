@@ -260,11 +260,19 @@ def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
     return gather_results(attempt, world)
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """Describe a file that the disk has."""
 
     num_bytes: int
     checksum: str
+
+
+def flush(path: Path) -> Written:
+    """Wait until the disk has a file. Meanwhile a thread reads it, from memory, for its checksum."""
+    with ThreadPoolExecutor(1) as thread:
+        checksum = thread.submit(checksum_of, path)
+        sync(path)
+        return Written(path.stat().st_size, checksum.result())
 
 
 class _Writer:
@@ -276,7 +284,7 @@ class _Writer:
 
     def __init__(self, save: Callable[..., Any], folder: Path) -> None:
         self._save, self._folder = save, folder
-        self._files: dict[str, _Written] = {}
+        self._files: dict[str, Written] = {}
         self._failure: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> Any:
@@ -285,20 +293,13 @@ class _Writer:
         try:
             result = self._save(state_dict=state_dict, path=path)
             if Path(path).is_file():  # some writers leave a file to another rank
-                self._files[str(Path(path).relative_to(self._folder))] = self._flush(Path(path))
+                self._files[str(Path(path).relative_to(self._folder))] = flush(Path(path))
             return result
         except Exception as error:
             self._failure = error
             return None
 
-    def _flush(self, path: Path) -> _Written:
-        """Wait until the disk has a file. Meanwhile a thread reads it, from memory, for its checksum."""
-        with ThreadPoolExecutor(1) as thread:
-            checksum = thread.submit(checksum_of, path)
-            sync(path)
-            return _Written(path.stat().st_size, checksum.result())
-
-    def files(self) -> dict[str, _Written]:
+    def files(self) -> dict[str, Written]:
         """Return what each file is, or raise what stopped this rank."""
         if self._failure is not None:
             raise self._failure

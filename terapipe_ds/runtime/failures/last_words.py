@@ -45,7 +45,7 @@ class LastWords:
         return Stderr()
 
     def are_mine(self) -> bool:
-        """Return whether the calling thread is the first, which has to `tell`; if not, wait for the words of the other."""
+        """Return whether the calling thread is the first and so has to `tell`; if not, wait for what the other says."""
         if self._taken.acquire(blocking=False):
             return True
         self._said.wait(LEAVE_S / 2)

@@ -27,7 +27,6 @@ SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine 
 STALL_TIMEOUT_S = 1.0
 STALLED = r"no progress for 1 s \(terapipe.stall_timeout_s\)"
 LAUNCH_TIMEOUT_S = 180.0
-AUTO = {"slices": "auto", "granularity_tokens": 4}
 ROOT = Path(__file__).parents[2]
 full = pytest.mark.full
 
@@ -187,26 +186,6 @@ class TestJobsEnd:
         ended.assert_all_told(f"it {cause}", survivors=[stage])
         assert "Traceback (most recent call last)" in ended.outputs[stage]
         assert ended.exit_codes == [1] * stages
-        ended.assert_soon()
-
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=full), 1])
-    def test_while_slices_are_measured(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        ended = end_pool(2, Job(fault=Fault("measuring", stage, step=1), section=AUTO), monkeypatch)
-        ended.assert_all_told("BrokenError: the layer is broken", survivors=[0, 1])
-        assert ended.exit_codes == [1, 1]
-        ended.assert_soon()
-
-    def test_a_stage_that_hangs_while_slices_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(fault=Fault("hang_measuring", 1, step=1), section=AUTO, stall_timeout_s=2.0)
-        ended = end_pool(2, job, monkeypatch)
-        ended.assert_all_told(r"no progress for 2 s \(terapipe.stall_timeout_s\)", survivors=[0, 1])
-        assert "in wait_for_ever" in ended.outputs[1], "the rank that hangs shows where"
-        ended.assert_soon(2.0)
-
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=full), 1])
-    def test_in_evaluation(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        ended = end_pool(2, Job(fault=Fault("forward", stage), evaluate=True), monkeypatch)
-        ended.assert_all_told("failed at F1.2: BrokenError: the layer is broken", survivors=[0, 1])
         ended.assert_soon()
 
     @pytest.mark.parametrize(("stages", "stage"), [pytest.param(2, 0, marks=full), (3, 1)])

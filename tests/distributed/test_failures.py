@@ -218,13 +218,6 @@ class TestJobsEnd:
         assert ended.exit_codes == [143, None, 143]
         ended.assert_soon()
 
-    def test_a_rank_that_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rank 0, which serves the store by which the ranks tell each other what has gone wrong."""
-        ended = end_pool(2, Job(fault=Fault("kill", 0)), monkeypatch)
-        ended.assert_all_told(r"lost the connection to another rank .* stage 0", survivors=[1])
-        assert ended.exit_codes == [-9, 1]
-        ended.assert_soon()
-
     def test_a_fault_in_one_pipeline_ends_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(4, Job(fault=Fault("forward", stage=1, pipeline=1)), monkeypatch)
         cause = r"rank 3 \(stage 1\) failed at F1.2: BrokenError"

@@ -11,11 +11,12 @@ import pytest
 
 from terapipe_ds.runtime.failures.watchdog import LONG_CALL
 from tests.distributed import harness
-from tests.distributed.failures.job import FAULT_MARK
-from tests.distributed.failures.one_rank import FAULTS, PLACES, Case, run_struck
+from tests.distributed.failures.job import FAULT_MARK, Fault, Job
+from tests.distributed.failures.one_rank import FAULTS, PLACES, run_struck
 from tests.distributed.harness import RankFailure, rank_pool
 
 STALL_TIMEOUT_S, DATA_TIMEOUT_S = 2.0, 3.0
+Outcomes = list[tuple[float, bool]]
 REPORT_S = 5.0  # from the limit to the end of the last rank: what is promised
 
 STRUCK = {
@@ -46,9 +47,9 @@ STORE_IS_GONE = r"|Rank 0, or the launcher|lost the connection to another rank .
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Iterator[list[tuple[float, bool]]]:
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
     """Per case: the seconds from the limit to the last end, and whether all have named the cause; printed at last."""
-    found: list[tuple[float, bool]] = []
+    found: Outcomes = []
     yield found
     if not found:
         return
@@ -70,23 +71,18 @@ def test_the_table_has_forty_pairs() -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4], ids="K{}".format)
 @pytest.mark.parametrize(("place", "fault"), PAIRS, ids=lambda name: name.replace(" ", "_"))
 def test_all_ranks_end_and_name_the_cause(
-    place: str,
-    fault: str,
-    stages: int,
-    outcomes: list[tuple[float, bool]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, fault: str, stages: int, outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = (0, stages // 2, stages - 1)[(PAIRS.index((place, fault)) + stages) % 3]
     rank = 0 if place == "data" and rank < stages - 1 else rank  # only the ends draw
-    limit_s = STALL_TIMEOUT_S
-    if fault == "hang":
-        limit_s = {"data": DATA_TIMEOUT_S, "load": LONG_CALL * limit_s, "save": LONG_CALL * limit_s}.get(place, limit_s)
+    long_s = {"data": DATA_TIMEOUT_S, "load": LONG_CALL * STALL_TIMEOUT_S, "save": LONG_CALL * STALL_TIMEOUT_S}
+    limit_s = long_s.get(place, STALL_TIMEOUT_S) if fault == "hang" else STALL_TIMEOUT_S
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
-    monkeypatch.setattr(harness, "GRACE_S", limit_s + REPORT_S + 5.0)
-    case = Case(place, fault, stages, rank, STALL_TIMEOUT_S, DATA_TIMEOUT_S, str(tmp_path))
+    monkeypatch.setattr(harness, "GRACE_S", limit_s + 2 * REPORT_S)
+    section, folder = {"data_timeout_s": DATA_TIMEOUT_S}, str(tmp_path)
+    job = Job(stages, fault=Fault(fault, rank), stall_timeout_s=STALL_TIMEOUT_S, folder=folder, section=section)
     with pytest.raises(RankFailure) as failure:
-        rank_pool(stages).run(run_struck, case=case, timeout_s=60.0)
+        rank_pool(stages).run(run_struck, job=job, place=place, timeout_s=60.0)
     reports = failure.value.reports
     begin_s = re.search(rf"{FAULT_MARK} ([\d.]+)", reports[rank].output)
     assert begin_s, f"the fault did not strike: {failure.value}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,7 @@ class RankReport:
     status: str
     detail: str = ""
     output: str = ""
+    ended_s: float = math.inf  # on the wall clock, when it answered or died
 
     def __str__(self) -> str:
         text = f"rank {self.rank}: {self.status}"
@@ -89,6 +91,7 @@ class RankPool:
         self._processes: list[ForkServerProcess] = []
         self._connections: list[mp_connection.Connection] = []
         self._log_offsets: list[int] = []
+        self._ended_s: dict[int, float] = {}
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +105,7 @@ class RankPool:
         """Call `function(**kwargs)` on every rank; results in the order of ranks. Raises `RankFailure`."""
         self.start()
         message = pickle.dumps((function, kwargs))
-        self._log_offsets = [path.stat().st_size for path in self._log_paths()]
+        self._log_offsets, self._ended_s = [path.stat().st_size for path in self._log_paths()], {}
         for connection in self._connections:
             connection.send_bytes(message)
         return self._collect(function.__qualname__, self.timeout_s if timeout_s is None else timeout_s)
@@ -152,13 +155,24 @@ class RankPool:
                 raise self._failure(job, replies, "")
         return [replies[rank][1] for rank in range(self.world_size)]
 
+    def _missing(self, replies: dict[int, tuple[str, Any]]) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in replies]
+
     def _next_replies(self, known: dict[int, tuple[str, Any]], deadline: float) -> dict[int, tuple[str, Any]]:
         """Answers and deaths that come next, by rank; empty when the time is over."""
-        pending = [rank for rank in range(self.world_size) if rank not in known]
+        pending = self._missing(known)
         waitables: dict[Any, int] = {self._connections[rank]: rank for rank in pending}
         waitables.update({self._processes[rank].sentinel: rank for rank in pending})
         ready = mp_connection.wait(list(waitables), timeout=max(0.0, deadline - time.monotonic()))
-        return {rank: self._reply_of(rank) for rank in sorted({waitables[item] for item in ready})}
+        ranks = sorted({waitables[item] for item in ready})
+        self._ended_s |= dict.fromkeys(ranks, time.time())
+        return {rank: self._reply_of(rank) for rank in ranks}
+
+    def _is_stopped(self, rank: int) -> bool:
+        """By a signal, where /proc tells: it never answers."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
 
     def _reply_of(self, rank: int) -> tuple[str, Any]:
         # A rank may answer and then die: what it said counts.
@@ -172,15 +186,16 @@ class RankPool:
         failed = [rank for rank, (status, _) in replies.items() if status != "ok"]
         if failed:
             deadline = time.monotonic() + GRACE_S
-            while len(replies) < self.world_size and (arrived := self._next_replies(replies, deadline)):
-                replies = {**replies, **arrived}
-        missing = [rank for rank in range(self.world_size) if rank not in replies]
+            while time.monotonic() < deadline and not all(map(self._is_stopped, self._missing(replies))):
+                replies = {**replies, **self._next_replies(replies, min(deadline, time.monotonic() + 0.1))}
+        missing = self._missing(replies)
         self._dump_stacks(missing)
         self._kill()
         reports = []
         for rank, output in enumerate(self._outputs()):
             status, detail = replies.get(rank, ("stopped", "") if failed else ("timed out", timeout_text))
-            reports.append(RankReport(rank, status, detail if status != "ok" else "", output))
+            detail, ended_s = detail if status != "ok" else "", self._ended_s.get(rank, math.inf)
+            reports.append(RankReport(rank, status, detail, output, ended_s))
         first = failed[0] if failed else missing[0]
         self._discard()
         return RankFailure(job, reports[first], reports)

@@ -25,9 +25,7 @@ from tests.distributed.harness import RankFailure, RankReport, rank_pool
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
 STALL_TIMEOUT_S = 1.0
-STALLED = r"no progress for 1 s \(terapipe.stall_timeout_s\)"
 LAUNCH_TIMEOUT_S = 180.0
-AUTO = {"slices": "auto", "granularity_tokens": 4}
 ROOT = Path(__file__).parents[2]
 full = pytest.mark.full
 
@@ -188,25 +186,6 @@ class TestJobsEnd:
         assert ended.exit_codes == [1] * stages
         ended.assert_soon()
 
-    @pytest.mark.parametrize("stage", [pytest.param(0, marks=full), 1])
-    @pytest.mark.parametrize("evaluate", [False, True])
-    def test_while_slices_are_measured_or_in_evaluation(
-        self, evaluate: bool, stage: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fault = Fault("forward", stage) if evaluate else Fault("measuring", stage, step=1)
-        ended = end_pool(2, Job(fault=fault, evaluate=evaluate, section={} if evaluate else AUTO), monkeypatch)
-        cause = "BrokenError: the layer is broken"
-        ended.assert_all_told(f"failed at F1.2: {cause}" if evaluate else cause, survivors=[0, 1])
-        assert ended.exit_codes == [1, 1]
-        ended.assert_soon()
-
-    def test_a_stage_that_hangs_while_slices_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(fault=Fault("hang_measuring", 1, step=1), section=AUTO, stall_timeout_s=2.0)
-        ended = end_pool(2, job, monkeypatch)
-        ended.assert_all_told(r"no progress for 2 s \(terapipe.stall_timeout_s\)", survivors=[0, 1])
-        assert "in wait_for_ever" in ended.outputs[1], "the rank that hangs shows where"
-        ended.assert_soon(2.0)
-
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
@@ -223,13 +202,6 @@ class TestJobsEnd:
         ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch, grace_s=2.0)
         ended.assert_all_told("SIGTERM.*another rank has ended", "This rank was (at|running) ", survivors=[0, 2])
         assert ended.exit_codes == [143, None, 143]
-        ended.assert_soon()
-
-    def test_a_rank_that_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rank 0, which serves the store by which the ranks tell each other what has gone wrong."""
-        ended = end_pool(2, Job(fault=Fault("kill", 0)), monkeypatch)
-        ended.assert_all_told(r"lost the connection to another rank .* stage 0", survivors=[1])
-        assert ended.exit_codes == [-9, 1]
         ended.assert_soon()
 
     def test_a_fault_in_one_pipeline_ends_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:

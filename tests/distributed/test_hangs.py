@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,27 +84,8 @@ class TestHangs:
         ended = end_pool(job.stages, job, monkeypatch)
         assert_named(ended, stages, stage)
 
-    @pytest.mark.full
-    def test_saving_a_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It may take long: it is ended after six times the limit."""
-        job = hanging("hang_save", 1, tmp_path / "trace")
-        ended = end_pool(2, replace(job, folder=str(tmp_path / "saved"), saves=(1, 2)), monkeypatch)
-        ended.assert_all_told(r"Stage 1 \(rank 1\) holds up the job: .*save_checkpoint", survivors=[0, 1])
-        assert ended.seconds_after_fault > 5 * STALL_TIMEOUT_S
-        assert ended.exit_codes == [1, 1]
-
 
 class TestEnds:
-    def test_a_stopped_process_that_serves_the_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A question to it never comes back; the other rank reports in time all the same."""
-        job = hanging("stopped", 0, tmp_path, unit=(1, 0))
-        ended = end_pool(2, job, monkeypatch, grace_s=0.2)
-        ended.assert_all_told(
-            r"no progress for 1 s .*the store of the job does not answer. Rank 0, or the launcher", survivors=[1]
-        )
-        assert ended.exit_codes == [None, 1]  # the pool has to end the stopped one
-        assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
-
     @pytest.mark.full
     def test_sigterm_while_a_checkpoint_is_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job = Job(steps=2, folder=str(tmp_path), saves=(1, 2), fault=Fault("terminated_in_save", 1, step=2))

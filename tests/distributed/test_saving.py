@@ -323,7 +323,8 @@ def raising(owner: Any, name: str, here: bool) -> Iterator[None]:
 def test_what_fails_on_one_rank_is_raised_on_all(place: str, ranks: int, tmp_path: Path) -> None:
     job = {"place": place, "rank": ranks - 1, "tied": place == "lr_scheduler" or (place == "layer" and ranks < 4)}
     for rank in rank_pool(ranks).run(job_fails_on_one_rank, folder=str(tmp_path), **job):
-        assert rank["state_dict"] == ("LookupError", "state_dict fails")
+        failed = f"rank {ranks - 1} cannot save the checkpoint: LookupError: state_dict fails"
+        assert rank["state_dict"] == ("CheckpointError", failed)
         assert rank["batch after state_dict"] == ("", "")
         assert rank["load_state_dict"] == ("LookupError", "load_state_dict fails")
         kind, text = rank["batch after load_state_dict"]

@@ -22,7 +22,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint, read_states
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
-from terapipe_ds.runtime.checkpoints.one_rank_failures import load_everywhere, states_taken
+from terapipe_ds.runtime.checkpoints.one_rank_failures import load_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint, this_job
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
@@ -77,12 +77,7 @@ class SafeCheckpoints:
         training = {**self._plans.described(), "layout": layout}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             state: dict[str, Any] = {}
-
-            def take_states() -> None:
-                state.update(with_description(engine, client_state))
-                stack.enter_context(states_taken(engine))
-
-            gather_results(take_states, self._world)
+            gather_results(lambda: state.update(with_description(engine, client_state)), self._world)
             states = optimizer_states(engine, self._layout, self._world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())

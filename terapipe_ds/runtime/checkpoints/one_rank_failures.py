@@ -1,13 +1,9 @@
-"""Let a failure of one rank inside DeepSpeed's save or load reach the others, which wait in its barriers.
-
-States are taken before DeepSpeed's save begins, and errors of a load are kept, until all ranks can be told.
-"""
+"""Let a failure of one rank inside DeepSpeed's load reach the others, which wait in its collectives."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -19,27 +15,13 @@ from terapipe_ds.runtime.layout.parted_module import each_part
 T = TypeVar("T")
 
 
-def _owners_of(engine: PipelineEngine, method: str) -> list[Any]:
-    """Return the optimizer, the scheduler of learning rates and the layers of this rank that have a method."""
+def _loaders(engine: PipelineEngine) -> list[Any]:
+    """Return the optimizer, the scheduler of learning rates and the layers of this rank that load a state."""
     owners = [engine.optimizer, engine.lr_scheduler]
     for _ in each_part(engine.module):
         owners += engine.module.forward_funcs
     different = {id(owner): owner for owner in owners if hasattr(owner, "__dict__")}
-    return [owner for owner in different.values() if callable(getattr(owner, method, None))]
-
-
-@contextmanager
-def states_taken(engine: PipelineEngine) -> Iterator[None]:
-    """Take the states of this rank now, and let DeepSpeed save these."""
-    with ExitStack() as stack:
-        for owner in _owners_of(engine, "state_dict"):
-            stack.enter_context(replaced(owner, "state_dict", _giving(owner.state_dict(), owner.state_dict)))
-        yield
-
-
-def _giving(state: Any, take: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `state_dict` that gives a copy of `state`: DeepSpeed leaves out what is frozen."""
-    return lambda *args, **kwargs: take(*args, **kwargs) if args or kwargs else copy.copy(state)
+    return [owner for owner in different.values() if callable(getattr(owner, "load_state_dict", None))]
 
 
 def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], T]) -> T:
@@ -78,7 +60,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], T]) -
 
     with ExitStack() as stack:
         stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
-        for owner in _owners_of(engine, "load_state_dict"):
+        for owner in _loaders(engine):
             stack.enter_context(replaced(owner, "load_state_dict", keeping(owner.load_state_dict)))
         try:
             loaded.append(load())

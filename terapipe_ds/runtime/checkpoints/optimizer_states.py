@@ -76,7 +76,9 @@ class OptimizerStates:
         if self.stock == self.orders:
             yield {LISTED: self.orders[stage_id]}
             return
-        state, problem = optimizer.state_dict(), self.stuck or self.stock_unknown
+        taken: list[Any] = []
+        gather_results(lambda: taken.append(optimizer.state_dict()), self.world)
+        state, problem = taken[0], self.stuck or self.stock_unknown
         if problem is None and self.stock is not None:
             try:
                 state = self._reordered(state, self.orders, self.stock, self.owners)

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
 OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
 _CLOCK_STEP_S = 0.1  # at most, of a disk's clock
+_WRITES = ("_save_checkpoint", "_save_zero_checkpoint")  # methods of DeepSpeed's, in which no rank waits for another
 
 
 @dataclass
@@ -204,7 +205,10 @@ def save_checkpoint(
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank(world, paths.prepare if leads else None)
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
-    with replaced(engine.checkpoint_engine, "save", writer.save):
+    with ExitStack() as stack:
+        of_engine = [(engine, name, getattr(engine, name)) for name in _WRITES]
+        for owner, name, act in ((engine.checkpoint_engine, "save", writer.save), *of_engine):
+            stack.enter_context(replaced(owner, name, writer.keeping(act)))
         saved = save(paths.tag_of(paths.saving), False)
     try:
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
@@ -287,17 +291,24 @@ class _Writer:
         self._files: dict[str, Written] = {}
         self._failure: Exception | None = None
 
+    def keeping(self, act: Callable[..., T]) -> Callable[..., T | None]:
+        """Return `act` as a function that raises nothing, and does nothing after a failure."""
+
+        def attempt(*args: Any, **kwargs: Any) -> T | None:
+            if self._failure is None:
+                try:
+                    return act(*args, **kwargs)
+                except Exception as error:
+                    self._failure = error
+            return None
+
+        return attempt
+
     def save(self, state_dict: Any, path: str) -> Any:
-        if self._failure is not None:
-            return None
-        try:
-            result = self._save(state_dict=state_dict, path=path)
-            if Path(path).is_file():  # some writers leave a file to another rank
-                self._files[str(Path(path).relative_to(self._folder))] = flush(Path(path))
-            return result
-        except Exception as error:
-            self._failure = error
-            return None
+        result = self._save(state_dict=state_dict, path=path)
+        if Path(path).is_file():  # some writers leave a file to another rank
+            self._files[str(Path(path).relative_to(self._folder))] = flush(Path(path))
+        return result
 
     def files(self) -> dict[str, Written]:
         """Return what each file is, or raise what stopped this rank."""

@@ -124,14 +124,18 @@ def _refuse_bombs(path: Path) -> None:
                 _refuse_endless(io.BufferedReader(archive.open(entry)))  # type: ignore[arg-type]
 
 
+def _is_dangerous(name: str) -> bool:
+    """Return whether torch would take minutes over a long name, or make an array as long as a number says."""
+    return len(name) > 200 or not name.isprintable() or name.endswith("bytearray")
+
+
 def _refuse_endless(file: io.BufferedReader) -> None:
     """Refuse a pickle with too many operations, or with tuples of tuples that take too long to hash."""
     stack, marks, memo, work = list[int](), list[list[int]](), dict[Any, int](), 0  # of values: how much to hash
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
         name, takes, items = operation.name, operation.stack_before, list[int]()
-        if name == "GLOBAL" and (len(argument) > 200 or not argument.isprintable() or argument.endswith("bytearray")):
-            # torch takes minutes over a long name, and makes an array as long as a number says
-            raise pickle.UnpicklingError(f"GLOBAL {show_key(argument.replace(' ', '.'))}")
+        if name == "GLOBAL" and _is_dangerous(str(argument)):
+            raise pickle.UnpicklingError(f"GLOBAL {show_key(str(argument).replace(' ', '.'))}")
         if count > _MOST_OPERATIONS or work > _MOST_WORK:
             raise pickle.UnpicklingError(f"more than {_MOST_OPERATIONS:,} values")
         if name == "MARK":

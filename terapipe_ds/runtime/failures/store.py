@@ -203,11 +203,15 @@ class WatchStore:
         """Read the signs of life, unless that was done just now; for a rank that waits, again and again.
 
         How long a rank is quiet is counted in looks: a look that comes late, because this process itself was stopped,
-        is no sign that others are gone.
+        is no sign that others are gone. While the store does not answer, all are quiet.
         """
         now, pause_s = time.monotonic(), max(POLL_S, self._world_size / _RANKS_PER_S)
         passed_s = now - self._looked_at
-        if passed_s < pause_s or not (beats := self._read_beats()):
+        if passed_s < pause_s:
+            return
+        is_silent = self.lost_at is None and self._asked > self._answered
+        beats = self._beats_of if is_silent else self._read_beats()
+        if not (beats or is_silent):
             return
         self._looked_at = now
         for rank in self._quiet_s:

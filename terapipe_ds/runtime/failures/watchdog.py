@@ -110,7 +110,8 @@ class Watchdog:
     def long_call(self, what: str) -> AbstractContextManager[None]:
         """Watch a call outside a batch in which ranks wait for one another, for `LONG_CALL` times `stall_timeout_s`.
 
-        Its errors are the caller's, but for a connection that another rank's end has cut.
+        Its errors are the caller's, but for a connection that another rank's end has cut, and for what is no
+        `Exception` (Ctrl-C): ranks agree on exceptions alone.
         """
         return self._watched(Doing(what, is_long=True))
 
@@ -126,11 +127,13 @@ class Watchdog:
         except RaisedEverywhere:
             raise
         except BaseException as error:
+            if isinstance(error, MemoryError):  # the frames that it holds may hold all memory, and a report needs some
+                traceback.clear_frames(error.__traceback__)
             aborted = self._caused_by_others(error)
             if aborted is not None:
                 self._fail(aborted)
                 raise aborted from error
-            if not doing.is_long:
+            if not doing.is_long or not isinstance(error, Exception):
                 self._fail(error)
             raise
         finally:

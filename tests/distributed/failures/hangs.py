@@ -72,12 +72,6 @@ def _terminated_in_save(engine: Any, fault: Fault) -> None:
     engine.checkpoint_engine.save = save
 
 
-def _stop(fault: Fault) -> None:
-    """The whole process stops, with the watch-dog and the store that it serves."""
-    mark()
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 PLACES: dict[str, Callable[[Any, Fault], None]] = {
     **{
         f"{how}_{place}": strike
@@ -90,7 +84,6 @@ PLACES: dict[str, Callable[[Any, Fault], None]] = {
             "save": _instead("checkpoint_engine", "save"),
         }.items()
     },
-    "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
 }
 

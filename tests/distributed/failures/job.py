@@ -44,7 +44,7 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS`, of `MEASURING` or of `hangs.PLACES`; or loss, hang_data, kill_data, kill_between (two
+    `kind`: a key of `FAULTS` or of `hangs.PLACES`; or loss, hang_data, kill_data, kill_between (two
     batches), leaves (it stops training).
     """
 
@@ -191,9 +191,7 @@ class StruckLayer(gpt.DecoderLayer):
         active = active_slice()
         if _armed is None or active is None:
             return hidden
-        if active.mode == "probe":
-            return MEASURING[_armed.kind](hidden, active.mode) if _armed.kind in MEASURING and active.start else hidden
-        if (active.micro_batch_id, active.slice_id) != tuple(_armed.unit):
+        if active.mode == "probe" or (active.micro_batch_id, active.slice_id) != tuple(_armed.unit):
             return hidden
         strike = FAULTS.get(_armed.kind)
         return hidden if strike is None else strike(hidden, active.mode)
@@ -315,9 +313,6 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,
 }
-
-MEASURING = {"measuring": _in_forward, "hang_measuring": FAULTS["hang"]}
-"""While slices are measured for a plan, instead of in a batch."""
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ class OneRank:
         return False
 
     load_universal_checkpoint = use_node_local_storage
+    _save_checkpoint = _save_zero_checkpoint = None  # `_save` stands for both
 
     def save(self, tag: str, steps: int) -> None:
         self.global_steps = steps

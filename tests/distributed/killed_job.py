@@ -21,6 +21,7 @@ from torch import distributed
 
 from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from tests.distributed.engines import engine_of, gpt_layers, micro_batch, section
+from tests.distributed.failures.faults import wrap
 
 MICRO_BATCHES = 2
 
@@ -105,13 +106,7 @@ def _lay(kill: Kill, engine: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def before(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            strike(engine.global_steps)
-            return function(*args, **kwargs)
-
-        setattr(owner, name, call)
+        wrap(owner, name, lambda: strike(engine.global_steps))
 
     def after_a_file(halve: bool) -> None:
         save = engine.checkpoint_engine.save

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import harness
-from tests.distributed.failures.alike import CONFIGS, FAULTS, Raised, disagree, suffer
-from tests.distributed.failures.hangs import run_until_it_ends
-from tests.distributed.failures.job import ENVIRONMENT, FAULT_MARK, Fault, Job, run
+from tests.distributed.failures.alike import CONFIGS, FAULTS, Raised, disagree, one_rank_is_not_registered, suffer
+from tests.distributed.failures.faults import FAULT_MARK, LEAVES, Fault
+from tests.distributed.failures.job import ENVIRONMENT, Job, run, run_until_it_ends
 from tests.distributed.harness import RankFailure, RankReport, rank_pool
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
@@ -132,6 +132,12 @@ class TestDifferentConfigs:
                 assert re.search(rf"the same one.*{key}: ranks \[0\]: .*; ranks \[1\]: ", raised.text, re.DOTALL)
                 assert raised.seconds < SOON_S
 
+    def test_a_rank_that_is_not_registered_is_named(self) -> None:
+        raised, _ = rank_pool(2).run(one_rank_is_not_registered, patience_s=0.5)
+        assert raised.kind == "TeraPipeConfigError"
+        assert r"ranks [1] have not come" in raised.text
+        assert "call terapipe_ds.register() on every rank" in raised.text
+
 
 # -- faults that end the job, on the ranks of the pool -------------------------------------------------------
 
@@ -142,9 +148,10 @@ def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: flo
     monkeypatch.setattr(harness, "GRACE_S", grace_s)
     with pytest.raises(RankFailure) as failure:
         rank_pool(ranks).run(run_until_it_ends, job=job)
-    end = time.time()
-    outputs = [report.output for report in failure.value.reports]
-    return Ended(outputs, [_exit_code(r) for r in failure.value.reports], _seconds_since_fault(outputs, end))
+    reports = failure.value.reports
+    outputs, exit_codes = [report.output for report in reports], [_exit_code(report) for report in reports]
+    end = max(report.ended_s for report, code in zip(reports, exit_codes, strict=True) if code is not None)
+    return Ended(outputs, exit_codes, _seconds_since_fault(outputs, end))
 
 
 def _exit_code(report: RankReport) -> int | None:
@@ -154,40 +161,37 @@ def _exit_code(report: RankReport) -> int | None:
     return int(report.detail.removeprefix("exit code ")) if report.status == "died" else None
 
 
-BROKEN = {
-    "forward": "BrokenError: the layer is broken",
-    "recompute": "BrokenError: the layer is broken",
-    "backward": "BrokenError: the backward is broken",
-    "loss": "BrokenError: the loss function is broken",
-    "other_shape": r"LinkError: .*\(2, 4, 32\).*\(2, 4, 16\).*may depend on .* only",
-    "plain_attention": r"PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*Call .*sliced_attention",
-}
-ACTIONS = {"backward": "B1.2", "recompute": "B1.2", "loss": "F0.2", "other_shape": "SA1.2>1"}
-
-
-USUAL = [(2, "forward", 0), (2, "backward", 1), (2, "recompute", 0), (2, "loss", 1), (2, "other_shape", 0)]
-USUAL += [(2, "plain_attention", 0), (3, "forward", 1)]
-MORE = [(2, "forward", 1), (2, "backward", 0), (2, "recompute", 1), (3, "backward", 1), (3, "recompute", 1)]
-MORE += [(3, "plain_attention", 1), (3, "loss", 2)]
+SHAPE = r"SA1.2>1: LinkError: .*\(2, 4, 32\).*\(2, 4, 16\).*may depend on .* only"
+PLAIN = r"F1.2: PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*Call .*sliced_attention"
+RAISING = [  # the stages, the fault, its stage, and what is said of it
+    (2, Fault("raise", "F", 0, step=1), "F1.2: BrokenError: the F is broken"),
+    (2, Fault("raise", "recompute", 0), "B1.2: BrokenError: the recompute is broken"),
+    (2, Fault("raise", "loss", 1), "F1.2: BrokenError: the loss is broken"),
+    (2, Fault("other shape", "F", 0), SHAPE),
+    (2, Fault("plain attention", "F", 0), PLAIN),
+    (3, Fault("raise", "B", 1), "B1.2: BrokenError: the B is broken"),
+]
+MORE = [(3, Fault("raise", "recompute", 1), RAISING[1][2]), (3, Fault("plain attention", "F", 1), PLAIN)]
+MORE += [(3, Fault("raise", "loss", 2), RAISING[2][2])]
 
 
 class TestJobsEnd:
-    @pytest.mark.parametrize(("stages", "kind", "stage"), [*USUAL, *(pytest.param(*case, marks=full) for case in MORE)])
-    def test_a_stage_that_raises(self, stages: int, kind: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = 1 if (kind, stage) == ("forward", 0) else 2
-        ended = end_pool(
-            stages, Job(stages, fault=Fault(kind, stage, step=step), recompute=kind == "recompute"), monkeypatch
-        )
-        survivors = [rank for rank in range(stages) if rank != stage]
-        cause = f"failed at {ACTIONS.get(kind, 'F1.2')}: {BROKEN[kind]}"
-        ended.assert_all_told(rf"rank {stage} \(stage {stage}\) {cause}", survivors=survivors)
-        ended.assert_all_told(f"it {cause}", survivors=[stage])
+    @pytest.mark.parametrize(
+        ("stages", "fault", "told"),
+        [*RAISING, *(pytest.param(*case, marks=full) for case in MORE)],
+        ids=lambda value: value.place if isinstance(value, Fault) else str(value).partition(":")[0],
+    )
+    def test_a_stage_that_raises(self, stages: int, fault: Fault, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = end_pool(stages, Job(stages, fault=fault, recompute=fault.place == "recompute"), monkeypatch)
+        stage, survivors = fault.stage, [rank for rank in range(stages) if rank != fault.stage]
+        ended.assert_all_told(rf"rank {stage} \(stage {stage}\) failed at {told}", survivors=survivors)
+        ended.assert_all_told(f"it failed at {told}", survivors=[stage])
         assert "Traceback (most recent call last)" in ended.outputs[stage]
         assert ended.exit_codes == [1] * stages
         ended.assert_soon()
 
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
+        ended = end_pool(2, Job(fault=Fault(LEAVES, "between", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
             "no progress for 1 s",
             r"rank 0 \(stage 0\): running the start of a batch",
@@ -199,13 +203,22 @@ class TestJobsEnd:
 
     def test_a_rank_that_is_told_to_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As by a launcher, while its main thread waits in a call that no handler can interrupt."""
-        ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch, grace_s=2.0)
+        ended = end_pool(3, Job(stages=3, fault=Fault("terminate others", "F", 1)), monkeypatch, grace_s=2.0)
         ended.assert_all_told("SIGTERM.*another rank has ended", "This rank was (at|running) ", survivors=[0, 2])
         assert ended.exit_codes == [143, None, 143]
         ended.assert_soon()
 
+    @full
+    def test_a_rank_that_is_told_to_end_while_it_saves(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(steps=2, folder=str(tmp_path), saves=(1, 2), fault=Fault("SIGTERM", "save", 1))
+        ended = end_pool(job.stages, job, monkeypatch)
+        ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
+        ended.assert_all_told(r"at save_checkpoint: .* Rank 1 \(stage 1\): ended by SIGTERM", survivors=[0])
+        assert "Traceback" not in ended.outputs[1]
+        assert ended.exit_codes == [1, 143]
+
     def test_a_fault_in_one_pipeline_ends_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ended = end_pool(4, Job(fault=Fault("forward", stage=1, pipeline=1)), monkeypatch)
+        ended = end_pool(4, Job(fault=Fault("raise", "F", stage=1, pipeline=1)), monkeypatch)
         cause = r"rank 3 \(stage 1\) failed at F1.2: BrokenError"
         ended.assert_all_told(cause, survivors=[0, 2])  # the pipelines are ranks 0, 2 and 1, 3
         assert ended.exit_codes == [1] * 4
@@ -269,8 +282,8 @@ def _processes_of_session(session: int) -> list[int]:
 class TestLaunchedJobsEnd:
     def test_a_checkpoint_survives_a_stage_that_raises(self, tmp_path: Path) -> None:
         job = Job(steps=4, folder=str(tmp_path / "checkpoint"), saves=(2,))
-        code, ended = launch(2, replace(job, fault=Fault("backward", 0, step=3)), tmp_path / "logs")
-        ended.assert_all_told("failed at B1.2: BrokenError: the backward is broken", survivors=[0, 1])
+        code, ended = launch(2, replace(job, fault=Fault("raise", "B", 0, step=3)), tmp_path / "logs")
+        ended.assert_all_told("failed at B1.2: BrokenError: the B is broken", survivors=[0, 1])
         assert "Traceback (most recent call last)" in ended.outputs[0], "the launcher has ended it too early"
         assert code == 1
         ended.assert_soon()
@@ -291,7 +304,7 @@ class TestLaunchedJobsEnd:
         self, stages: int, kind: str, stage: int, survivors: list[int], cause: str, tmp_path: Path
     ) -> None:
         stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
-        job = Job(stages, fault=Fault(kind, stage), stall_timeout_s=stall_timeout_s)
+        job = Job(stages, fault=Fault(kind, "F", stage), stall_timeout_s=stall_timeout_s)
         code, ended = launch(stages, job, tmp_path)
         ended.assert_all_told(cause, survivors=survivors)
         assert code == 1 if kind == "hang" else code != 0  # the launcher may look at a survivor first

@@ -8,95 +8,61 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.failures.hangs import one_rank_is_not_registered
-from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job, run
+from tests.distributed.failures.faults import Fault
+from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Job, run
 from tests.distributed.failures.patience import listening_ports, train_among_strangers, train_with_pauses
 from tests.distributed.harness import rank_pool
-from tests.distributed.test_failures import Ended, end_pool
+from tests.distributed.test_failures import end_pool
 from tests.fuzz.outcome import FULL
 
 STALL_TIMEOUT_S = 1.0
 REPORT_S = 10.0  # from the timeout to the last report: what is promised
+HANGS = [(3, Fault("hang", "F", 1)), (2, Fault("hang", "data", 0)), (2, Fault("hang", "reduce", 1))]
 
 
-def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: object) -> Job:
-    return Job(
-        stages=stages,
-        stall_timeout_s=STALL_TIMEOUT_S,
-        section={"trace_dir": str(folder), "data_timeout_s": STALL_TIMEOUT_S},
-        fault=Fault(kind, stage, **fault),  # type: ignore[arg-type]
-    )
-
-
-def assert_named(ended: Ended, stages: int, stage: int) -> None:
-    """Every rank ends, with exit code 1, and blames this stage and no other."""
-    ended.assert_all_told(
-        r"no progress for 1 s \(terapipe.(stall|data)_timeout_s\)",
-        rf"Stage {stage} \(rank {stage}\) holds up the job",
-        "in wait_for_ever",
-        survivors=list(range(stages)),
-    )
-    for other in set(range(stages)) - {stage}:
-        assert not any(f"Stage {other} (rank {other}) holds up" in output for output in ended.outputs)
-    assert ended.exit_codes == [1] * stages
-    assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
+def drawn(seed: int, kind: str, stages: list[int], *places: str) -> tuple[int, Fault]:
+    """The number of stages and a fault by chance. Only the stages at the ends draw data."""
+    choose = random.Random(seed)
+    number, place = choose.choice(stages), choose.choice(places)
+    stage = choose.choice([0, number - 1]) if place == "data" else choose.randrange(number)
+    unit = choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN))
+    return number, Fault(kind, place, stage, step=choose.choice([1, 2]), unit=unit)
 
 
 class TestHangs:
-    @pytest.mark.parametrize(
-        ("kind", "stage", "stages"),
-        [
-            ("hang", 1, 3),
-            ("hang_data", 0, 2),
-            ("hang_reduce", 1, 2),
-            *(
-                pytest.param(*case, marks=pytest.mark.full)
-                for case in [("hang_backward", 0, 2), ("hang_optimizer", 1, 2)]
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("stages", "fault"), HANGS, ids=lambda value: getattr(value, "place", None))
     def test_the_stage_is_named(
-        self, kind: str, stage: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, stages: int, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ended = end_pool(stages, hanging(kind, stage, tmp_path, stages), monkeypatch)
-        assert_named(ended, stages, stage)
-        for other in set(range(stages)) - {stage} if kind == "hang" else ():
-            state = rf"rank {other} \(stage {other}\): at [FB]\d\.\d, waiting for .* stage \d"
-            ended.assert_all_told("running F1.2", "raise the limit", state, survivors=list(range(stages)))
-        contents = [json.loads((tmp_path / f"last-actions-rank{rank:04d}.json").read_text()) for rank in range(stages)]
-        assert [content["stage_id"] for content in contents] == list(range(stages))
+        """Every rank ends, with exit code 1, blames this stage and no other, and leaves its last actions."""
+        section = {"trace_dir": str(tmp_path), "data_timeout_s": STALL_TIMEOUT_S}
+        job = Job(stages, stall_timeout_s=STALL_TIMEOUT_S, section=section, fault=fault)
+        ended, everyone, stage = end_pool(stages, job, monkeypatch), list(range(stages)), fault.stage
+        ended.assert_all_told(
+            r"no progress for 1 s \(terapipe.(stall|data)_timeout_s\)",
+            rf"Stage {stage} \(rank {stage}\) holds up the job",
+            "in wait_for_ever",
+            survivors=everyone,
+        )
+        for other in set(everyone) - {stage}:
+            assert not any(f"Stage {other} (rank {other}) holds up" in output for output in ended.outputs)
+            if (stages, fault) == HANGS[0]:
+                state = rf"rank {other} \(stage {other}\): at [FB]\d\.\d, waiting for .* stage \d"
+                ended.assert_all_told("running F1.2", "raise the limit", state, survivors=everyone)
+        assert ended.exit_codes == [1] * stages
+        assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
+        contents = [json.loads((tmp_path / f"last-actions-rank{rank:04d}.json").read_text()) for rank in everyone]
+        assert [content["stage_id"] for content in contents] == everyone
         assert any("in wait_for_ever" in line for line in contents[stage]["stack"])
-        assert all(len(content["recent"]) > 10 for content in contents)
+        assert fault.step == 1 or all(len(content["recent"]) > 10 for content in contents)
         starts = [entry["start_s"] for entry in contents[stage]["recent"]]
         assert starts == sorted(starts)
 
     @pytest.mark.full
     @pytest.mark.parametrize("seed", range(20))
     def test_twenty_random_hangs(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose = random.Random(seed)
-        stages = choose.choice([2, 4])
-        kinds = ["hang_before_forward", "hang", "hang_backward", "hang_send", "hang_optimizer", "hang_reduce"]
-        kind, stage = choose.choice([*kinds, "hang_data"]), choose.randrange(stages)
-        if kind == "hang_data":
-            stage = choose.choice([0, stages - 1])
-        unit = (choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN)))
-        job = hanging(kind, stage, tmp_path, stages, unit=unit, step=choose.choice([1, 2]))
-        ended = end_pool(job.stages, job, monkeypatch)
-        assert_named(ended, stages, stage)
-
-
-class TestEnds:
-    @pytest.mark.full
-    def test_sigterm_while_a_checkpoint_is_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(steps=2, folder=str(tmp_path), saves=(1, 2), fault=Fault("terminated_in_save", 1, step=2))
-        ended = end_pool(job.stages, job, monkeypatch)
-        ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
-        ended.assert_all_told(r"at save_checkpoint: .* Rank 1 \(stage 1\): ended by SIGTERM", survivors=[0])
-        assert "Traceback" not in ended.outputs[1]
-        assert ended.exit_codes == [1, 143]
-
-
-MOMENTS = ["between", "data", "before_forward", "send", "reduce", "optimizer", "save"]
+        stages, fault = drawn(seed, "hang", [2, 4], "before F", "F", "B", "send", "step", "reduce", "data")
+        self.test_the_stage_is_named(stages, fault, tmp_path, monkeypatch)
 
 
 class TestLosses:
@@ -104,13 +70,10 @@ class TestLosses:
     @pytest.mark.parametrize("seed", range(100))
     def test_a_rank_is_killed_at_any_moment(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its data loader's workers live on for a while, with copies of its connections."""
-        choose, workers = random.Random(seed), (seed + seed // 25) % 5
-        stages, moment = choose.choice([2, 2, 3]), choose.choice(MOMENTS)
-        stage = choose.choice([0, stages - 1]) if moment == "data" else choose.randrange(stages)
-        unit = (choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN)))
-        fault = Fault(f"kill_{moment}", stage, step=choose.choice([1, 2]), unit=unit)
+        places = ("between", "data", "before F", "send", "reduce", "step", "save")
+        (stages, fault), workers = drawn(seed, "kill", [2, 2, 3], *places), (seed + seed // 25) % 5
         job = Job(stages, 3, fault, stall_timeout_s=2.0, folder=str(tmp_path), saves=(1, 2), workers=workers)
-        ended = end_pool(job.stages, job, monkeypatch)
+        ended, stage = end_pool(job.stages, job, monkeypatch), fault.stage
         survivors = [rank for rank in range(stages) if rank != stage]
         named = rf"Stage {stage} \(rank {stage}\) holds up the job: does not answer"
         named += rf"|Rank {stage} \(stage {stage}\): does not answer"
@@ -132,11 +95,3 @@ class TestHealthyRanks:
         for (before, after, losses), expected in zip(rank_pool(2).run(train_among_strangers), undisturbed, strict=True):
             assert after == before and sum(map(len, rank_pool(2).run(listening_ports))) > 0
             assert losses == expected
-
-
-class TestAgreement:
-    def test_a_rank_that_is_not_registered_is_named(self) -> None:
-        raised, _ = rank_pool(2).run(one_rank_is_not_registered, patience_s=0.5)
-        assert raised.kind == "TeraPipeConfigError"
-        assert r"ranks [1] have not come" in raised.text
-        assert "call terapipe_ds.register() on every rank" in raised.text

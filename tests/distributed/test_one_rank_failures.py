@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from terapipe_ds.runtime.failures.watchdog import LONG_CALL
-from tests.distributed import harness
-from tests.distributed.failures.job import FAULT_MARK, Fault, Job
-from tests.distributed.failures.one_rank import FAULTS, PLACES, run_struck
-from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.failures.faults import Fault
+from tests.distributed.failures.job import Job, run
+from tests.distributed.harness import rank_pool
+from tests.distributed.test_failures import end_pool
 
 STALL_TIMEOUT_S, DATA_TIMEOUT_S = 2.0, 3.0
 Outcomes = list[tuple[float, bool]]
@@ -24,7 +26,7 @@ STRUCK = {
     "plan": ("raise", "kill", "hang"),
     "save": ("hang", "SIGINT", "stop", "out of memory"),
     "verify": ("hang", "SIGINT", "stop"),
-    "first batch": ("hang", "kill", "stop"),
+    "before F": ("hang", "kill", "stop"),
     "F": ("raise", "kill", "out of memory"),
     "B": ("raise", "stop", "SIGINT", "out of memory"),
     "W": ("hang", "kill", "out of memory"),
@@ -42,6 +44,12 @@ CAUSES = {  # what each survivor says, for the rank r
     "SIGINT": "KeyboardInterrupt",
     "out of memory": r"(OutOfMemory|Memory)Error",
 }
+SECTIONS: dict[str, dict[str, Any]] = {
+    "plan": {"slices": "auto", "granularity_tokens": 4},
+    "verify": {"verify": "first_batch"},
+    "W": {"schedule": "seq1f1b-zb"},
+}
+STEPS = {"load": 0, "plan": 1, "verify": 1, "before F": 1}  # the others are struck in the second one
 CAUSES["stop"] = CAUSES["kill"]
 STORE_IS_GONE = r"|Rank 0, or the launcher|lost the connection to another rank .* stage 0"  # rank 0 serves it
 
@@ -63,34 +71,33 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
 
 
 def test_the_table_has_forty_pairs() -> None:
-    assert len(PAIRS) == 40 and STRUCK.keys() == PLACES.keys() and min(map(len, STRUCK.values())) >= 3
-    assert all(sum(fault == each for _, each in PAIRS) >= 5 for fault in FAULTS)
+    assert len(set(PAIRS)) == 40 and len(STRUCK) == 12 and min(map(len, STRUCK.values())) >= 3
+    assert all(sum(kind == each for _, each in PAIRS) >= 5 for kind in CAUSES)
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("stages", [2, 3, 4], ids="K{}".format)
-@pytest.mark.parametrize(("place", "fault"), PAIRS, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(("place", "kind"), PAIRS, ids=lambda name: name.replace(" ", "_"))
 def test_all_ranks_end_and_name_the_cause(
-    place: str, fault: str, stages: int, outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, kind: str, stages: int, outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = (0, stages // 2, stages - 1)[(PAIRS.index((place, fault)) + stages) % 3]
+    rank = (0, stages // 2, stages - 1)[(PAIRS.index((place, kind)) + stages) % 3]
     rank = 0 if place == "data" and rank < stages - 1 else rank  # only the ends draw
+    fault = Fault(kind, place, rank, step=STEPS.get(place, 2), unit=(0, 0) if place == "before F" else (1, 2))
     long_s = {"data": DATA_TIMEOUT_S, "load": LONG_CALL * STALL_TIMEOUT_S, "save": LONG_CALL * STALL_TIMEOUT_S}
-    limit_s = long_s.get(place, STALL_TIMEOUT_S) if fault == "hang" else STALL_TIMEOUT_S
-    monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
-    monkeypatch.setattr(harness, "GRACE_S", limit_s + 2 * REPORT_S)
-    section, folder = {"data_timeout_s": DATA_TIMEOUT_S}, str(tmp_path)
-    job = Job(stages, fault=Fault(fault, rank), stall_timeout_s=STALL_TIMEOUT_S, folder=folder, section=section)
-    with pytest.raises(RankFailure) as failure:
-        rank_pool(stages).run(run_struck, job=job, place=place, timeout_s=60.0)
-    reports = failure.value.reports
-    begin_s = re.search(rf"{FAULT_MARK} ([\d.]+)", reports[rank].output)
-    assert begin_s, f"the fault did not strike: {failure.value}"
-    ended_s = [one.ended_s for one in reports if one.rank != rank or fault != "stop"]
-    after_s = max(ended_s) - float(begin_s[1]) - limit_s
-    cause = CAUSES[fault].format(place=place, r=rank)
-    cause += STORE_IS_GONE if rank == 0 and fault in ("kill", "stop") else ""
-    silent = [one.rank for one in reports if one.rank != rank and not re.search(cause, one.output + one.detail)]
+    limit_s = long_s.get(place, STALL_TIMEOUT_S) if kind == "hang" else STALL_TIMEOUT_S
+    job = Job(stages, stall_timeout_s=STALL_TIMEOUT_S, folder=str(tmp_path), saves=(2,) if place == "save" else ())
+    if place == "load":
+        rank_pool(stages).run(run, job=replace(job, steps=1, saves=(1,)))
+    section = {"data_timeout_s": DATA_TIMEOUT_S, **SECTIONS.get(place, {})}
+    job = replace(job, fault=fault, section=section, resume="global_step1" if place == "load" else "")
+    ended = end_pool(stages, job, monkeypatch, grace_s=limit_s + 2 * REPORT_S)
+    after_s = ended.seconds_after_fault - limit_s
+    cause = CAUSES[kind].format(place=place, r=rank)
+    cause += STORE_IS_GONE if rank == 0 and kind in ("kill", "stop") else ""
+    others = [other for other in range(stages) if other != rank]
+    silent = [other for other in others if not re.search(cause, ended.outputs[other])]
     outcomes.append((after_s, not silent))
-    assert after_s < REPORT_S, f"{after_s:.1f} s after the limit: {failure.value}"
-    assert not silent, f"ranks {silent} do not say {cause!r}: {failure.value}"
+    assert None not in [ended.exit_codes[other] for other in range(stages) if other != rank or kind != "stop"], ended
+    assert after_s < REPORT_S, f"{after_s:.1f} s after the limit: {ended}"
+    assert not silent, f"ranks {silent} do not say {cause!r}: {ended}"

@@ -11,9 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import distributed
 
+import terapipe_ds
+from terapipe_ds.runtime import agreement
 from tests.distributed.engines import raised_by
-from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Batch, Job, batches, build_engine
+from tests.distributed.failures.job import (
+    MICRO_BATCHES,
+    PLAN,
+    Batch,
+    Job,
+    batches,
+    build_engine,
+    build_model,
+    deepspeed_config,
+)
 
 
 class Raised(NamedTuple):
@@ -131,10 +143,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def disagree(names: list[str]) -> dict[str, Raised]:
     """What `deepspeed.initialize` raises on this rank when the last rank has another config."""
-    from torch import distributed
-
     is_last = distributed.get_rank() == distributed.get_world_size() - 1
     return {
         name: provoke(lambda name=name: build_engine(Job(), CONFIGS[name] if is_last else None))  # type: ignore[misc]
         for name in names
     }
+
+
+def one_rank_is_not_registered(patience_s: float) -> Raised:
+    """The last rank has built its model and does something else then: it never comes to compare configs."""
+    job = Job(stall_timeout_s=patience_s)
+    model = build_model(job)
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        next(agreement._meetings)  # the ranks of the pool go on together
+        return Raised("", "", 0.0)
+    usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
+    try:
+        return provoke(
+            lambda: terapipe_ds.initialize(
+                model=model, model_parameters=list(model.parameters()), config=deepspeed_config(job)
+            )
+        )
+    finally:
+        agreement.PATIENCE_S = usual

@@ -3,7 +3,6 @@
 `gather`, `gather_results`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over `group`. None
 stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since DeepSpeed may
 not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one that has left.
-`require_equal_configs` sees that all ranks have the same config before the engine is built.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | N
         if problem is not None:
             if own is not None and rank == torch_dist.get_rank(group):
                 raise own
-            readable, text = problem
-            told = readable or RuntimeError(f"rank {rank}: {text}")
+            told = problem[0] or RuntimeError(f"rank {rank}: {problem[1]}")
             told.add_note(f"on rank {rank}")
             raise told
     return [value for value, _ in everyone]
@@ -191,22 +189,20 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
-    values, rank = _compared(raw), torch_dist.get_rank()
+    values, rank, section = _compared(raw), torch_dist.get_rank(), _section(raw)
     checksum = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    late = _remind_then_raise(rank, _timeout_s(_section(raw)))
+    timeout_s = section.get("stall_timeout_s", TeraPipeConfig().stall_timeout_s)
+    late = _remind_then_raise(rank, max(PATIENCE_S, timeout_s if isinstance(timeout_s, (int, float)) else 0.0))
     checksums = meet(f"configs/{next(_meetings)}", range(torch_dist.get_world_size()), rank, checksum, late)
     if len(set(checksums.values())) == 1:
         return
-    everyone = gather((_section(raw).get("enabled") is True, values))
+    everyone = gather((section.get("enabled") is True, values))
     if any(is_enabled for is_enabled, _ in everyone):
-        texts = {name: {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)} for name in values}
-        lines = [
-            f"{name}: {by_text(by_rank, 'ranks')}" for name, by_rank in texts.items() if len({*by_rank.values()}) > 1
-        ]
-        raise TeraPipeConfigError(
-            "the ranks have different DeepSpeed configs or versions; every rank must be given the same one:\n  "
-            + "\n  ".join(lines)
-        )
+        lines = ["the ranks have different DeepSpeed configs or versions; every rank must be given the same one:"]
+        for name in values:
+            by_rank = {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)}
+            lines += [f"{name}: {by_text(by_rank, 'ranks')}"] if len({*by_rank.values()}) > 1 else []
+        raise TeraPipeConfigError("\n  ".join(lines))
 
 
 def _section(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,14 +228,6 @@ def _schedule_file(name: Any) -> str:
         return f"checksum {hashlib.sha256(read_bytes(name)).hexdigest()[:16]}"
     except (OSError, ValueError) as error:
         return f"it cannot be read ({error})"
-
-
-def _timeout_s(section: Mapping[str, Any]) -> float:
-    """Return how long this rank waits for others."""
-    timeout_s = section.get("stall_timeout_s")
-    return max(
-        PATIENCE_S, float(timeout_s if isinstance(timeout_s, (int, float)) else TeraPipeConfig().stall_timeout_s)
-    )
 
 
 def _remind_then_raise(rank: int, timeout_s: float) -> Callable[[float, Callable[[], list[int]]], None]:

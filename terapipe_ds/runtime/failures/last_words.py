@@ -1,8 +1,4 @@
-"""Say once why a rank ends, to the other ranks and to who reads its output, and end its process.
-
-Either of two threads may find that the rank has to end: the main one, by an exception, or the watching one. Only the
-first of them says why.
-"""
+"""Say once why a rank ends, to the other ranks and to who reads its output, and end its process."""
 
 from __future__ import annotations
 
@@ -29,10 +25,9 @@ class PipelineAborted(RuntimeError):
 
 
 class LastWords:
-    """Hold who says why a rank ends, and where.
+    """Let the first of two threads that finds that the rank has to end, the main or the watching one, say why.
 
-    Args:
-        trace_dir: where the rank leaves its last actions.
+    It leaves its last actions in `trace_dir`.
     """
 
     def __init__(self, record: RankRecord, trace_dir: str | None) -> None:

@@ -1,7 +1,4 @@
-"""End a process whose main thread waits in a call that cannot be interrupted: by SIGTERM, or by a timer in C.
-
-What is said before the end must not delay it: a reader of stderr may be gone, or stand still.
-"""
+"""End a process whose main thread waits in a call that cannot be interrupted: by SIGTERM, or by a timer in C."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 POLL_S = 0.25
 SAY_S = 2.0  # so long a reader of stderr may take before the rest of a text is dropped
@@ -34,7 +31,7 @@ class Sigterm:
     installed: Sigterm | None = None
 
     def __init__(self, received: Callable[[], None]) -> None:
-        self._received = received  # called in the main thread, which may hold any lock
+        self._handle = lambda *_: received()  # in the main thread, which may hold any lock
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -71,9 +68,6 @@ class Sigterm:
             descriptor = signal.set_wakeup_fd(-1)
             if descriptor != self._sender.fileno():
                 signal.set_wakeup_fd(descriptor)
-
-    def _handle(self, *_: Any) -> None:
-        self._received()
 
 
 # -- what is said --------------------------------------------------------------------------------------------------
@@ -125,8 +119,7 @@ class Stderr:
 def _opened(number: int) -> int:
     """Return a descriptor for the file of another one, or for the null device.
 
-    Only pipes and terminals are opened anew. A file never blocks, and would have a second place to write at: what is
-    written by the one descriptor would replace what is written by the other.
+    Only pipes and terminals are opened anew: two descriptors of a file would write at two places in it.
     """
     with suppress(OSError):  # not every system has the folder
         mode = os.fstat(number).st_mode

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -60,7 +61,8 @@ class Doing:
     since_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        return f"at {self.action}, waiting for {self.wait.text}" if self.wait else f"running {self.action}"
+        running = f"running {self.action}" if self.action else OUTSIDE
+        return f"at {self.action}, waiting for {self.wait.text}" if self.wait else running
 
 
 IN_LINES = "\n\t"
@@ -169,18 +171,10 @@ class RankRecord:
 
     def brief(self, ended: str = "") -> RankState:
         """Return the state without the stack and the past actions, which take time to find out."""
-        doing = self.doing
-        ranks = doing.wait.ranks if doing.wait else ()
-        return RankState(
-            self.rank,
-            self.stage_id,
-            str(doing) if doing.action else "",
-            ranks,
-            doing.wait is None,
-            self._batches,
-            time.monotonic() - doing.since_s,
-            ended=ended,
-        )
+        doing, now_s = self.doing, time.monotonic()
+        what, ranks = str(doing) if doing.action else "", doing.wait.ranks if doing.wait else ()
+        state = RankState(self.rank, self.stage_id, what, ranks, is_busy=doing.wait is None, batch=self._batches)
+        return replace(state, for_s=now_s - doing.since_s, ended=ended)
 
     def full(self) -> RankState:
         """Return all that a report needs, with the stack of the main thread and its last actions."""
@@ -197,15 +191,10 @@ class RankRecord:
     def _past_actions(self) -> tuple[PastAction, ...]:
         """Return the ring buffer, in which each action lasted until the next one began."""
         ring, wall_s = tuple(self._recent), time.time() - time.monotonic()
-        ends = [doing.since_s for doing in ring[1:]]
+        durations_s = [*(after.since_s - before.since_s for before, after in pairwise(ring)), None]
         return tuple(
-            PastAction(
-                doing.action or OUTSIDE,
-                doing.wait.text if doing.wait else "",
-                wall_s + doing.since_s,
-                None if end is None else end - doing.since_s,
-            )
-            for doing, end in zip(ring, [*ends, None], strict=True)
+            PastAction(past.action or OUTSIDE, past.wait.text if past.wait else "", wall_s + past.since_s, duration_s)
+            for past, duration_s in zip(ring, durations_s, strict=True)
         )
 
 

@@ -104,8 +104,7 @@ class WatchStore:
         self._beats_of: dict[int, _Beat] = {}  # the last one of each rank
         self._quiet_s = dict.fromkeys(range(world_size), 0.0)  # since when it has been the last one
         self._looked_at = -math.inf
-        self._published: Doing | None = None
-        self._is_full = False
+        self._published: tuple[Doing | None, bool] = None, False  # and whether with its stack
         self._beats = 0
         self._ended = ""
         self._asked = self._answered = 0
@@ -151,23 +150,18 @@ class WatchStore:
     # -- this rank ---------------------------------------------------------------------------------------------------
 
     def beat(self, ended: str = "") -> None:
-        """Publish a sign of life, and what this rank does if that is new or takes long; learn of a failure.
-
-        Args:
-            ended: why this rank leaves, for good.
-        """
+        """Publish a sign of life, and what is new or takes long, or why this rank has `ended`; learn of a failure."""
         self._ended = self._ended or ended
-        doing, state = self._record.doing, None
+        doing, text = self._record.doing, None
         for_s = time.monotonic() - doing.since_s
         is_slow = for_s > self._slow_s
-        if self._ended or doing is not self._published or (is_slow and not self._is_full):
+        if self._ended or (doing, is_slow) != self._published:
             state = self._record.full() if is_slow and not self._ended else self._record.brief(self._ended)
-            self._published, self._is_full = doing, is_slow
+            text = AS_JSON.dump_json(state).decode()
+            self._published = doing, is_slow
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
         rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
-
-        text = None if state is None else AS_JSON.dump_json(state).decode()
 
         def publish(store: Any) -> Any:
             if text is not None:
@@ -183,7 +177,7 @@ class WatchStore:
         """Tell the others, unless one of them was first."""
         text = json.dumps(failure._replace(error=printable(failure.error, IN_LINES)[:_MAX_CHARACTERS]))
         first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
-        told = None if first is None else self._valid(_FAILURE, _ABORT, first)
+        told = self._valid(_FAILURE, _ABORT, first)
         if first is not None and told is None:
             self._ask(lambda store: store.set(_ABORT, text))
         self.failure = told or failure
@@ -210,7 +204,7 @@ class WatchStore:
         if passed_s < pause_s:
             return
         is_silent = self.lost_at is None and self._asked > self._answered
-        beats = self._beats_of if is_silent else self._read_beats()
+        beats = self._beats_of if is_silent else self._read("beat", _BEAT)
         if not (beats or is_silent):
             return
         self._looked_at = now
@@ -233,7 +227,7 @@ class WatchStore:
         Ranks that give none until then are silent, and ranks that have been quiet for so long before are not waited
         for. The result is empty without the store, and incomplete where the job fails meanwhile.
         """
-        before, deadline, ranks = self._read_beats(), time.monotonic() + wait_s, range(self._world_size)
+        before, deadline, ranks = self._read("beat", _BEAT), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
         for rank in ranks:
             if before.get(rank) != self._beats_of.get(rank):  # it was quiet by the last look, which may be long ago
@@ -241,28 +235,24 @@ class WatchStore:
         while time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()
-            beats = self._read_beats()
+            beats = self._read("beat", _BEAT)
             quiet = [r for r in ranks if beats.get(r) == before.get(r) and (r not in beats or not beats[r].has_ended)]
             if all(self._quiet_s[rank] >= wait_s for rank in quiet):
                 break
-        texts = self._read("state")
+        published = self._read("state", AS_JSON)
         if self._is_gone:
             return {}
         self._silent = quiet
         states = {}
         for rank in ranks:
-            state = self._valid(AS_JSON, f"state/{rank}", texts[rank]) if rank in texts else None
+            state = published.get(rank)
             if state is None or state.rank != rank:
                 state = RankState(rank, stage_id=-1)
             for_s = beats[rank].for_s if rank in beats else 0.0
             states[rank] = replace(state, for_s=for_s, silent=rank in quiet, silent_s=self._quiet_s[rank])
         return states
 
-    def _read_beats(self) -> dict[int, _Beat]:
-        beats = {rank: self._valid(_BEAT, f"beat/{rank}", text) for rank, text in self._read("beat").items()}
-        return {rank: beat for rank, beat in beats.items() if beat is not None}
-
-    def _read(self, kind: str) -> dict[int, bytes]:
+    def _read(self, kind: str, adapter: TypeAdapter[T]) -> dict[int, T]:
         """Return what each rank has published of a kind; ranks that have published nothing are left out."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
 
@@ -271,10 +261,13 @@ class WatchStore:
                 return list(store.multi_get(keys))
             return [store.get(key) if store.check([key]) else None for key in keys]
 
-        return {rank: text for rank, text in enumerate(self._ask(read) or ()) if text is not None}
+        values = [self._valid(adapter, key, text) for key, text in zip(keys, self._ask(read) or (), strict=False)]
+        return {rank: value for rank, value in enumerate(values) if value is not None}
 
-    def _valid(self, adapter: TypeAdapter[T], key: str, text: bytes) -> T | None:
-        """Return a value of the store, or None where it is not of the form in which ranks write."""
+    def _valid(self, adapter: TypeAdapter[T], key: str, text: bytes | None) -> T | None:
+        """Return a value of the store, or None where there is none, or none of the form in which ranks write."""
+        if text is None:
+            return None
         try:
             if len(text) > _MAX_BYTES:
                 raise ValueError(f"it has {len(text)} bytes, and at most {_MAX_BYTES} are read")

@@ -10,8 +10,7 @@ up such a wait without closing the connection. So each rank runs one daemon thre
 - a rank that loses a connection, or that the launcher ends (SIGTERM) because another rank died without a word, names
   the ranks that give no sign of life.
 
-A rank publishes why it ends before it prints it, and what it prints never holds it up. An error of the thread itself is
-printed, and the thread goes on; a timer in C ends the process if the thread does not run any more.
+An error of the thread itself is printed, and the thread goes on; a timer in C ends the process if it runs no more.
 """
 
 from __future__ import annotations
@@ -96,10 +95,7 @@ class Watchdog:
         return None if failure is None or failure.rank == self._rank else failure
 
     def batch(self) -> AbstractContextManager[None]:
-        """Watch everything in which this rank waits for others, and publish the exception that leaves it.
-
-        Errors that all ranks raise alike leave no rank waiting, and are not published.
-        """
+        """Watch everything in which this rank waits for others. Publish what leaves it, but for `RaisedEverywhere`."""
         failure = self._others.failure
         if failure is not None:
             if self._words.are_mine():
@@ -310,13 +306,12 @@ class Watchdog:
 
     def _end(self, text: str, doing: Doing, stalled: bool = False) -> None:
         """End this process from the watch-dog's thread: the main thread waits in a call that cannot be interrupted."""
-        what = str(doing) if doing.action else OUTSIDE
         where = "" if doing.wait else f"\nIts main thread is here:\n{self._record.full().stack}"
         failure = Failure(self._rank, self._record.stage_id, doing.action, text, stalled)
         if not self._words.are_mine():
             return  # the main thread raises by itself
         with self._words.leaving(1):
-            self._words.tell(self._others, f"{text}\nThis rank was {what}.{where}", failure)
+            self._words.tell(self._others, f"{text}\nThis rank was {doing}.{where}", failure)
             deadline = time.monotonic() + (LINGER_S if self._failure_of_others() is not None else 0.0)
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass
@@ -326,11 +321,9 @@ class Watchdog:
         with self._words.leaving(128 + 15):
             doing = self._record.doing
             self._others.beat(ended="ended by SIGTERM")
-            failure = self._others.failure
-            lost = self._lost_ranks(HURRIED_ANSWER_S) if failure is None else str(failure)
             text = (
                 "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why."
-                f"\n{lost or 'All ranks are alive.'}\nThis rank was {doing if doing.action else OUTSIDE}."
+                f"\n{self._lost_ranks(HURRIED_ANSWER_S) or 'All ranks are alive.'}\nThis rank was {doing}."
             )
             if self._words.are_mine():
                 self._words.tell(self._others, text)

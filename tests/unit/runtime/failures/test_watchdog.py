@@ -25,7 +25,7 @@ from terapipe_ds.runtime.failures import last_words, process_end
 from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.last_words import PipelineAborted
 from terapipe_ds.runtime.failures.process_end import disarm_timer
-from terapipe_ds.runtime.failures.report import DRAWING
+from terapipe_ds.runtime.failures.report import AS_JSON, DRAWING
 from terapipe_ds.runtime.failures.watchdog import Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
@@ -508,9 +508,9 @@ class TestEnd:
     def test_nothing_is_asked_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         watchdog = job.rank(0)
         monkeypatch.setattr(sys, "is_finalizing", lambda: True)
-        assert watchdog._others._read("state") == {}
+        assert watchdog._others._read("state", AS_JSON) == {}
         monkeypatch.undo()
-        assert set(watchdog._others._read("state")) == {0}
+        assert set(watchdog._others._read("state", AS_JSON)) == {0}
 
 
 def _wakeup_descriptor() -> int:

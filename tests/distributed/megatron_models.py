@@ -311,10 +311,7 @@ def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> li
 
 
 def job_ours(
-    case: Case,
-    weights: Weights,
-    prepare: Callable[[], Any] | None = None,
-    watch: Callable[[Any], Any] | None = None,
+    case: Case, weights: Weights, prepare: Callable[[], Any] | None = None, watch: Callable[[Any], Any] | None = None
 ) -> Record:
     """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile; what that
     gives is a list of errors for the record. ``watch(engine)`` returns what is filled in meanwhile."""

@@ -281,12 +281,8 @@ class TestData:
     def test_nothing_of_a_failed_batch_stays(self, options: dict[str, Any]) -> None:
         """No gradients either, which the next step would add to its own."""
         [found] = on_ranks(job_after_an_error, 1, options=options)
-        assert found == {
-            "raised": ("MemoryError", "out of memory"),
-            "live bytes": 0,
-            "returned": True,
-            "parameters": 0.0,
-        }
+        raised = ("MemoryError", "out of memory")
+        assert found == {"raised": raised, "live bytes": 0, "returned": True, "parameters": 0.0}
 
 
 # -- monitors, timers, printed progress ----------------------------------------------------------------------

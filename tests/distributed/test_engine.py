@@ -72,15 +72,10 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
     "logits of the micro-batches": {"compute_loss": False, "reduce_output": None},
     "mean of the logits and logits": {"compute_loss": False, "return_logits": True},
 }
-
-
+MEAN = section(slices=UNEVEN, loss_reduction="mean")
 EVALUATED: dict[str, dict[str, Any]] = {
     "tokens": {"terapipe": section(slices=[5, 10, 7, 1])},
-    "a model that gives its own loss": {
-        "layers": tuple_models.own_loss_layers,
-        "terapipe": section(slices=UNEVEN, loss_reduction="mean"),
-        "loss_fn": None,
-    },
+    "a model that gives its own loss": {"layers": tuple_models.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
     "logits with rows and tokens in one dimension": {
         "layers": tuple_models.flat_layers,
         "terapipe": section(slices=UNEVEN),

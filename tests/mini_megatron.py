@@ -203,15 +203,8 @@ def write(root: Path, without: Collection[str] = (), patch: str | None = None) -
 
 def arguments(length: int, **changes: Any) -> SimpleNamespace:
     """What upstream's command line would give."""
-    given = {
-        "seq_length": length,
-        "attention_dropout": 0.0,
-        "rope_theta": 10000.0,
-        "rotary_dim": 6,
-        "deepspeed_config_dict": {},
-        **changes,
-    }
-    return SimpleNamespace(**given)
+    given = {"attention_dropout": 0.0, "rope_theta": 10000.0, "rotary_dim": 6, "deepspeed_config_dict": {}}
+    return SimpleNamespace(**{"seq_length": length, **given, **changes})
 
 
 @contextlib.contextmanager

@@ -48,10 +48,7 @@ def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
     said = {rank: Position(folder, rank).read() for rank in exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
     rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
-    said[rank].setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
+    code, names = exit_codes[rank], {-known: known.name for known in signal.Signals}
+    ended = f"exit code {code}" if code >= 0 else f"signal {names.get(code, -code)}"
+    said[rank].setdefault("reason", f"rank {rank} ended with {ended}")
     return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
-
-
-def _in_words(exit_code: int) -> str:
-    names = {-known: known.name for known in signal.Signals}
-    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {names.get(exit_code, -exit_code)}"

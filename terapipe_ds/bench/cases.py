@@ -194,10 +194,7 @@ class Preset:
 
 
 def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
-    """Return every schedule of every system.
-
-    Ours that run whole micro-batches have one slice, the others (and 1F1B) each of `slices`.
-    """
+    """Return every schedule of every system; ours in each of `slices`, or in one if they run whole micro-batches."""
     stock = [Case("deepspeed", name) for name in DEEPSPEED]
     sliced = [name for name in TERAPIPE if name == "1f1b" or name not in WHOLE]
     ours = [Case("terapipe", name, given) for name in sliced for given in slices]

@@ -32,10 +32,7 @@ REPEATS = 7
 
 
 def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
-    """Return the result of a preset in the form of all benchmarks: a row per measurement, bound by the unsliced call.
-
-    Raises `BenchError` without a CUDA device.
-    """
+    """Return the result of a preset: a row per measurement, bound by the unsliced call. BenchError without CUDA."""
     if not torch.cuda.is_available():
         raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
     before = {**machine(), "device": torch.cuda.get_device_name()}

@@ -131,10 +131,7 @@ def unsliced_s(systems: Sequence[Sequence[Timeline]], accumulation: int) -> tupl
 
 
 def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: int) -> float:
-    """Return how many times as long F and B of an unsliced micro-batch took in the turns as when costs were measured.
-
-    `unsliced_s` and `costs` have an entry per stage.
-    """
+    """Return how many times as long unsliced F and B took (by stage) in the turns as when `costs` were measured."""
     whole_s = sum(c.forward_s(sequence_length, 0) + c.backward_s(sequence_length, 0) for c in costs)
     return sum(unsliced_s) / float(whole_s)
 
@@ -151,10 +148,7 @@ def median_index(seconds: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """CPU seconds of the actions of one part by kind, tokens and prefix, and of links by tokens, as `simulate` asks.
-
-    A backward is B, and W where it is apart.
-    """
+    """CPU seconds of the actions of a part by kind, tokens and prefix (a backward with its W), and of its links."""
 
     seconds: Mapping[tuple[str, int, int], float]
     links: Mapping[int, float]

@@ -27,15 +27,7 @@ from terapipe_ds.bench.metrics import (
     replay_s,
     unsliced_s,
 )
-from terapipe_ds.bench.ranks import (
-    RankError,
-    finish_rank,
-    gpt_config,
-    keep_memory,
-    machine,
-    prepare_rank,
-    spawn_ranks,
-)
+from terapipe_ds.bench.ranks import RankError, finish_rank, gpt_config, keep_memory, machine, prepare_rank, spawn_ranks
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule
@@ -66,10 +58,7 @@ def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], No
 
 
 def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
-    """Return the job without the systems that failed.
-
-    Raises `BenchError` where the failed work concerns all systems, or had failed before.
-    """
+    """Return the job without what failed; BenchError where that concerns all systems, or had failed before."""
     failed = find_failure(folder, error.exit_codes)
     if failed is None or any(dataclasses.replace(failed, reason=known.reason) == known for known in job.left_out):
         raise BenchError(f"{error}; what the rank said stands there") from None

@@ -29,9 +29,7 @@ class Insertion:
 
     what: str
     file: str
-    owner: (
-        str | None
-    )  # the module in which `path` is looked up; None: the model, of whose script no module has the name
+    owner: str | None  # the module that has `path`; None: the model, of whose script no module has the name
     path: str
     helper: str
     attribute: bool = False  # the object at `path` must be `helper`; otherwise it is a function whose code names it

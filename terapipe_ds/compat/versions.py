@@ -80,10 +80,7 @@ def warn_about_versions() -> None:
 
 
 def has_apex() -> bool:
-    """Return whether NVIDIA apex is installed with its optimizers.
-
-    A package on PyPI has the same name and nothing else in common with it: only `apex.optimizers.FusedAdam` tells.
-    """
+    """Return whether NVIDIA apex is installed; another package has the name on PyPI, without `FusedAdam`."""
     return _has("apex.optimizers", "FusedAdam")
 
 

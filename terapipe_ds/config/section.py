@@ -296,10 +296,7 @@ def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
 
 
 def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have as schedule, found by building or reading one.
-
-    Each value of `section` is valid by itself.
-    """
+    """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
     if name in SCHEDULE_NAMES:

@@ -138,7 +138,8 @@ class AnalyticCosts:
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
         """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
         size, heads = self.model, self.model.num_heads / self.tensor_parallel
-        flops = 4 * self.micro_batch * heads * size.head_dim * attention_pairs(i, j)
+        pairs = i * j + i * (i + 1) / 2  # a token sees the prefix and its slice up to itself
+        flops = 4 * self.micro_batch * heads * size.head_dim * pairs
         numbers = 2 * heads * i + 2 * self._kv_heads() * (i + j)
         moved = self._item * self.micro_batch * size.head_dim * numbers
         work = (ATTENTION_BACKWARD * flops, 3 * moved, 4) if backward else (flops, moved, 2)
@@ -231,11 +232,6 @@ def analytic_costs(
             size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, link, peer_link
         )
     return [parts[key] for key in keys]
-
-
-def attention_pairs(tokens: Any, prefix: Any) -> Any:
-    """Count the (query, key) pairs of one head: token n of a slice sees the prefix and the slice up to itself."""
-    return tokens * prefix + tokens * (tokens + 1) / 2
 
 
 def _arguments(tokens: Any, prefix: Any) -> tuple[Array, Array]:

@@ -63,10 +63,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, config=STRICT)
 class CostSample:
-    """Medians over `repeats` runs of one slice of `tokens` tokens after `prefix` tokens, in seconds.
-
-    A spread is the interquartile range over the median.
-    """
+    """Median seconds of a slice of `tokens` tokens after `prefix`; a spread is the interquartile range over it."""
 
     tokens: _Count
     prefix: _Index
@@ -158,10 +155,7 @@ class Profile:
             raise ValueError(f"pipeline_stages = {show_value(stages)}: expected 1 to the number of parts, {parts}")
 
     def require(self, expected: ProfileKey, ignore: Sequence[str] = ()) -> None:
-        """Raise ProfileError with one line per field that differs, unless it is in `ignore`.
-
-        A profile of a longer sequence serves a shorter one.
-        """
+        """Raise ProfileError with a line per field that differs, unless in `ignore`. A longer sequence will do."""
         lines = []
         for field in dataclasses.fields(ProfileKey):
             measured, wanted = getattr(self.key, field.name), getattr(expected, field.name)

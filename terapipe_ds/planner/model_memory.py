@@ -230,9 +230,8 @@ class Setup:
         """Count gradients beside what is still kept: in the MLP, or in attention once the MLP's share is gone."""
         item, degree = self._item, self.tensor_parallel
         mlp = self._into_mlp * item // degree
-        attention = (
-            6 * self._query + 2 * self._key_value
-        ) * item  # of out, q, expanded k and v; then the fused product
+        # of out, q, expanded k and v; then the fused product
+        attention = (6 * self._query + 2 * self._key_value) * item
         gone = 2 * self._into_mlp * item // degree + self._norm_saved
         return max(mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone)
 

@@ -108,10 +108,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the computation that `text` names: `F0.3`, `B1.0c1`; of part 0, for the text does not name the part.
-
-        Raises `ScheduleError` on any other text.
-        """
+        """Return the computation, of part 0, that `text` names (`F0.3`, `B1.0c1`), or raise `ScheduleError`."""
         match = _COMPUTE_FORM.fullmatch(text)
         if match is None:
             raise ScheduleError(

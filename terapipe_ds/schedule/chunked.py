@@ -109,10 +109,7 @@ def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> l
 
 
 def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """Return every forward: the n-th unit at slot p + 2n of part p.
-
-    The two parts of a stage differ by an odd number, so that they never meet in a slot, and no stage waits.
-    """
+    """Return every forward, the n-th unit at slot p + 2n of part p: the parts of a stage never meet in a slot."""
     units = forwards(num_slices)
     orders = []
     for stage_id in range(num_stages):

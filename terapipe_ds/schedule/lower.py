@@ -107,10 +107,7 @@ def _lower_stage(
 
 
 def peak_live_slices(order: Sequence[Action]) -> int:
-    """Return the most live slices of one stage, over all its chunks.
-
-    In an order without backward no slice stops being live, so the peak is the number of forwards.
-    """
+    """Return the most live slices of a stage, over all its chunks; without a backward none stops being live."""
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     live = peak = 0
     for action in order:

@@ -26,10 +26,7 @@ def loop(num_stages: int, chunks_per_stage: int) -> Placement:
 
 
 def v_shape(num_stages: int) -> Placement:
-    """Place parts 0 to K - 1 down the stages, parts K to 2K - 1 back up: the last stage hands over to itself.
-
-    (Qi et al., arXiv 2401.10241 and 2405.15362.)
-    """
+    """Place parts 0 to K - 1 down the stages, the others back up (Qi et al., arXiv 2401.10241 and 2405.15362)."""
     return {(s, c): (s, 2 * num_stages - 1 - s)[c] for c in range(2) for s in range(num_stages)}
 
 
@@ -46,10 +43,7 @@ def bidirectional(num_stages: int) -> Placement:
 
 
 def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Placement:
-    """Return the placement of the schedule `name`; chunks are as for `build`, which refuses unknown names.
-
-    Raises `ScheduleError` on a number of chunks that the schedule cannot take.
-    """
+    """Return the placement of a schedule; `ScheduleError` on a number of chunks that it cannot take (see `build`)."""
     if name in LOOPED:
         return loop(num_stages, chunks_per_stage)
     has_two = name in CHUNKED_SCHEDULES

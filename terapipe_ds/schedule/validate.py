@@ -82,10 +82,7 @@ def in_run_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Compute
 
 
 def replay(schedule: Schedule) -> list[list[int]]:
-    """Return the time slot in which each entry of each order starts, when every computation takes one slot.
-
-    Raises `ScheduleError` on a deadlock.
-    """
+    """Return the slot in which each entry of each order starts, where each takes one; ScheduleError on a deadlock."""
     ends: dict[ComputeKey, int] = {}
     starts: list[list[int]] = [[] for _ in schedule.orders]
     for stage_id, action, needs in in_run_order(schedule):

@@ -90,10 +90,7 @@ def _size(held: _Held, spans: Spans, memory: Memory) -> int:
 
 
 def over_time(numbers: Sequence[int], times: Sequence[tuple[float, float]]) -> ByteSteps:
-    """Return the numbers of `bytes_of_stage` over time; `times` has start and end of each computation.
-
-    Numbers that last no time, or equal the number before them, do not show.
-    """
+    """Return the numbers of `bytes_of_stage` where they change over time; `times`: (start, end) by computation."""
     moments = [0.0, *(time_s for span in times for time_s in span)]
     steps = dict(zip(moments, numbers, strict=True))
     return tuple(next(same) for _, same in groupby(steps.items(), key=lambda step: step[1]))

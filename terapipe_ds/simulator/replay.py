@@ -42,12 +42,7 @@ Plans = SlicePlan | Sequence[SlicePlan]
 
 
 def simulate(
-    schedule: Schedule,
-    plan: Plans,
-    costs: Any,
-    *,
-    memory: Memory | None = None,
-    overlap: bool = True,
+    schedule: Schedule, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True
 ) -> Timeline:
     """Return what one batch of `schedule` does when, from time 0 on.
 

@@ -158,17 +158,15 @@ def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[s
         if names:
             more = ", ..." if len(names) > 3 else ""
             problems.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
-    problems = (
-        problems
-        or [
-            f"computation {index} of stage {stage_id} is {one} as predicted, {other} as measured"
-            for stage_id, stages in enumerate(zip(predicted, measured, strict=True))
-            for index, (one, other) in enumerate(zip(*stages, strict=True))
-            if one != other
-        ][:1]
-    )
+    problems = problems or [
+        f"computation {index} of stage {stage_id} is {one} as predicted, {other} as measured"
+        for stage_id, stages in enumerate(zip(predicted, measured, strict=True))
+        for index, (one, other) in enumerate(zip(*stages, strict=True))
+        if one != other
+    ]
     if problems:
-        raise CompareError(f"not the same schedule: {'; '.join(problems)}; simulate the schedule and the plan that ran")
+        shown = "; ".join(problems[:2])
+        raise CompareError(f"not the same schedule: {shown}; simulate the schedule and the plan that ran")
 
 
 def _rows_of(stage_id: int, both: list[dict[str, TimelineEvent]], zeros_s: list[float]) -> list[Quantity]:

@@ -92,23 +92,12 @@ def case_key(case: Case) -> tuple[Any, ...]:
 
 # -- the dimensions ------------------------------------------------------------------------------------------
 
+SCHEDULES = "gpipe 1f1b terapipe seq1f1b zb-h1 seq1f1b-zb interleaved seq1f1b-interleaved zbv chimera chimera-seq"
 DIMENSIONS: dict[str, Sequence[Any]] = {
     "parallel": ((1, 1), (2, 1), (3, 1), (2, 2)),  # stages, data parallel
     "micro_batches": (1, 2, 4),
     "slices": (3, (5, 10, 2, 7), (14, 9, 1)),
-    "schedule": (
-        "gpipe",
-        "1f1b",
-        "terapipe",
-        "seq1f1b",
-        "zb-h1",
-        "seq1f1b-zb",
-        "interleaved",
-        "seq1f1b-interleaved",
-        "zbv",
-        "chimera",
-        "chimera-seq",
-    ),
+    "schedule": tuple(SCHEDULES.split()),
     "tied": (False, True),
     "checkpointing": ("off", "reentrant", "reentrant_all", "non_reentrant"),
     "masked": (False, True),

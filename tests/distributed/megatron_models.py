@@ -90,37 +90,22 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def transformer_config(case: Case, **changes: Any) -> TransformerConfig:
     dtype, _ = PRECISIONS[case.precision]
-    fields: dict[str, Any] = {
-        "num_layers": case.num_layers,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": QUERY_GROUPS[case.heads],
-        "ffn_hidden_size": 48,
-        "qk_layernorm": case.qk_norm,
-        "rotary_interleaved": case.positions == "rope_part",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": 0.2,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "use_cpu_initialization": True,
-        "bias_dropout_fusion": False,
-        **_FEED_FORWARD[case.block],
-    }
-    return TransformerConfig(**{**fields, **changes})
+    shape = {"num_layers": case.num_layers, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    heads = {"num_query_groups": QUERY_GROUPS[case.heads], "qk_layernorm": case.qk_norm}
+    positions = {"rotary_interleaved": case.positions == "rope_part"}
+    types = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    types["fp16"] = dtype == torch.float16
+    start = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.2, "use_cpu_initialization": True}
+    fields = {**shape, **heads, **positions, **types, **start, **_FEED_FORWARD[case.block]}
+    return TransformerConfig(**{"bias_dropout_fusion": False, **fields, **changes})
 
 
 def model_options(case: Case) -> dict[str, Any]:
     """What GPTModel and MegatronGPT take by the same names."""
-    return {
-        "vocab_size": case.vocab_size,
-        "max_sequence_length": MAX_LENGTH,
-        "position_embedding_type": "learned_absolute" if case.positions.startswith("learned") else "rope",
-        "rotary_percent": 0.5 if case.positions == "rope_part" else 1.0,
-        "share_embeddings_and_output_weights": case.tied,
-    }
+    kind = "learned_absolute" if case.positions.startswith("learned") else "rope"
+    positions = {"position_embedding_type": kind, "rotary_percent": 0.5 if case.positions == "rope_part" else 1.0}
+    sizes = {"vocab_size": case.vocab_size, "max_sequence_length": MAX_LENGTH}
+    return {**sizes, **positions, "share_embeddings_and_output_weights": case.tied}
 
 
 # -- the data -------------------------------------------------------------------------------------------------
@@ -311,10 +296,7 @@ def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> li
 
 
 def job_ours(
-    case: Case,
-    weights: Weights,
-    prepare: Callable[[], Any] | None = None,
-    watch: Callable[[Any], Any] | None = None,
+    case: Case, weights: Weights, prepare: Callable[[], Any] | None = None, watch: Callable[[Any], Any] | None = None
 ) -> Record:
     """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile; what that
     gives is a list of errors for the record. ``watch(engine)`` returns what is filled in meanwhile."""

@@ -5,24 +5,13 @@ from __future__ import annotations
 import importlib
 
 # The first engine, and the first one with ZeRO, would import torch's compiler; any job its test module's imports.
-for _name in (
-    "torch",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.profiler._cupti_monitor",
-    "deepspeed",
-    "deepspeed.module_inject",
-    "deepspeed.module_inject.auto_ep_layer",
-    "numpy.typing",
-    "pytest",
-    "terapipe_ds.models.megatron",
-    "terapipe_ds.models.gpt",
-    "terapipe_ds.bench.ranks",
-    "terapipe_ds.runtime.engine.engine",
-    "terapipe_ds.runtime.register",
-    "terapipe_ds.cli",
-    "tests.distributed.tuple_models",
-):
+_NAMES = """
+    torch torch._dynamo torch._inductor.compile_fx torch.profiler._cupti_monitor
+    deepspeed deepspeed.module_inject deepspeed.module_inject.auto_ep_layer numpy.typing pytest
+    terapipe_ds.models.megatron terapipe_ds.models.gpt terapipe_ds.bench.ranks terapipe_ds.runtime.engine.engine
+    terapipe_ds.runtime.register terapipe_ds.cli tests.distributed.tuple_models
+"""
+for _name in _NAMES.split():
     try:
         importlib.import_module(_name)
     except ImportError:  # megatron-core is optional, and torch's own modules come and go: the rank will tell

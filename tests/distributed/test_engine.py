@@ -72,15 +72,10 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
     "logits of the micro-batches": {"compute_loss": False, "reduce_output": None},
     "mean of the logits and logits": {"compute_loss": False, "return_logits": True},
 }
-
-
+MEAN = section(slices=UNEVEN, loss_reduction="mean")
 EVALUATED: dict[str, dict[str, Any]] = {
     "tokens": {"terapipe": section(slices=[5, 10, 7, 1])},
-    "a model that gives its own loss": {
-        "layers": tuple_models.own_loss_layers,
-        "terapipe": section(slices=UNEVEN, loss_reduction="mean"),
-        "loss_fn": None,
-    },
+    "a model that gives its own loss": {"layers": tuple_models.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
     "logits with rows and tokens in one dimension": {
         "layers": tuple_models.flat_layers,
         "terapipe": section(slices=UNEVEN),
@@ -281,12 +276,8 @@ class TestData:
     def test_nothing_of_a_failed_batch_stays(self, options: dict[str, Any]) -> None:
         """No gradients either, which the next step would add to its own."""
         [found] = on_ranks(job_after_an_error, 1, options=options)
-        assert found == {
-            "raised": ("MemoryError", "out of memory"),
-            "live bytes": 0,
-            "returned": True,
-            "parameters": 0.0,
-        }
+        raised = ("MemoryError", "out of memory")
+        assert found == {"raised": raised, "live bytes": 0, "returned": True, "parameters": 0.0}
 
 
 # -- monitors, timers, printed progress ----------------------------------------------------------------------

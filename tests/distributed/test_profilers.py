@@ -38,13 +38,9 @@ def operations(engine: Any, recomputes: bool) -> dict[str, int]:
     decoders = sum("attention.out" in name for name in weights)
     products = 2 * ROWS * LENGTH * matrices
     pairs = 2 * decoders * ROWS * HIDDEN * LENGTH * (LENGTH + 1) // 2
-    return {
-        "forward": products + 2 * pairs,
-        "inputs": products,
-        "weights": products,
-        "attention backward": 5 * pairs,
-        "again": (products + 2 * pairs) if recomputes else 0,
-    }
+    forward = products + 2 * pairs
+    backward = {"inputs": products, "weights": products, "attention backward": 5 * pairs}
+    return {"forward": forward, **backward, "again": forward if recomputes else 0}
 
 
 def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[str, Any]:

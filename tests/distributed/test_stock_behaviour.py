@@ -89,13 +89,8 @@ def image_batches(count: int) -> list[Batch]:
 
 
 def on_images(**options: Any) -> dict[str, Any]:
-    return {
-        "layers": image_layers,
-        "loss_fn": nn.CrossEntropyLoss(),
-        "train_micro_batch_size_per_gpu": 4,
-        **options,
-        "module": {"partition_method": "parameters", **options.get("module", {})},
-    }
+    given = {"layers": image_layers, "loss_fn": nn.CrossEntropyLoss(), "train_micro_batch_size_per_gpu": 4, **options}
+    return {**given, "module": {"partition_method": "parameters", **options.get("module", {})}}
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

@@ -109,9 +109,7 @@ BY_DEFAULT = {("tp2-pp2", "fp64"), ("tp2-pp2", "bf16"), ("tp2-dp2", "fp32-zero1"
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * (case not in BY_DEFAULT)) for case in CASES],
-    ids="-".join,
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case not in BY_DEFAULT)) for case in CASES], ids="-".join
 )
 def test_the_clipped_update_is_that_of_the_whole_gradient(case: tuple[str, str]) -> None:
     limit = KINDS[case[1]][2]

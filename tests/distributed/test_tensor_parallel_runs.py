@@ -46,12 +46,9 @@ def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
     plain = engine.eval_batch(iter(data))
     own = engine.eval_batch(iter(data), bcast_loss=False)
     trained = engine.train_batch(iter(data))
-    return {
-        "losses": [float(loss), float(plain), float(trained)],
-        "exact": float(own) if engine.is_last_stage() else None,
-        "logits": logits,
-        "outputs": outputs,
-    }
+    losses = [float(loss), float(plain), float(trained)]
+    exact = float(own) if engine.is_last_stage() else None
+    return {"losses": losses, "exact": exact, "logits": logits, "outputs": outputs}
 
 
 def _evaluated() -> dict[str, Any]:

@@ -22,13 +22,7 @@ def weight(*shape: int, seed: int) -> nn.Parameter:
 
 def decoder(index: int) -> gpt.DecoderLayer:
     config = gpt.GPTConfig(
-        hidden_size=HIDDEN_SIZE,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_size=24,
-        init_std=0.3,
-        dtype="float64",
+        hidden_size=HIDDEN_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, init_std=0.3, dtype="float64"
     )
     return gpt.DecoderLayer(config, index)
 

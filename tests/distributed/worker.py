@@ -25,16 +25,9 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
     """What a launcher would set. The address is for DeepSpeed's check alone: ranks meet in a file."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+    others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return ranks | others
 
 
 def rank_main(connection: Connection, rank: int, world_size: int, rendezvous: str, log_path: str) -> None:

@@ -69,13 +69,8 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, device: str, slices: 
     settings, gpt = (BF16_SETTINGS, {"dtype": "bfloat16"}) if device == "cuda" else (None, None)
     config, data = gpt_config(work, gpt), micro_batches(work, 1)
     granularity = max(1, work.sequence_length // max(slices))
-    section = {
-        "enabled": True,
-        "schedule": "seq1f1b",
-        "slices": "auto",
-        "granularity_tokens": granularity,
-        "planner": {"cache_dir": folder},
-    }
+    section = {"enabled": True, "schedule": "seq1f1b", "slices": "auto", "planner": {"cache_dir": folder}}
+    section["granularity_tokens"] = granularity
     with one_attention(device, config.torch_dtype, config.head_dim):
         ours = build_engine(section, work, ds_config=settings, gpt=gpt)
         stock = build_engine(None, work, ds_config=settings, gpt=gpt)
@@ -107,11 +102,8 @@ def _measured(
         step_s, closing_s = (statistics.median(column) for column in zip(*steps, strict=True))
         makespan_s = float(simulate(build("seq1f1b", 1, 1, count), plan, costs).makespan_s)
         rows.append({"slices": count, "step_s": step_s, "predicted_s": makespan_s + closing_s})
-    return {
-        "stock_s": statistics.median(s for s, _ in pairs),
-        "over_stock": statistics.median(o / s for s, o in pairs),
-        "rows": rows,
-    }
+    stock_s, over_stock = statistics.median(s for s, _ in pairs), statistics.median(o / s for s, o in pairs)
+    return {"stock_s": stock_s, "over_stock": over_stock, "rows": rows}
 
 
 def _first_step(engine: Any, data: Any) -> tuple[float, float]:

@@ -243,13 +243,8 @@ def test_simulate_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1][:6] == ["critical", "path:", "6", "steps", "on", "2"]
     data = json.loads(shown(capsys, "simulate", *UNIT, "--json"))
     assert (data["makespan_s"], data["plans"], data["num_stages"]) == (4.875, [[5, 3]], 2)
-    assert data["stages"][1] == {
-        "stage_id": 1,
-        "busy_s": 3,
-        "bubble_fraction": pytest.approx(1 - 3 / 4.875),
-        "peak_live_slices": 2,
-        "peak_bytes": None,
-    }
+    times = {"busy_s": 3, "bubble_fraction": pytest.approx(1 - 3 / 4.875)}
+    assert data["stages"][1] == {"stage_id": 1, **times, "peak_live_slices": 2, "peak_bytes": None}
     path = [(step["stage_id"], step["action"], step["waited_for"]) for step in data["critical_path"]]
     assert path[:2] == [(0, "F0.0", "start"), (1, "F0.0", "dependency")]
 
@@ -285,18 +280,8 @@ def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     """gpt3-1b over two stages in bf16: 24 layers of 12 h^2, at 2 + 2 + 4 + 12 bytes per parameter, and activations."""
-    options = [
-        "simulate",
-        "--schedule",
-        "seq1f1b",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "4",
-        "--sequence-length",
-        "2048",
-    ]
-    options += ["--model", "gpt3-1b", "--device", "a100", "--slices"]
+    options = ["simulate", "--schedule", "seq1f1b", "--stages", "2", "--micro-batches", "4", "--model", "gpt3-1b"]
+    options += ["--sequence-length", "2048", "--device", "a100", "--slices"]
     one, eight = (json.loads(shown(capsys, *options, n, "--json"))["stages"][0]["peak_bytes"] for n in ("1", "8"))
     # per token and layer 34 h bytes and more (Korthikanti et al. 2022): of 2 sequences, or of 9 of 8 slices each
     layers_bytes, kept = 12 * 12 * 2048**2 * 20, 12 * 2048 * 2048 * 34

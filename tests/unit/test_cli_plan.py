@@ -78,14 +78,8 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "fp16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "terapipe": section,
-    }
-    path.write_text(json.dumps(config))
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True}}
+    path.write_text(json.dumps({**config, "zero_optimization": {"stage": 1}, "terapipe": section}))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"

@@ -163,12 +163,10 @@ def test_what_the_disk_does_not_have_is_an_error(number: int, tmp_path: Path, mo
         sync(tmp_path)
         write_text(path, "new", durable=True)
         return
-    with pytest.raises(OSError) as caught:
-        sync(tmp_path)
-    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
-    with pytest.raises(OSError) as caught:
-        write_text(path, "new", durable=True)
-    assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    for act, name in ((lambda: sync(tmp_path), tmp_path), (lambda: write_text(path, "new", durable=True), path)):
+        with pytest.raises(OSError) as caught:
+            act()
+        assert (caught.value.errno, caught.value.filename) == (number, str(name))
 
 
 def test_what_has_no_end_is_not_read_to_it(tmp_path: Path) -> None:

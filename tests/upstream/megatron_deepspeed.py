@@ -196,14 +196,9 @@ class Runs:
         """Start `pretrain_gpt.py` once, from what the run `load` saved, until step `until`, at which it saves."""
         folder, tensor = self.folder / name, self.case.tensor
         folder.mkdir(parents=True)
-        config = {
-            "train_batch_size": 4,
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 100,
-            # 1.0 unless set, and DeepSpeed's own fp32 norm leaves out later stages
-            "gradient_clipping": 0.0,
-            **self.case.config,
-        }
+        config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 100}
+        # clipping is 1.0 unless set, and DeepSpeed's own fp32 norm leaves out later stages
+        config |= {"gradient_clipping": 0.0, **self.case.config}
         if sliced:
             config["terapipe"] = self.case.section
         (folder / "config.json").write_text(json.dumps(config))

@@ -92,10 +92,7 @@ class Masters:
 
 
 class TorchDriver(Driver):
-    """A schedule of torch with AdamW, and with `Masters` where the config says bf16.
-
-    The loss of a micro-batch is divided by the number of micro-batches before its backward.
-    """
+    """A schedule of torch with AdamW and, in bf16, `Masters`; losses are divided before their backwards."""
 
     def __init__(self, case: Case, job: Job) -> None:
         from torch.distributed import pipelining

@@ -1,7 +1,4 @@
-"""Make the HTML report of a benchmark.
-
-`data` reads the result file, `text` has the sentences and numbers, `plots` the figures, `page` fills `page.html`.
-"""
+"""Make the HTML report of a benchmark: `data` reads it, `text` and `plots` show it, `page` fills `page.html`."""
 
 from terapipe_ds.bench.report.data import ReportError
 from terapipe_ds.bench.report.page import load_result, render_page, write_report

@@ -197,10 +197,7 @@ class Result(BaseModel):
 
 
 def read_result(data: object) -> Result:
-    """Check the dict that `terapipe bench --json` writes.
-
-    Raises `ReportError` where a key is missing, or a value does not fit; the message names the run and the key.
-    """
+    """Check the dict of `terapipe bench --json`, or raise `ReportError` with the run and the key that do not fit."""
     try:
         return parse_as(Result, json.dumps(data))
     except (JsonError, TypeError) as error:

@@ -37,7 +37,9 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     problem = _problem(grid, config) or _problem_of_members(grid, lambda group, _: _ranks_of(group))
     _require_everywhere(problem or _problem_of_parallel_state(grid))
     _require_everywhere(_problem_of_members(grid, _answering))
-    tensor, alone = grid.get_slice_parallel_group(), _alone(grid)
+    tensor = alone = grid.get_slice_parallel_group()  # of a single rank DeepSpeed has made one for each
+    if grid.get_slice_parallel_world_size() > 1:
+        alone = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
     groups = ProcessGroupCollection(
         mp=grid.get_model_parallel_group(),
         **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"), tensor),
@@ -46,12 +48,6 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     )
     _enter(groups, grid, alone)
     return groups
-
-
-def _alone(grid: PipelineParallelGrid) -> Any:
-    if grid.get_slice_parallel_world_size() == 1:
-        return grid.get_slice_parallel_group()  # DeepSpeed made one for each rank
-    return torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
 
 
 def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | None:

@@ -239,10 +239,7 @@ def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Ten
 
 
 def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:
-    """Seed this rank's random numbers with Megatron-LM's offsets.
-
-    Seeds are equal on tensor-parallel ranks except for the tracker's state, and differ between stages and replicas.
-    """
+    """Seed this rank with Megatron-LM's offsets by stage and replica; tensor-parallel ranks differ in the tracker."""
     seed += 100 * grid.get_stage_id() + 10 * grid.get_data_parallel_rank()
     torch.manual_seed(seed)
     _seed_tracker(seed, grid.get_slice_parallel_rank())

@@ -39,10 +39,7 @@ class SplitBackwards(Protocol):
 
 
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
-    """Let the linear layers in `module`, itself included, leave their weight gradients to `gradients`.
-
-    Layers whose class or owner has its own way to compute the product are left alone.
-    """
+    """Let linear layers in `module`, itself included, leave weight gradients to W, but for those with own products."""
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
             layer._forward_impl = _forward_of(layer, gradients)

@@ -75,7 +75,7 @@ def rank_schedules(
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    return _with_equivalents(_over_layouts(layouts, rank_layout, num_stages, both_ways_s_of), num_micro_batches)
+    return _with_equivalents(_over_layouts(layouts, num_stages, both_ways_s_of, rank_layout), num_micro_batches)
 
 
 def rank_given(
@@ -90,12 +90,9 @@ def rank_given(
     both_ways_s_of: SecondsOf | None = None,
 ) -> Ranking:
     """Return `rank_schedules` for slices that are given."""
-
-    def rank_layout(layout: _Layout) -> Ranking:
-        return _replay_each(layout, plan, num_stages, num_micro_batches, memory_limit_bytes)
-
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    return _over_layouts(layouts, rank_layout, num_stages, both_ways_s_of)
+    counts = num_stages, num_micro_batches, memory_limit_bytes
+    return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
 
 
 def best_schedule(
@@ -211,10 +208,7 @@ def _layouts(
 
 
 def _over_layouts(
-    layouts: list[_Layout],
-    rank_layout: Callable[[_Layout], Ranking],
-    num_stages: int,
-    both_ways_s_of: SecondsOf | None,
+    layouts: list[_Layout], num_stages: int, both_ways_s_of: SecondsOf | None, rank_layout: Callable[[_Layout], Ranking]
 ) -> Ranking:
     """Return what every layout has, with `extra_s` where parts have two places."""
     results: list[PlanResult] = []

@@ -156,10 +156,7 @@ def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int])
 
 
 def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
-    """The contiguous cut whose heaviest part is lightest, as DeepSpeed's partition method "parameters" aims at.
-
-    None for fewer layers than parts.
-    """
+    """The contiguous cut whose heaviest part is lightest, as DeepSpeed's "parameters"; None for too few layers."""
     if len(weights) < num_parts:
         return None
     sums = list(itertools.accumulate(weights, initial=0.0))

@@ -34,10 +34,7 @@ MAX_WORK = 400_000_000  # of one search, as `solve` counts it; about a second
 def searches(
     parts: Sequence[CachedCosts], num_micro_batches: int, max_slices: int | None
 ) -> tuple[list[Search], float]:
-    """Return one finished search per pair of stages, and the largest of their bounds, in seconds.
-
-    Parts without a table (too large) cost nothing here: still a bound, a weaker one.
-    """
+    """Return a search per pair of stages, and their largest bound in seconds; parts without a table cost nothing."""
     bands = [_band(parts, first, last, num_micro_batches) for first, last in _pairs(parts)]
     work = None if bands[0].num_granules <= 64 else MAX_WORK
     finished = [search_plans(band, Objective(1, 1.0), max_slices, work) for band in bands]

@@ -85,10 +85,7 @@ class CachedCosts:
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
-    """Return one object per part; parts that share an object share its answers.
-
-    Where the tables of all would be too large, only the part that takes longest for a whole sequence has one.
-    """
+    """Return an object per part; equal parts share one. Where tables would be too large only the slowest has one."""
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")

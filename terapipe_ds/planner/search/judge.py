@@ -130,10 +130,7 @@ class Judge:
     def fastest(
         self, plans: Iterable[Lengths], score: Callable[[Lengths], float], *, within_budget: bool = False
     ) -> Lengths | None:
-        """Return the plan with the least `score` that fits, then the fewest slices; None where none fits.
-
-        Plans whose bound is above the best score so far are not replayed.
-        """
+        """Return the plan that fits with the least `score`, then the fewest slices; None where none fits."""
         best: tuple[float, int, Lengths] | None = None
         for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
             self.report()

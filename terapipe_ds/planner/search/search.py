@@ -108,10 +108,7 @@ def plan_slices(
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
-    """Return the least multiple of `granularity_tokens` that divides by the ranks that share a slice's tokens.
-
-    Megatron's sequence parallelism shares them among the tensor-parallel ranks.
-    """
+    """Return the least multiple of `granularity_tokens` that divides by the ranks of sequence parallelism."""
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
@@ -267,12 +264,8 @@ class Problem:
         """Return a good plan for all forwards before all backwards, one part per stage and memory without limit."""
         if self._has_equal_stages:
             return self.program.best.lengths
-        plain: dict[str, Any] = {
-            "num_stages": len(self.pipeline.parts),
-            "chunks_per_stage": 1,
-            "memory_limit_bytes": None,
-        }
-        pipeline = dataclasses.replace(self.pipeline, **plain)
+        num_parts = len(self.pipeline.parts)
+        pipeline = dataclasses.replace(self.pipeline, num_stages=num_parts, chunks_per_stage=1, memory_limit_bytes=None)
         starts = [search.best.lengths for search in (self.program, *self.searched[0])]
         return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
 

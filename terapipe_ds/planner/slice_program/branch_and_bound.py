@@ -274,10 +274,7 @@ class Search:
 def search_plans(
     band: Band, objective: Objective, max_slices: int | None = None, max_work: float | None = None
 ) -> Search:
-    """Return a finished search.
-
-    A program that counts slices takes as long as one per slice allowed, so the first search does not count.
-    """
+    """Return a finished search. The first one does not count slices, for each count would be a row of its program."""
     free = Search(band, objective, max_work=max_work)
     free.run()
     if max_slices is None or (free.optimal and free.best.num_slices <= max_slices):
@@ -301,10 +298,7 @@ def weigh(band: Band, lengths: Sequence[int]) -> WeighedPlan:
 
 
 def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
-    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more.
-
-    Each slice is as long as the limit on its time allows, as if longer slices took longer.
-    """
+    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more."""
     n = band.num_granules
     both = band.forward + band.backward
     low, high = both[:, 0].max(), max(both[0, n - 1], both[:, 0].max())

@@ -55,10 +55,8 @@ def solve(
         PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, or a time
             is NaN, negative or infinite.
     """
-    micro_batches, bubble = (
-        check_count("num_micro_batches", num_micro_batches),
-        check_count("num_stages", num_stages) - 1,
-    )
+    micro_batches = check_count("num_micro_batches", num_micro_batches)
+    bubble = check_count("num_stages", num_stages) - 1
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
     band = tabulate(costs, sequence_length, granularity_tokens).band
     search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)

@@ -108,10 +108,7 @@ def exact_zero(outputs: Any) -> torch.Tensor:
 
 
 def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """Return a slice's share in the loss of its micro-batch: a scalar, or a list where `loss_fn` gives one.
-
-    Without `loss_fn` the model returns the loss itself.
-    """
+    """Return a slice's share in the loss: a scalar, or a list as `loss_fn` gives. Without it outputs are losses."""
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(

@@ -35,10 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass
 class DrawnMicroBatch:
-    """What the data iterator gave: inputs where the first part is, labels where the last part is.
-
-    `seen` is the shape of the labels, at both ends.
-    """
+    """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape."""
 
     inputs: Any = None
     labels: SliceableTensors | None = None

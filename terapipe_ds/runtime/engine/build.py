@@ -54,10 +54,7 @@ class EngineSetup:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
-        """Read what `deepspeed.initialize` gives to its engine, and lay the module out in the parts of its schedule.
-
-        A collective over all ranks.
-        """
+        """Read what `deepspeed.initialize` gives to its engine, and lay the module out. A collective over all ranks."""
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
         config = TeraPipeConfig.from_deepspeed(dict(raw))
         module, optimizer = options["model"], options.get("optimizer")
@@ -68,10 +65,7 @@ class EngineSetup:
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters)
 
     def refuse(self, engine: PipelineEngine) -> None:
-        """Raise `TeraPipeConfigError` on every rank where the engine cannot train these layers, or with these options.
-
-        A collective over all ranks.
-        """
+        """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
         listed = config.slices if isinstance(config.slices, tuple) else ()
         check_checkpointing(config.is_stock_order)

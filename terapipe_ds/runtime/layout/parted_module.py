@@ -63,10 +63,6 @@ class PartedModule(PipelineModule):
         finally:
             self.activate(before)
 
-    def replace_layers(self, forward_funcs: list[Any]) -> None:
-        """Let the active part run these functions in place of its layers."""
-        self.forward_funcs = self.held_parts[self.active_chunk].forward_funcs = forward_funcs
-
     def held_layers(self) -> dict[LayerName, Any]:
         """Return the layers of all parts on this stage."""
         return layers_by_name(self, [(part.start, part.forward_funcs) for part in self.held_parts])
@@ -142,7 +138,6 @@ def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
 
 def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
     """Let the active part run these functions in place of its layers."""
+    module.forward_funcs = forward_funcs
     if isinstance(module, PartedModule):
-        module.replace_layers(forward_funcs)
-    else:
-        module.forward_funcs = forward_funcs
+        module.held_parts[module.active_chunk].forward_funcs = forward_funcs

@@ -132,10 +132,7 @@ class PipelineGroups:
 
 
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
-    """Make the groups of every pipeline of DeepSpeed's `grid`, and return those of this rank's pipeline.
-
-    A collective over all ranks, which make all groups in one order.
-    """
+    """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
     if grid.get_slice_parallel_world_size() > 1:

@@ -194,11 +194,7 @@ class AutoPlanner:
 
 
 def require_profile(stage: StageToPlan) -> None:
-    """Refuse the profile of something else that the config names, as far as is known before there is a batch.
-
-    Raises:
-        ProfileError: on every rank; this is a collective.
-    """
+    """Raise ProfileError on every rank where the config names the profile of something else. A collective."""
     config, path = stage.config, stage.config.planner.profile
     if "auto" in (config.slices, config.schedule) and path != "measure":
         key = key_of(stage, length=1, rows=1)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable, write_text
 from terapipe_ds.planner import MemoryModel
@@ -124,13 +123,7 @@ def check_cache(path: Path) -> None:
 
 
 def write_cache(path: Path, profile: Profile) -> None:
-    """Keep a profile, or raise TeraPipeConfigError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, profile.to_json())
-    except OSError as error:
-        raise TeraPipeConfigError(
-            f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may write, "
-            "or null"
-        ) from error
+    """Keep a profile. Raise OSError where it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, profile.to_json())
     logger.info("the measured profile is kept in %s", path)

@@ -202,11 +202,7 @@ def measure(
     processor_s: Callable[[], float] | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> Rounds:
-    """Run all `points` round after round; a collective over `peers`.
-
-    Args:
-        limit_steps: how often an unsliced forward and backward may take the time of all rounds.
-    """
+    """Run all `points` in rounds that take at most `limit_steps` unsliced steps; a collective over `peers`."""
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
     warm, whole = Rounds(), (sequence_length, 0)

@@ -1,7 +1,4 @@
-"""Run one slice of a part as training runs it, and time it.
-
-The prefix of a timed slice never ran: its keys and values are made up, because only their number costs time.
-"""
+"""Run one slice of a part as training runs it, and time it; only the length of its prefix counts, which never ran."""
 
 from __future__ import annotations
 

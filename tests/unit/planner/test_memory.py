@@ -110,9 +110,8 @@ def test_the_last_part_saves_what_the_model_says(family: dict[str, Any], dtype: 
 
     with push_slice(middle_slice(store, layers, x)):
         kept = saved_bytes(run, (p for layer in layers for p in layer.parameters())) + x.nbytes
-    model = MemoryModel.of_model(
-        size, num_stages=2, dtype=dtype, micro_batch=ROWS, fused_norm=False, layers_per_part=(0, 1)
-    )
+    options: dict[str, Any] = {"dtype": dtype, "micro_batch": ROWS, "fused_norm": False}
+    model = MemoryModel.of_model(size, num_stages=2, layers_per_part=(0, 1), **options)
     assert model.slice_bytes(1, TOKENS, TOKENS) == pytest.approx(kept, rel=0.05)
 
 
@@ -120,8 +119,7 @@ def test_the_last_part_saves_what_the_model_says(family: dict[str, Any], dtype: 
 def test_checkpointing_keeps_the_input_and_recomputes_one_layer(family: dict[str, Any]) -> None:
     config, _ = config_and_size(family, "float32")
     layer, x, store = gpt.DecoderLayer(config, 0), leaf(config), SliceStore()
-    active = middle_slice(store, [layer], x)
-    with push_slice(active):
+    with push_slice(middle_slice(store, [layer], x)):
         whole = saved_bytes(lambda: layer(x), layer.parameters())
     store.reset()
     with push_slice(middle_slice(store, [layer], x)):

@@ -64,14 +64,15 @@ def test_slices_that_are_given() -> None:
     assert ranking.best.predicted_s == pytest.approx(min(r.predicted_s for r in ranking.results), rel=1e-3)
 
 
+def halves(num_parts: int) -> UnitCosts:
+    return UnitCosts(8, share=2 / num_parts)
+
+
 def names(*arguments: object, **options: object) -> set[str]:
     return {result.schedule for result in rank_schedules(*arguments, **options).results}  # type: ignore[arg-type]
 
 
 def test_what_can_be_had() -> None:
-    def halves(num_parts: int) -> UnitCosts:
-        return UnitCosts(4, share=2 / num_parts)
-
     assert names(halves, 4, 2, 2, 2) == PARTS.keys()
     looped = {"interleaved", "seq1f1b-interleaved"}
     assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped
@@ -98,14 +99,11 @@ def memory_of(num_parts: int) -> MemoryModel:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
-    def costs(num_parts: int) -> UnitCosts:
-        return UnitCosts(8, share=2 / num_parts)
-
     def ranked(limit: float) -> object:
         options = {"memory_of": memory_of, "memory_limit_bytes": limit}
         if given:
-            return rank_given(costs, SlicePlan((4, 4)), 2, 4, **options)
-        return rank_schedules(costs, 8, 2, 4, 4, **options)
+            return rank_given(halves, SlicePlan((4, 4)), 2, 4, **options)
+        return rank_schedules(halves, 8, 2, 4, 4, **options)
 
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
@@ -113,7 +111,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     assert len(ranking.results) == 9  # type: ignore[attr-defined]
     for name, one in refused.items():
         needs = [
-            max(simulate(build(name, 2, 4, plan.num_slices), plan, costs(2), memory=memory_of(2)).peak_bytes or ())
+            max(simulate(build(name, 2, 4, plan.num_slices), plan, halves(2), memory=memory_of(2)).peak_bytes or ())
             for plan in ([SlicePlan((4, 4))] if given else every_plan(8, 4))
         ]
         assert one.need_bytes == min(needs) > 4000
@@ -160,15 +158,12 @@ def test_what_comes_on_top_counts(given: bool) -> None:
 
 
 def test_in_words() -> None:
-    def costs(num_parts: int) -> UnitCosts:
-        return UnitCosts(8, share=2 / num_parts)
-
-    ranking = rank_schedules(costs, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
+    ranking = rank_schedules(halves, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
     head, *lines = describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
     assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
     assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11
-    free = describe_ranking(rank_schedules(costs, 8, 2, 4, 4))
+    free = describe_ranking(rank_schedules(halves, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
     assert describe(two)[0] == "schedule  zbv, 2 parts per stage"

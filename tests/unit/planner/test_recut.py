@@ -123,9 +123,8 @@ def test_frozen_layers_weigh_nothing_in_a_cut_but_hold_memory() -> None:
     layers = [LayerShare(0.25, 0.25, 100, trained) for trained in (0, 0, 100, 100)]
     parts = MeasuredParts([UnitCosts(8)], [layers], 400.0)
     assert parts.bounds(2) == [0, 3, 4]
-    assert parts.memory(MemoryModel((PartMemory(400, 1.0),)), 2) == MemoryModel(
-        (PartMemory(300, 0.75), PartMemory(100, 0.25))
-    )
+    cut = MemoryModel((PartMemory(300, 0.75), PartMemory(100, 0.25)))
+    assert parts.memory(MemoryModel((PartMemory(400, 1.0),)), 2) == cut
     # copies sum the gradients of the trained ones alone: both stages 2 x 100 of 4 bytes, 400 bytes a second
     assert parts.both_ways_s(2) == 2.0
 
@@ -169,9 +168,8 @@ def test_parts_without_shares_are_halved_and_joined() -> None:
     unknown = MeasuredParts.of_profile(profile([models[0].shares(), None]), models)
     four, one = unknown.cut(4), unknown.cut(1)
     assert four is not None and one is not None and unknown.cut(3) is None and unknown.bounds(4) is None
-    assert [part.forward_s(8, 0) for part in four] == pytest.approx(
-        [models[p].forward_s(8, 0) / 2 for p in (0, 0, 1, 1)]
-    )
+    halves = [models[p].forward_s(8, 0) / 2 for p in (0, 0, 1, 1)]
+    assert [part.forward_s(8, 0) for part in four] == pytest.approx(halves)
     assert one[0].backward_s(8, 4) == pytest.approx(sum(part.backward_s(8, 4) for part in models))
 
 

@@ -174,12 +174,8 @@ def test_an_unknown_name_gets_the_nearest_known(name: str, near: str | None) -> 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, "2", None, True])
 def test_counts_are_whole_numbers_of_at_least_one(bad: Any) -> None:
-    for what, arguments in {
-        "num_stages": (bad, 2, 2),
-        "num_micro_batches": (2, bad, 2),
-        "num_slices": (2, 2, bad),
-        r"num_slices\[1\]": (2, 2, [1, bad]),
-    }.items():
+    counts = {"num_stages": (bad, 2, 2), "num_micro_batches": (2, bad, 2), "num_slices": (2, 2, bad)}
+    for what, arguments in {**counts, r"num_slices\[1\]": (2, 2, [1, bad])}.items():
         with pytest.raises(ScheduleError, match=rf"{what} = .*: give an integer >= 1"):
             build("gpipe", *arguments)
 

@@ -16,18 +16,15 @@ from terapipe_ds.schedule.show import count_slots, to_dict
 
 
 def test_a_grid_in_full() -> None:
-    assert render(build("seq1f1b", 2, 2, 2)) == "\n".join(
-        [
-            "seq1f1b: 2 stages, 2 micro-batches, 4 slices (2 each), 10 slots",
-            "",
-            "slot     0    1    2    3    4    5    6    7    8    9",
-            "stage 0  F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0",
-            "stage 1  .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .",
-            "",
-            "peak live slices  3 2",
-            "bubble            4 of 20 slots idle (20.0 %)",
-        ]
-    )
+    grid = """seq1f1b: 2 stages, 2 micro-batches, 4 slices (2 each), 10 slots
+
+slot     0    1    2    3    4    5    6    7    8    9
+stage 0  F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0
+stage 1  .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .
+
+peak live slices  3 2
+bubble            4 of 20 slots idle (20.0 %)"""
+    assert render(build("seq1f1b", 2, 2, 2)) == grid
 
 
 def grid_rows(text: str, label: str) -> list[str]:
@@ -98,14 +95,10 @@ def test_a_placement_by_hand() -> None:
     assert swapped.placement == {(0, 0): 1, (0, 1): 0}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\ufeffF0.0,B0.0\r\nF0.0,B0.0\r\n",  # as a spreadsheet saves it
-        "F0.0,B0.0,,\nF0.0,B0.0\n\n,,\n",
-        ' F0.0 , B0.0\n"F0.0","B0.0"',
-    ],
-)
+SPREADSHEET = "\ufeffF0.0,B0.0\r\nF0.0,B0.0\r\n"
+
+
+@pytest.mark.parametrize("text", [SPREADSHEET, "F0.0,B0.0,,\nF0.0,B0.0\n\n,,\n", ' F0.0 , B0.0\n"F0.0","B0.0"'])
 def test_csv_as_programs_write_it(text: str) -> None:
     assert from_csv(text).orders == build("gpipe", 2, 1, 1).orders
 

@@ -104,10 +104,8 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
     with caplog.at_level(logging.INFO, "terapipe_ds"):
         result, lines = best_of(stage, measured(2))
     assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
-    assert (
-        caplog.messages
-        == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are left out"] * fails
-    )
+    said = "the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are left out"
+    assert caplog.messages == [said] * fails
     assert stage.engine.module.parts == before and stage.engine.module.num_stages == STAGES
 
 
@@ -115,9 +113,7 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
 def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
     """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
     stage = stage_on("seq1f1b", 1, slices=(8,), layers=2)
-
-    shares = [[LayerShare(1.0, 1.0, 50)]] * 2
-    parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
+    parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, bytes_per_s)
     result, lines = best_of(stage, parts)
     assert result.chunks_per_stage == 1 and result.extra_s == 0
     assert ("would take" in lines[-1]) == advised
@@ -148,7 +144,6 @@ def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> No
     """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
     optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
     stage = stage_on("seq1f1b", 1, slices=(8,), layers=2, optimizer=optimizer)
-
     parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
     _, lines = best_of(stage, parts)
     assert any("would take" in line for line in lines) == (not keeps_apart)

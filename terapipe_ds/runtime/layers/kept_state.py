@@ -116,8 +116,8 @@ class KeptState:
         """Return the numbers that attributes and dicts hold now, by name."""
         return {name: read() for name, read in self._numbers.items()}
 
-    def put_back(self) -> None:
-        """Put back what was remembered."""
+    def put_back(self, rewinds: bool = True) -> None:
+        """Put back what was remembered; the states of generators only if `rewinds`."""
         for container, before in self._containers.values():
             if isinstance(container, dict):
                 for key in before:  # never empty in between: it may be that of a module
@@ -140,7 +140,8 @@ class KeptState:
             for tensor, before in self._tensors.values():
                 if not torch.equal(_bytes(tensor), _bytes(before)):  # memory that is not changed may be read-only
                     tensor.copy_(before)
-        self.rewind_generators()
+        if rewinds:
+            self.rewind_generators()
 
     def rewind_generators(self) -> None:
         """Put back the states of the generators of Python and NumPy, and of those that attributes hold."""

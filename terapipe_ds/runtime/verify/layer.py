@@ -25,6 +25,12 @@ from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLay
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
+_TRIES = 64  # how often a layer draws anew to show whether what it does depends on that
+_PER_CALL = (
+    "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
+    "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
+)
+_LATER = "what depends on it changes after other steps than on whole sequences"
 _Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
 
 
@@ -41,9 +47,9 @@ class _SeesHooks(TorchFunctionMode):
 
 
 class _Draws(NamedTuple):
-    """Hold how many numbers one forward drew at a time, and the states of other generators that it moved."""
+    """Hold how many numbers one forward drew at a time, in order, and the states of other generators that it moved."""
 
-    sizes: frozenset[int]
+    sizes: tuple[int, ...]
     moved: tuple[bytes, ...]
 
 
@@ -104,7 +110,7 @@ class LayerCheck:
     hooks_activations: bool = False
     scale: float = 1.0  # of the output gradients
     faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
-    counters: list[str] = field(default_factory=list)  # numbers that count calls
+    notes: list[str] = field(default_factory=list)  # what may be as meant
 
     def run(self) -> Difference | None:
         """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients.
@@ -116,7 +122,7 @@ class LayerCheck:
         if difference is None and self.with_gradients and self.slicing.ranks.first(self._has_hooks() or None):
             self._begin_anew(kept)
             self.scale = _LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE
-            self.outputs, self.faults, self.counters = None, [], []
+            self.outputs, self.faults, self.notes = None, [], []
             difference = self._compare(kept)
         return difference
 
@@ -134,7 +140,7 @@ class LayerCheck:
         self.outputs, difference = self._compare_outputs(whole[1], [part for _, part in parts])
         if self.is_random:
             return None
-        self.faults += _drawn_per_call(drawn, drawn_by_slices)
+        of_all = [*drawn, *drawn_by_slices] if len(drawn_by_slices) > 1 else []
         difference = ranks.first(difference)
         if difference is None and expected is not None:
             difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
@@ -142,7 +148,24 @@ class LayerCheck:
             self._compare_state(buffers, numbers, counted, kept.numbers())
         elif changed := [name for name in sorted(buffers) if not _are_equal(buffers[name], buffers_before.get(name))]:
             self.faults.append(f"each call changes the buffer {', '.join(changed)}, which later slices see")
+        is_moved = ranks.first(_moved_per_call(of_all) or None)
+        if _sizes_per_call(of_all) or (is_moved and self._depends_on_draws(kept, outputs)):
+            self.faults.append(_PER_CALL)
+        elif is_moved:
+            self.notes.append(f"draws from a generator once per call, which changed no output in {_TRIES} trials")
         return difference
+
+    def _depends_on_draws(self, kept: KeptState, expected: Tensors) -> bool:
+        """Return whether the generators' next numbers ever give other outputs of the whole sequence."""
+        for _ in range(_TRIES):
+            self.slicing.store.reset()
+            kept.put_back(rewinds=False)
+            with torch.no_grad():
+                [(_, whole)], _ = self._forwards(self.slicing.whole(), kept, rewinds=False)
+            pairs = zip(as_tuple(whole, "the outputs of a layer"), expected, strict=True)
+            if self.slicing.ranks.first(any(compare_values("", *p, self._tolerance(expected)) for p in pairs) or None):
+                return True
+        return False
 
     def _is_compared(self, gradients: Mapping[int, Tensor]) -> bool:
         return self.with_gradients and bool(gradients) and not self.is_random
@@ -187,13 +210,13 @@ class LayerCheck:
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
-    def _forwards(self, slicing: Slicing, kept: KeptState) -> tuple[list[_Forward], list[_Draws]]:
+    def _forwards(self, slicing: Slicing, kept: KeptState, rewinds: bool = True) -> tuple[list[_Forward], list[_Draws]]:
         """Return the forwards of all slices, and what each has drawn."""
         runs, drawn = [], []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
-            if self.constant_draws is not None:
+            if self.constant_draws is not None and rewinds:
                 kept.rewind_generators()
             states = kept.generator_states()
             constant, hooks = self.constant_draws or nullcontext(), _SeesHooks()
@@ -206,7 +229,7 @@ class LayerCheck:
                     after if after != before else b""
                     for before, after in zip(states, kept.generator_states(), strict=True)
                 ]
-                drawn.append(_Draws(frozenset(self.constant_draws.take_sizes()), tuple(moved)))
+                drawn.append(_Draws(tuple(self.constant_draws.take_sizes()), tuple(moved)))
         return runs, drawn
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -234,7 +257,7 @@ class LayerCheck:
         for name, number in before.items():
             steps = of_whole[name] - number if _are_numbers(number, of_whole[name], of_slices[name]) else 0
             if steps and of_slices[name] - number == steps * self.slicing.plan.num_slices:
-                self.counters.append(name)
+                self.notes.append(f"{name} counts calls, one for each slice: {_LATER}")
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         """Return a random gradient of an output, so that each token and each number counts."""
@@ -329,18 +352,13 @@ def _compare_output(
     return per_slice, compare_values("output without tokens", joined, whole, tolerance)
 
 
-def _drawn_per_call(whole: Sequence[_Draws], slices: Sequence[_Draws]) -> list[str]:
-    """Say so where each slice draws as many numbers as the whole sequence does, which has more tokens."""
-    if not whole or len(slices) < 2:
-        return []
-    of_all = [*whole, *slices]
-    moved = any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
-    if not moved and not frozenset.intersection(*(draws.sizes for draws in of_all)):
-        return []
-    return [
-        "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
-        "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
-    ]
+def _sizes_per_call(of_all: Sequence[_Draws]) -> bool:
+    """Return whether a draw has as many numbers in each slice as in the whole sequence, which has more tokens."""
+    return any(sizes[0] and len(set(sizes)) == 1 for sizes in zip(*(draws.sizes for draws in of_all), strict=False))
+
+
+def _moved_per_call(of_all: Sequence[_Draws]) -> bool:
+    return any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
 
 
 def _are_equal(a: Tensor, b: Tensor | None) -> bool:

@@ -144,11 +144,7 @@ class StageCheck:
         problems = [] if difference is None else [_shown_by(difference, self.slicing.plan)]
         if problems or check.faults:
             self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]))
-        if check.counters:
-            self.found.notes.append(
-                f"{layer}: {', '.join(check.counters)} counts calls, one for each slice: what depends on it changes "
-                "after other steps than on whole sequences"
-            )
+        self.found.notes += [f"{layer}: {note}" for note in check.notes]
         if check.in_evaluation_mode and not check.is_random:
             self.found.notes.append(
                 f"{layer}: compared in evaluation mode, without what it does in training alone: it draws random "

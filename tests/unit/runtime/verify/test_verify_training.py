@@ -160,6 +160,11 @@ def test_a_fault_of_training_is_found(fault: str, checkpoint: Any) -> None:
 HEALTHY: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether it draws
     "dropout": (lambda: Calls(lambda _, x: F.dropout(x, 0.5)), True),
     "captured dropout": (lambda: Calls(lambda _, x: torch.dropout(x, 0.5, True)), True),
+    "dropout of several widths": (  # by which a slice draws as many numbers at a time as the whole elsewhere
+        lambda: Calls(lambda _, x: x * sum(F.dropout(x.new_ones(*x.shape[:2], n)).mean() for n in (14, 35, 40, 56))),
+        True,
+    ),
+    "logs now and then": (lambda: Calls(then(lambda _, x: random.random() < 1e-9)), True),
     "alpha dropout": (lambda: Calls(lambda _, x: F.alpha_dropout(x, 0.5, True)), True),
     "noise": (lambda: Calls(lambda _, x: x + torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1)), True),
     "noise by its own generator": (
@@ -183,7 +188,7 @@ def test_a_healthy_layer_passes(name: str, dtype: torch.dtype) -> None:
         dtype = torch.float64  # its noise is of torch's default dtype
     found = verify([build().to(dtype)])
     assert found.findings == [] and found.without_dropout == draws
-    assert len(found.notes) == (name == "leaky at random"), found.notes
+    assert len(found.notes) == (name in ("leaky at random", "logs now and then")), found.notes
 
 
 def test_what_cannot_be_made_constant_is_compared_in_evaluation_mode() -> None:

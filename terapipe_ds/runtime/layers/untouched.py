@@ -57,6 +57,8 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     owners: dict[str, object] = dict(module.named_modules())
     owners |= {f"function {index}": function for index, function in enumerate(functions)}
     before = KeptState({**owners, "loss_fn": getattr(module, "loss_fn", None)})
+    if before.passed_over:
+        logger.info("not put back after trials, too large or too many: %s", ", ".join(before.passed_over[:4]))
     module.train()
     try:
         yield

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layers.untouched import untouched
 
 
@@ -148,7 +152,7 @@ def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
         assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
 
 
-CALLS, SETTINGS = 0, {"calls": 0}
+CALLS, SETTINGS, NUMBERS, RNG = 0, {"calls": {"all": 0}}, torch.zeros(2), random.Random(1)
 
 
 class Progress:
@@ -215,7 +219,8 @@ def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixt
 def count_globally(x: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
-    SETTINGS["calls"] += 1
+    SETTINGS["calls"]["all"] += 1
+    NUMBERS.add_(RNG.random())
     return x
 
 
@@ -240,6 +245,64 @@ class CountingOutside(nn.Module):
         return self.function(x)
 
 
+class Trainer:
+    def __init__(self, *_: Any) -> None:
+        self.progress, self.arguments = Progress(), Namespace(steps=0)
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.progress.steps += 1
+        self.arguments.steps += 1
+        return x
+
+    def state(self) -> tuple[int, int]:
+        return self.progress.steps, self.arguments.steps
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda it: it.loss, lambda it: functools.partial(Trainer.loss, it), lambda it: lambda x: it.loss(x)],
+    ids=["bound method", "partial", "closure"],
+)
+def test_what_a_loss_reaches_is_put_back(loss_of: Callable[[Trainer], Callable[[Tensor], Tensor]]) -> None:
+    trainer, module = Trainer(), nn.Sequential()
+    module.loss_fn = loss_of(trainer)  # type: ignore[assignment]
+    with untouched(module):
+        module.loss_fn(torch.ones(1))
+        assert trainer.state() == (1, 1)
+    assert trainer.state() == (0, 0)
+
+
+def test_parameters_that_layers_write_to(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Layer()
+    with untouched(layer):
+        layer.frozen.mul_(2)  # a running mean
+        assert not caplog.messages
+        with torch.no_grad():
+            layer.second.bias.mul_(1)
+    assert torch.equal(layer.frozen, torch.ones(4))
+    [told] = caplog.messages
+    assert "and second.bias changed" in told
+
+
+class Unprintable:
+    __slots__ = ()
+    __repr__ = None  # type: ignore[assignment]  # calling it raises
+
+
+def test_what_is_too_much_or_raises_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "terapipe_ds")
+    layer = Layer()
+    layer.all = [Unprintable(), np.memmap(tmp_path / "tokens", np.int8, "w+", shape=2**34)]  # type: ignore[assignment]
+    for _ in range(400):  # longer than Python's stack allows
+        layer.chain = Progress(getattr(layer, "chain", None))  # type: ignore[assignment]
+    layer.many = [[[] for _ in range(9_000)] for _ in range(9)]  # type: ignore[assignment]
+    with untouched(layer):
+        _use(layer)
+    [told] = caplog.messages
+    assert "not put back after trials" in told and "many.2" in told
+    assert KeptState({"": Namespace(all=layer.all)}).passed_over == ["all.0", "all.1"]
+
+
 def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(CountingOutside())
     function = function_that_counts()
@@ -248,8 +311,8 @@ def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> N
         assert not caplog.messages
         function(module[0](torch.ones(2, 4)))
     [told] = caplog.messages
-    for name in ("CALLS", "SETTINGS"):
-        assert f"global variable {name} of {__name__}" in told
+    assert f"global variable CALLS of {__name__}" in told
+    assert SETTINGS == {"calls": {"all": 0}} and not NUMBERS.any() and RNG.getstate() == random.Random(1).getstate()
     assert "0.numbers" in told and "variable calls of function_that_counts.<locals>.counted" in told
     assert "Keep such values in attributes" in told
     with untouched(module):

@@ -216,7 +216,8 @@ def _put_back(container: Any, before: Any) -> None:
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.nbytes <= _MOST_BYTES_COMPARED else None
+        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+        return value.detach().clone() if is_plain and value.nbytes <= _MOST_BYTES_COMPARED else None
     return len(value) if isinstance(value, list) else value
 
 

@@ -129,12 +129,12 @@ class LayerCheck:
     def _compare(self, kept: KeptState) -> Difference | None:
         """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
         ranks = self.slicing.ranks
-        buffers_before, numbers = self._buffers(), kept.numbers()
+        before = kept.numbers()
         whole, drawn = self._run_whole(kept)
         outputs = as_tuple(whole[1], "the outputs of a layer")
         gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
         expected = self._backwards(self.slicing.whole(), [whole], gradients) if self._is_compared(gradients) else None
-        buffers, counted = self._buffers(), kept.numbers()
+        of_whole = kept.numbers()
         self._begin_anew(kept)
         parts, drawn_by_slices = self._forwards(self.slicing, kept)
         self.outputs, difference = self._compare_outputs(whole[1], [part for _, part in parts])
@@ -145,8 +145,10 @@ class LayerCheck:
         if difference is None and expected is not None:
             difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
         if difference is None or not difference.what.startswith("output"):
-            self._compare_state(buffers, numbers, counted, kept.numbers())
-        elif changed := [name for name in sorted(buffers) if not _are_equal(buffers[name], buffers_before.get(name))]:
+            self._compare_state(before, of_whole, kept.numbers())
+        elif changed := [
+            name for name in self._saved(before, of_whole) if not torch.equal(of_whole[name], before[name])
+        ]:
             self.faults.append(f"each call changes the buffer {', '.join(changed)}, which later slices see")
         is_moved = ranks.first(_moved_per_call(of_all) or None)
         if _sizes_per_call(of_all) or (is_moved and self._depends_on_draws(kept, outputs)):
@@ -232,31 +234,27 @@ class LayerCheck:
                 drawn.append(_Draws(tuple(self.constant_draws.take_sizes()), tuple(moved)))
         return runs, drawn
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that a checkpoint holds."""
-        if self.layer.module is None:
-            return {}
-        saved = self.layer.module.state_dict(keep_vars=True)
-        buffers = dict(self.layer.module.named_buffers())
-        return {name: buffers[name].detach().clone() for name in buffers.keys() & saved.keys()}
+    def _saved(self, *numbers: Mapping[str, Any]) -> list[str]:
+        """Return the names of what a checkpoint holds, of those that are tensors in all `numbers`."""
+        saved = {} if self.layer.module is None else self.layer.module.state_dict(keep_vars=True)
+        return sorted(name for name in saved if all(torch.is_tensor(each.get(name)) for each in numbers))
 
     def _compare_state(
-        self,
-        buffers: Mapping[str, Tensor],
-        before: Mapping[str, Any],
-        of_whole: Mapping[str, Any],
-        of_slices: Mapping[str, Any],
+        self, before: Mapping[str, Any], of_whole: Mapping[str, Any], of_slices: Mapping[str, Any]
     ) -> None:
-        """Find buffers that have other values after the slices than after the whole, and numbers that count calls."""
-        of_module, tolerance = self._buffers(), self._tolerance(())
-        for name in sorted(buffers.keys() & of_module.keys()):
-            allowed = tolerance if buffers[name].is_floating_point() else compare.EXACT
-            difference = compare_values(f"buffer {name}", of_module[name], buffers[name], allowed)
-            if difference is not None:
-                self.faults.append(f"{difference}: it is updated once for each slice (a running mean, a counter)")
-        for name, number in before.items():
-            steps = of_whole[name] - number if _are_numbers(number, of_whole[name], of_slices[name]) else 0
-            if steps and of_slices[name] - number == steps * self.slicing.plan.num_slices:
+        """Find tensors that have other values after the slices than after the whole, and numbers that count calls."""
+        saved, tolerance = self._saved(before, of_whole, of_slices), self._tolerance(())
+        for name, number in sorted(before.items()):
+            whole, sliced = of_whole[name], of_slices[name]
+            kinds = {type(each) for each in (number, whole, sliced)}
+            if kinds == {Tensor}:
+                allowed = tolerance if whole.is_floating_point() else compare.EXACT
+                difference = compare_values(f"buffer {name}", sliced, whole, allowed)
+                if difference is not None and name in saved:
+                    self.faults.append(f"{difference}: it is updated once for each slice (a running mean, a counter)")
+                elif difference is not None and sliced.shape == whole.shape == number.shape:
+                    self.notes.append(f"{name} has other values after the slices than after the whole: {_LATER}")
+            elif kinds <= {int, float} and sliced - number == (whole - number) * self.slicing.plan.num_slices != 0:
                 self.notes.append(f"{name} counts calls, one for each slice: {_LATER}")
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
@@ -359,14 +357,6 @@ def _sizes_per_call(of_all: Sequence[_Draws]) -> bool:
 
 def _moved_per_call(of_all: Sequence[_Draws]) -> bool:
     return any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
-
-
-def _are_equal(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and torch.equal(a, b)
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(type(value) in (int, float) for value in values)
 
 
 def _random_states(module: nn.Module) -> list[Tensor]:

@@ -220,6 +220,7 @@ def test_a_kernel_that_is_called_directly_is_refused_though_its_outputs_hardly_c
 COUNTERS: dict[str, Callable[[], nn.Module]] = {
     "calls": lambda: Calls(then(count("calls")), calls=0),
     "table.calls": lambda: Calls(then(lambda it, x: it.table.update(calls=it.table["calls"] + 2)), table={"calls": 1}),
+    "history": lambda: Calls(then(lambda layer, x: layer.history.append(len(x))), history=[]),
     "steps.taken": lambda: Calls(then(lambda layer, x: count("taken")(layer.steps, x)), steps=Steps()),
 }
 
@@ -229,6 +230,19 @@ def test_numbers_that_count_calls_are_named(name: str) -> None:
     found = verify_one(COUNTERS[name]())
     assert found.findings == [] and len(found.notes) == 1
     assert f"layer 1 (Calls): {name} counts calls" in found.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "frozen"])
+def test_statistics_in_tensors(kind: str) -> None:
+    """What a checkpoint holds is refused, other tensors are named."""
+    layer = Calls(then(lambda layer, x: layer.mean.mul_(0.9).add_(0.1 * x.detach().mean())))
+    if kind == "buffer":
+        layer.register_buffer("mean", torch.zeros(()), persistent=False)
+    else:
+        layer.mean = nn.Parameter(torch.zeros(()), requires_grad=False) if kind == "frozen" else torch.zeros(())
+    found = verify_one(layer)
+    [text] = found.notes or map(str, found.findings)
+    assert text.startswith("layer 1 (Calls): " + "buffer " * (kind == "frozen") + "mean "), text
 
 
 def test_a_number_that_counts_tokens_or_remembers_a_length_is_not_named() -> None:

@@ -81,8 +81,12 @@ class GuardCapturedNames(TorchFunctionMode):
         if token_dim is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
-        elif len(args) > 1 and _is_kernel(func) and not _from_backends():
-            _check(args[0], args[1], -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
+        elif _is_kernel(func) and not _from_backends():
+            overload = getattr(func, func.overloads()[0]) if hasattr(func, "overloads") else func
+            names = [each.name for each in overload._schema.arguments]  # noqa: SLF001  # operators have no other
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            if len(given) > 1:  # others take [B, T, H, D] or [T, H, D]
+                _check(given[names[0]], given[names[1]], -2 if "dot_product" in str(func) else -3)
         return func(*args, **(kwargs or {}))
 
 

@@ -28,6 +28,7 @@ _MOST_BYTES = 2**31  # of all copies
 _MOST_BYTES_COMPARED = 2**26  # of a tensor
 _MOST_BYTES_OF_STATISTICS = 2**20
 _NOT_THE_USERS = frozenset({"torch", "deepspeed", "terapipe_ds", "megatron", "numpy", *sys.stdlib_module_names})
+_CONCURRENT = frozenset({"_thread", "threading", "queue", "multiprocessing", "concurrent"})
 _GENERATORS = {  # how their states are read and set
     torch.Generator: ("get_state", "set_state"),
     random.Random: ("getstate", "setstate"),
@@ -40,7 +41,7 @@ class KeptState:
     """Hold what containers and objects held, the numbers of tensors, and the states of random generators.
 
     Of what cannot be put back (an iterator, a global number, a trained parameter) it holds how it prints, or how often
-    it was written to. `passed_over` names what is too large or too much, and what raises where it is looked at.
+    it was written to. `passed_over` names what is too large or too much, has threads, or raises where it is looked at.
     """
 
     def __init__(self, owners: Mapping[str, object]) -> None:
@@ -107,6 +108,9 @@ class KeptState:
         elif isinstance(value, (SimpleNamespace, Namespace)) or (
             hasattr(value, "__dict__") and _is_the_users(type(value))
         ):
+            if not _CONCURRENT.isdisjoint(type(each).__module__.split(".")[0] for each in vars(value).values()):
+                self.passed_over.append(name)  # a thread may change it meanwhile: a loader that reads ahead
+                return
             self._remember(vars(value), name)
             for kind in type(value).__mro__:
                 self._look_at_class(kind)
@@ -132,9 +136,7 @@ class KeptState:
         self._classes[kind] = _data_of(kind)
         for key, value in self._classes[kind].items():
             self._remember(value, f"{kind.__qualname__}.{key}", functools.partial(getattr, kind, key, None))
-        for each in vars(kind).values():
-            if isinstance(each, FunctionType):
-                self._remember(each, kind.__qualname__)
+        self._remember(tuple(each for each in vars(kind).values() if isinstance(each, FunctionType)), kind.__qualname__)
 
     def _look_at_function(self, function: FunctionType) -> None:
         """Remember what a function closes over, and the globals that it names."""

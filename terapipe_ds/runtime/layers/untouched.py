@@ -58,7 +58,10 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     owners |= {f"function {index}": function for index, function in enumerate(functions)}
     before = KeptState({**owners, "loss_fn": getattr(module, "loss_fn", None)})
     if before.passed_over:
-        logger.info("not put back after trials, too large or too many: %s", ", ".join(before.passed_over[:4]))
+        logger.info(
+            "not put back after trials (too large, too many, with threads, or raising): %s",
+            ", ".join(before.passed_over),
+        )
     module.train()
     try:
         yield

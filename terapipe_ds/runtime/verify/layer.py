@@ -133,7 +133,8 @@ class LayerCheck:
         whole, drawn = self._run_whole(kept)
         outputs = as_tuple(whole[1], "the outputs of a layer")
         gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
-        expected = self._backwards(self.slicing.whole(), [whole], gradients) if self._is_compared(gradients) else None
+        is_compared = self.with_gradients and bool(gradients) and not self.is_random
+        expected = self._backwards(self.slicing.whole(), [whole], gradients) if is_compared else None
         of_whole = kept.numbers()
         self._begin_anew(kept)
         parts, drawn_by_slices = self._forwards(self.slicing, kept)
@@ -168,9 +169,6 @@ class LayerCheck:
             if self.slicing.ranks.first(any(compare_values("", *p, self._tolerance(expected)) for p in pairs) or None):
                 return True
         return False
-
-    def _is_compared(self, gradients: Mapping[int, Tensor]) -> bool:
-        return self.with_gradients and bool(gradients) and not self.is_random
 
     def _has_hooks(self) -> bool:
         """Return whether gradients of activations, of modules or of parameters pass through hooks."""

@@ -82,7 +82,7 @@ class GuardCapturedNames(TorchFunctionMode):
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
-            overload = getattr(func, func.overloads()[0]) if hasattr(func, "overloads") else func
+            overload: Any = getattr(func, func.overloads()[0]) if hasattr(func, "overloads") else func
             names = [each.name for each in overload._schema.arguments]  # noqa: SLF001  # operators have no other
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             if len(given) > 1:  # others take [B, T, H, D] or [T, H, D]

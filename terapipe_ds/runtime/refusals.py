@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +15,11 @@ from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.optim import Optimizer
 
 from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere, refuse_everywhere
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -82,16 +85,53 @@ def problem_of_gradient_hooks(module: nn.Module) -> str | None:
     hooked = [
         f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})"
         for name, parameter in module.named_parameters()
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-        if parameter.requires_grad and str(getattr(hook, "__module__", "")).split(".")[0] not in _OF_THE_ENGINE
+        for hook in (
+            *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
+            *getattr(parameter, "_in_backward_optimizers", ()),  # by torch's own _apply_optimizer_in_backward
+        )
+        if parameter.requires_grad
+        and (isinstance(hook, Optimizer) or str(getattr(hook, "__module__", "")).split(".")[0] not in _OF_THE_ENGINE)
     ]
     if not hooked:
         return None
     return (
-        f"parameters with hooks by register_post_accumulate_grad_hook: {_first_four(hooked)}. They are called once for "
-        "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
-        "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
+        "parameters with hooks by register_post_accumulate_grad_hook or _apply_optimizer_in_backward: "
+        f"{_first_four(hooked)}. They are called once for each slice, with the gradient of the slices so far. "
+        f"{_STEPS_PER_SLICE}"
     )
+
+
+_STEPS_PER_SLICE = (
+    "An optimizer that steps in the backward takes a step per slice. Remove it (DeepSpeed's optimizer steps once per "
+    "batch), or set terapipe.slices to 1."
+)
+
+
+class WrittenParameters:
+    """See which trained parameters are written to in backwards, whatever hook does it, and not in forwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._written: dict[bool, set[str]] = {True: set(), False: set()}  # in forwards, in other actions
+
+    @contextmanager
+    def around(self, is_forward: bool) -> Iterator[None]:
+        """Look at the parameters before and after an action."""
+        before = {name: each._version for name, each in self._trained.items()}
+        yield
+        self._written[is_forward] |= {name for name, each in self._trained.items() if each._version != before[name]}
+
+    def agree(self, world: Any) -> None:
+        """Raise on every rank where one has such parameters. Those that forwards limit may be recomputed."""
+        names = sorted(self._written[False] - self._written[True])
+        problem = (
+            f"parameters were written to in the backward of a slice: {_first_four(names)}. {_STEPS_PER_SLICE} Begin "
+            "anew or load a checkpoint: the parameters are not as they were."
+        )
+        try:
+            refuse_everywhere(problem if names else None, world)
+        except TeraPipeConfigError as error:
+            raise RaisedEverywhere(error) from None
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

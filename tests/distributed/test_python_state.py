@@ -82,7 +82,7 @@ STATE: dict[type[Mixed], tuple[str, str]] = {  # what is named after the trials 
     ByClass: ("", "ByClass.counted counts calls"),
     ByObject: ("", "steps.taken counts calls"),
     OwnNoise: ("", ""),
-    ByGlobal: ("global variable CALLS", "test_python_state counts calls"),
+    ByGlobal: ("global variable CALLS", ""),
     ByIterator: (".numbers", ""),
 }
 HEALTHY = (

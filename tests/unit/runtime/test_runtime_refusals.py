@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.refusals import (
@@ -181,6 +182,8 @@ def test_hooks_that_step_are_refused_where_sequences_are_cut() -> None:
     told = str(problem(nn.Sequential(frozen, layer)))
     assert "1.1.weight (test_hooks_that_step" in told and "takes a step per slice" in told
     assert problem(layer, slices=1) is None
+    _apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 1.0})
+    assert "1.1.weight (SGD), 1.1.bias (SGD)" in str(problem(nn.Sequential(frozen, other)))
 
 
 @pytest.mark.parametrize("verify", ["off", None])

@@ -161,3 +161,11 @@ def test_a_name_that_was_bound_before() -> None:
                 multi_head(x, x, x, 8, 2, *weights, None, None, False, 0.0, out.weight, out.bias)
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(captured(X, X, X), expected)
+
+
+@pytest.mark.parametrize("by_name", [("key", "value"), ("query", "key", "value")])
+def test_a_kernel_whose_arguments_are_named(by_name: tuple[str, ...]) -> None:
+    kernel, rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, [X] * (3 - len(by_name))
+    for each in (kernel, kernel.default):
+        with GuardCapturedNames(), push_slice(PART), pytest.raises(PlainAttentionError, match="sliced_attention"):
+            each(*rest, **dict.fromkeys(by_name, X))

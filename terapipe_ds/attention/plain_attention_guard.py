@@ -82,8 +82,9 @@ class GuardCapturedNames(TorchFunctionMode):
         if token_dim is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
-        elif len(args) > 1 and _is_kernel(func) and not _from_backends():
-            _check(args[0], args[1], -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
+        elif _is_kernel(func) and not _from_backends():
+            q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor))
+            _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
         return func(*args, **(kwargs or {}))
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -94,6 +95,32 @@ def problem_of_gradient_hooks(module: nn.Module) -> str | None:
         "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
         "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
     )
+
+
+_CHANGED_IN_BACKWARD = (
+    "changed in a backward: an optimizer that steps there takes a step per slice. Remove it, or set terapipe.slices to "
+    "1; then begin anew or load a checkpoint, because the parameters are not as they were"
+)
+
+
+class WrittenParameters:
+    """See which trained parameters are written to in the backward, whatever does it. Call it after each action."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._versions = {(name, each._version) for name, each in self._trained.items()}
+        self._written: dict[bool, set[str]] = {True: set(), False: set()}  # in forwards, in other actions
+
+    def __call__(self, is_forward: bool) -> None:
+        before, self._versions = self._versions, {(name, each._version) for name, each in self._trained.items()}
+        self._written[is_forward] |= {name for name, _ in self._versions - before}
+
+    def refuse(self, world: Any) -> None:
+        """Raise on every rank where one has such parameters. Those that forwards limit may be recomputed."""
+        ranks = enumerate(gather(sorted(self._written[False] - self._written[True]), world))
+        told = [f"on rank {rank}: {_first_four(names)} {_CHANGED_IN_BACKWARD}" for rank, names in ranks if names]
+        if told:
+            raise RaisedEverywhere(TeraPipeConfigError(told[0]))
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from tests.distributed.engines import (
     section,
 )
 from tests.distributed.harness import rank_pool
+from tests.zoo.layers import Embedding, Head, Mlp, cross_entropy
 
 
 class MixtureLayer(torch.nn.Module):
@@ -80,6 +81,39 @@ def test_plain_attention_by_a_captured_name_is_refused(evaluate: bool, verify: s
     ((name, message),) = rank_pool(1).run(_captured_attention, evaluate=evaluate, verify=verify)
     assert name == refusal
     assert "plain attention was called on slice [0, 8)" in message and "sliced_attention" in message
+
+
+class Steps(Embedding):
+    """An optimizer step in the backward, by a hook of the graph that no parameter shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = self.weight.view_as(self.weight).grad_fn.next_functions[0][0]
+        self.node.register_hook(self.step)
+
+    def step(self, *_: Any) -> None:
+        torch.no_grad()(self.weight.sub_)(0.1 * self.weight.grad)
+
+
+class Limits(Embedding):
+    """Writes to its weight in each forward, as `nn.Embedding` with `max_norm` does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        torch.no_grad()(self.weight.clamp_)(-2.0, 2.0)
+        return super().forward(tokens)
+
+
+def _first_batch_with(embedding: type[Embedding]) -> tuple[str, str, int]:
+    layers = [LayerSpec(each) for each in (embedding, Mlp, Mlp, Head)]
+    with engine_of(layers, section(), loss_fn=cross_entropy) as engine:
+        kind, message = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+        return kind, message.partition(": an optimizer")[0], engine.global_steps
+
+
+def test_parameters_that_change_in_the_backward() -> None:
+    refused = ("TeraPipeConfigError", "on rank 0: 0.weight changed in a backward", 0)
+    for embedding, seen in ((Steps, refused), (Limits, ("", "", 1))):
+        assert rank_pool(2).run(_first_batch_with, embedding=embedding) == [seen] * 2
 
 
 # -- what the first batch tells ------------------------------------------------------------------------------

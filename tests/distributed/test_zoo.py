@@ -102,7 +102,7 @@ SAMPLE = (
     "torch_ConvTranspose1d", "without_mean", "LimitedExperts", "MaskOfTokensByTokens", "NormalisedWeightGradient",
     "by_root_of_count", "mask_in_a_tuple", "AsWideAsLong", "Checkpointed", "MaskedLoss", "MemoryByTorch",
     "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
-    "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedByPython", "ClippedActivations", "StepsInTheBackward",
+    "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""

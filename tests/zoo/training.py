@@ -140,7 +140,6 @@ layer("each call changes the buffer calls")(
 layer(AFTER)(EveryOtherCall=keeping(lambda it, x: x * (count(it) % 2), calls=0))
 layer(ONCE)(
     DroppedLayer=keeping(lambda it, x: x * (torch.rand((), generator=it.own) < 0.5), own=generator),
-    DroppedByPython=keeping(lambda it, x: x if it.own.random() < 0.5 else 0.0 * x, own=lambda: random.Random(3)),
     StochasticDepth=keeping(lambda it, x: x * one_of(it, x, len(x), 1, 1), own=generator),
     OneMaskForAllTokens=keeping(lambda it, x: x * one_of(it, x, len(x), 1, WIDTH), own=generator),
 )
@@ -165,7 +164,8 @@ def count_globally(_: Any) -> int:
     return CALLS
 
 
-COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials as lost, and by the check as a counter
+DRAWN = "draws from a generator of Python or NumPy once per call"
+COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials as lost, and what the check says
     "attribute": (keeping(late(count), calls=0), "", "calls counts calls"),
     "table": (
         keeping(late(lambda it: it.table.update(n=it.table["n"] + 2) or it.table["n"] / 2), table=lambda: {"n": 1}),
@@ -195,7 +195,9 @@ COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials
         "",
         "",
     ),
-    "global": (keeping(late(count_globally)), "global variable CALLS", ""),
+    "global": (keeping(late(count_globally)), "", "global variable CALLS of tests.zoo.training counts calls"),
+    "list": (keeping(then(lambda it, x: it.history.append(len(x))), history=list), "", "history counts calls"),
+    "dropped": (keeping(lambda it, x: x * (it.own.random() < 0.5), own=lambda: random.Random(3)), "", DRAWN),
     "iterator": (keeping(late(lambda it: next(it.numbers) + 1), numbers=itertools.count), ".numbers", ""),
     "cycle": (
         keeping(late(lambda it: next(it.numbers)), numbers=lambda: itertools.cycle(range(1, 10**4))),

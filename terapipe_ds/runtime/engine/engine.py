@@ -34,7 +34,7 @@ from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile
 from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call
+from terapipe_ds.runtime.refusals import WrittenParameters, check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
 
 
@@ -60,6 +60,7 @@ class TeraPipeEngine(PipelineEngine):
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
+    _written: WrittenParameters | None = None  # in the first training batch
     total_loss: Any  # DeepSpeed's
     total_additional_losses: Any
 
@@ -283,6 +284,7 @@ class TeraPipeEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
+            self._written = None if self.terapipe_config.is_one_slice else WrittenParameters(self.module)
         with self._batch.running():
             super()._exec_schedule(pipe_schedule)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
@@ -294,6 +296,8 @@ class TeraPipeEngine(PipelineEngine):
         timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
         with stage.tracer.measure(action), counted, timed:
             self._ACTIONS[action.kind](self, action)
+        if self._written is not None:
+            self._written(action.kind is Kind.FORWARD)
 
     def _load(self, action: Action) -> None:
         micro_batch = self._batch.current.micro_batches[action.micro_batch_id]
@@ -304,6 +308,11 @@ class TeraPipeEngine(PipelineEngine):
                 micro_batch.labels = micro_batch.labels.to(self.device)
 
     def _reduce_tied_grads(self, action: Action) -> None:
+        if self._written is not None:
+            with self._stage.watchdog.waiting("what all ranks say of parameters that change in the backward"):
+                self._stage.links.close_batch()  # a caller may go on after the error
+                self._written.refuse(self._groups.world)
+            self._written = None
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()
 

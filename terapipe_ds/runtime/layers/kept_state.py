@@ -2,171 +2,212 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import pickle
 import random
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from functools import partial
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (dict, list, set, deque)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _REGISTERED = ("_buffers", "_parameters", "_modules")  # dicts of a module whose entries are its attributes
-_MOST_ENTRIES, _MOST_SHOWN = 10_000, 200  # of a container whose entries are looked at one by one, or written as text
-_MOST_NUMBERS = 2**24  # of a tensor that is compared, and not only put back
+_MOST_ENTRIES = 10_000  # of a container whose entries are looked at one by one
+_MOST_OBJECTS = 200_000  # that are looked at
+_MOST_BYTES = 2**31  # of all copies
+_MOST_BYTES_COMPARED = 2**26  # of a tensor
+_MOST_BYTES_OF_STATISTICS = 2**20
 _NOT_THE_USERS = frozenset({"torch", "deepspeed", "terapipe_ds", "megatron", "numpy", *sys.stdlib_module_names})
-_GENERATORS = {  # how their states are read and set
-    torch.Generator: ("get_state", "set_state"),
-    random.Random: ("getstate", "setstate"),
-    np.random.RandomState: ("get_state", "set_state"),
-    np.random.BitGenerator: ("__getstate__", "__setstate__"),
-}
+_CONCURRENT = frozenset({"_thread", "threading", "queue", "_queue", "multiprocessing", "concurrent"})
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.BitGenerator)
 
 
 class KeptState:
-    """Hold what containers and objects held, the numbers of tensors, and the states of random generators.
+    """Hold what the owners reach (containers, objects, classes, variables, tensors), and the states of generators.
 
-    What is of a kind that cannot be put back (an iterator, a global variable) is compared by a text of it.
+    Of what cannot be put back it holds a text (an iterator), or how often it was written to (a trained parameter).
+    `passed_over` names what is too large or too much, has threads, or raises where it is looked at.
     """
 
     def __init__(self, owners: Mapping[str, object]) -> None:
-        self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._classes: dict[type, dict[str, Any]] = {}
+        self.passed_over: list[str] = []
+        self._put_backs: list[tuple[str, Callable[[], object]]] = []
+        self._stuck: set[str] = set()  # what could not be put back
         self._texts: list[tuple[str, Callable[[], str], str]] = []
         self._values: dict[str, Callable[[], Any]] = {}
-        self._seen: dict[int, Any] = {}
-        self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = [
-            (random.getstate, random.setstate, random.getstate()),
-            (np.random.get_state, np.random.set_state, np.random.get_state()),
-        ]
-        for name, owner in owners.items():
+        self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
+        self._bytes_left = _MOST_BYTES
+        self._seen: set[int] = set()
+        self._reached: list[tuple[Any, str]] = []  # no identity is given twice while they live
+        for name, owner in (("random", random.seed), ("numpy.random", np.random.get_state), *owners.items()):
             self._remember(owner, name)
+        for value, name in self._reached:  # which grows; no recursion: objects may be a long chain
+            if isinstance(_result_of(partial(self._look_at, value, name)), Exception):
+                self.passed_over.append(name)
 
-    def _remember_class(self, kind: type) -> None:
-        if kind in self._classes or not is_the_users(kind):
-            return
-        self._classes[kind] = _data_of(kind)
-        for key, value in self._classes[kind].items():
-            self._remember_named(f"{kind.__qualname__}.{key}", value, functools.partial(getattr, kind, key, None))
-        self._remember_globals(kind)
-
-    def _remember_function(self, function: FunctionType) -> None:
-        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if cell != CellType():  # one that is not set yet
-                read = functools.partial(getattr, cell, "cell_contents")
-                self._remember_variable(f"variable {key} of {function.__qualname__}", read)
-        self._remember_globals(function)
-
-    def _remember_globals(self, owner: Any) -> None:
-        variables = getattr(sys.modules.get(owner.__module__), "__dict__", {})
-        if id(variables) not in self._seen:
-            self._seen[id(variables)] = variables
-            for name in list(variables):
-                read = functools.partial(variables.get, name)
-                self._remember_variable(f"global variable {name} of {owner.__module__}", read)
-
-    def _remember_variable(self, name: str, read: Callable[[], Any]) -> None:
-        if isinstance(read(), (np.random.Generator, *_GENERATORS)):
-            self._remember(read(), name)
-        else:
-            self._texts.append((name, lambda: _text(read()), _text(read())))
-
-    def _remember_named(self, name: str, value: Any, read: Callable[[], Any]) -> None:
-        if type(value) in (int, float) or (type(value) is Tensor and value.numel() <= _MOST_NUMBERS):
+    def _remember(self, value: Any, name: str, read: Callable[[], Any] | None = None) -> None:
+        is_small = _holds_numbers(value) and value.nbytes <= _MOST_BYTES_COMPARED
+        if read is not None and (is_small or type(value) in (int, float, list)):
             self._values[name] = read
-        self._remember(value, name)
-
-    def _remember(self, value: Any, name: str) -> None:
-        while isinstance(value, (functools.partial, MethodType)):
-            value = value.func if isinstance(value, functools.partial) else value.__func__
-        if isinstance(value, (*_PLAIN, type)) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
             return
-        self._seen[id(value)] = value  # which keeps it alive: no identity is given twice
-        value = value.bit_generator if isinstance(value, np.random.Generator) else value
-        names = next((names for kind, names in _GENERATORS.items() if isinstance(value, kind)), None)
-        if names is not None:
+        self._seen.add(id(value))
+        if len(self._seen) <= _MOST_OBJECTS:
+            self._reached.append((value, name))
+        else:
+            self.passed_over.append(f"{name} and what comes after it")
+
+    def _look_at(self, value: Any, name: str) -> None:
+        if isinstance(value, _GENERATORS):
+            is_torch = isinstance(value, torch.Generator)
+            names = ("get_state", "set_state") if is_torch else ("__getstate__", "__setstate__")
             read, write = (getattr(value, each) for each in names)
             self._generators.append((read, write, read()))
-        elif type(value) is Tensor:
-            if value.layout is torch.strided and not value.is_meta:
-                self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
-        elif isinstance(value, (*_CONTAINERS, tuple)):
-            if not isinstance(value, tuple):
-                self._containers[id(value)] = value, copy.copy(value)
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in pairs if len(value) <= _MOST_ENTRIES else ():
-                inner = name if key in _REGISTERED else f"{name}.{key}" if name else str(key)
-                if isinstance(value, dict):
-                    self._remember_named(inner, each, functools.partial(value.get, key))
-                else:
-                    self._remember(each, inner)
+        elif _holds_numbers(value):
+            self._keep(value, name, value.nbytes, lambda: value.detach().to("cpu", copy=True))
+        elif isinstance(value, Tensor):
+            self._texts.append((name, lambda: str(value._version), str(value._version)))
         elif isinstance(value, np.ndarray):
-            self._containers[id(value)] = value, value.copy()
+            self._keep(value, name, _MOST_BYTES + 1 if isinstance(value, np.memmap) else value.nbytes, value.copy)
+        elif isinstance(value, (dict, list, tuple, set, deque)):
+            self._look_at_entries(value, name, partial(dict.get, value) if isinstance(value, dict) else None)
+        elif isinstance(value, (MethodType, BuiltinMethodType, partial, np.random.Generator)):
+            for attribute in ("__self__", "__func__", "func", "args", "keywords", "bit_generator"):
+                self._remember(getattr(value, attribute, None), name)
         elif isinstance(value, FunctionType):
-            if is_the_users(value):
-                self._remember_function(value)
-        elif isinstance(value, Iterator):
+            self._look_at_function(value)
+        elif isinstance(value, type) and is_the_users(value):
+            self._look_at_entries(value, value.__qualname__, lambda key: getattr(value, key, None))
+            functions = (getattr(each, "__func__", each) for each in vars(value).values())
+            self._remember(tuple(each for each in functions if isinstance(each, FunctionType)), name)
+        elif isinstance(value, (nn.Module, SimpleNamespace, Namespace)) or is_the_users(type(value)):
+            self._look_at_object(value, name)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             text = repr(value)  # where it shows no place, the iterator counts as moved
             self._texts.append((name, lambda: repr(value), "" if " at 0x" in text else text))
-        elif isinstance(value, (nn.Module, SimpleNamespace)) or is_the_users(type(value)):
-            self._remember(getattr(value, "__dict__", None), name)
-            for kind in type(value).__mro__:
-                self._remember_class(kind)
-            if not hasattr(value, "__dict__"):
-                self._texts.append((name, lambda: repr(value), repr(value)))
+
+    def _keep(self, value: Any, name: str, num_bytes: int, copied: Callable[[], Any]) -> Any:
+        """Keep a copy to put back, where there is room."""
+        if num_bytes > self._bytes_left:
+            self.passed_over.append(name)
+            return ()
+        self._bytes_left -= num_bytes
+        before = copied()
+        self._put_backs.append((name, partial(_put_back, value, before)))
+        return before
+
+    def _look_at_entries(self, value: Any, name: str, read: Callable[[Any], Any] | None) -> None:
+        held = self._keep(value, name, sys.getsizeof(value), partial(_entries_of, value))
+        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        for key, each in pairs if len(held) <= _MOST_ENTRIES else ():
+            inner = name if key in _REGISTERED else f"{name}.{key}" if name else str(key)
+            self._remember(each, inner, read and partial(read, key))
+
+    def _look_at_object(self, value: Any, name: str) -> None:
+        held = getattr(value, "__dict__", {})
+        kinds = (type(each).__module__.split(".")[0] for each in held.values())
+        if not isinstance(value, nn.Module) and not _CONCURRENT.isdisjoint(kinds):
+            self.passed_over.append(name)  # a thread may change it meanwhile: a loader that reads ahead
+            return
+        self._remember(held, name)
+        for kind in filter(is_the_users, type(value).__mro__):
+            self._remember(kind, kind.__qualname__)
+        if not held:  # it may have slots
+            self._texts.append((name, lambda: repr(value), repr(value)))
+
+    def _look_at_function(self, function: FunctionType) -> None:
+        """Remember what a function closes over, and the globals that it names; not classes and functions elsewhere."""
+        if not is_the_users(function):
+            return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if cell != CellType():  # one that is not set yet
+                read, write = (partial(act, cell, "cell_contents") for act in (getattr, setattr))
+                self._remember_variable(f"variable {key} of {function.__qualname__}", read, write)
+        held, module = function.__globals__, function.__module__
+        for key in sorted(held.keys() & _names_in(function.__code__)):
+            if not isinstance(held[key], (FunctionType, type)) or held[key].__module__ == module:
+                read, write = partial(held.get, key), partial(held.__setitem__, key)
+                self._remember_variable(f"global variable {key} of {module}", read, write)
+
+    def _remember_variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        value = read()
+        self._put_backs.append((name, lambda: read() is value or write(value)))
+        self._remember(value, name, read)
 
     def values(self) -> dict[str, Any]:
-        """Return the numbers and tensors that attributes and dicts hold now, by name."""
-        values = {name: read() for name, read in self._values.items()}
-        return {name: each.detach().clone() if torch.is_tensor(each) else each for name, each in values.items()}
+        """Return the numbers, copies of the tensors and lengths of the lists that have names, as they are now."""
+        pairs = ((name, read()) for name, read in self._values.items())
+        values = ((name, len(each) if isinstance(each, list) else each) for name, each in pairs)
+        return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in values}
 
     def put_back(self) -> None:
-        """Put back what was remembered."""
-        for container, before in self._containers.values():
-            if isinstance(container, dict):
-                for key in before:  # never empty in between: it may be that of a module
-                    container[key] = before[key]  # `update` of a Counter would add
-                for key in [key for key in container if key not in before]:
-                    del container[key]
-            elif isinstance(container, np.ndarray):
-                if container.tobytes() != before.tobytes():
-                    container[...] = before
-            else:
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(before)
-        for kind, held in self._classes.items():
-            now = _data_of(kind)
-            for key in now.keys() - held.keys():
-                delattr(kind, key)
-            for key in [key for key, value in held.items() if now.get(key, kind) is not value]:
-                setattr(kind, key, held[key])
+        """Put back what was remembered, but for the states of generators."""
         with torch.no_grad():
-            for tensor, before in self._tensors.values():
-                if not torch.equal(_bytes(tensor), _bytes(before)):  # memory that is not changed may be read-only
-                    tensor.copy_(before)
-        self.rewind_generators()
+            self._stuck = {name for name, act in self._put_backs if isinstance(_result_of(act), Exception)}
 
     def rewind_generators(self) -> None:
-        """Put back the states of the generators of Python and NumPy, and of those that attributes hold."""
+        """Put back the states of the generators of Python and NumPy, and of those that the owners reach."""
         for _, write, before in self._generators:
             write(before)
 
     def generator_states(self) -> list[bytes]:
         """Return what tells the states of these generators apart."""
-        states = [read() for read, _, _ in self._generators]  # equal tensors may be pickled otherwise
-        return [each.numpy().tobytes() if torch.is_tensor(each) else pickle.dumps(each) for each in states]
+        states = (read() for read, _, _ in self._generators)  # equal tensors may be pickled otherwise
+        return [pickle.dumps(each.tolist() if torch.is_tensor(each) else each) for each in states]
 
     def lost(self) -> list[str]:
         """Name what has changed and cannot be put back."""
-        return sorted({name for name, read, before in self._texts if read() != before})
+        return sorted(self._stuck | {name for name, read, before in self._texts if _result_of(read) != before})
+
+
+def _result_of(act: Callable[[], object]) -> object:
+    """Return what a call gives, or the exception that it raises: methods of the user's may do anything."""
+    try:
+        return act()
+    except Exception as error:
+        return error
+
+
+def _put_back(owner: Any, before: Any) -> None:
+    """Write only where something has changed: memory may be read-only, and the methods may be the user's."""
+    if isinstance(owner, Tensor):
+        now, then = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (owner, before))
+        if not torch.equal(now, then):
+            owner.copy_(before)
+    elif isinstance(owner, np.ndarray):
+        if owner.tobytes() != before.tobytes():
+            owner[...] = before
+    elif isinstance(owner, (dict, type)):  # never empty in between: it may be that of a module
+        now, in_class = _entries_of(owner), (partial(setattr, owner), partial(delattr, owner))
+        write, remove = (owner.__setitem__, owner.__delitem__) if isinstance(owner, dict) else in_class
+        for key in [key for key, value in before.items() if now.get(key, now) is not value]:
+            write(key, before[key])
+        for key in now.keys() - before.keys():
+            remove(key)
+    elif len(owner) != len(before) or any(a is not b for a, b in zip(owner, before, strict=True)):
+        owner.clear()
+        (owner.update if isinstance(owner, set) else owner.extend)(before)
+
+
+def _entries_of(owner: Any) -> Any:
+    """Return what a container holds, by no method of the user's; of a class no functions and descriptors."""
+    if isinstance(owner, type):
+        pairs = vars(owner).items()
+        return {k: v for k, v in pairs if not (k.startswith("__") or callable(v) or hasattr(type(v), "__get__"))}
+    return dict(dict.items(owner)) if isinstance(owner, dict) else tuple(owner)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Return whether a layer may keep numbers in a tensor: not in parameters that are trained or large."""
+    is_statistic = type(value) is nn.Parameter and not value.requires_grad and value.nbytes <= _MOST_BYTES_OF_STATISTICS
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_nested)
+    return is_dense and (type(value) is Tensor or is_statistic)
 
 
 def is_the_users(owner: Any) -> bool:
@@ -175,22 +216,7 @@ def is_the_users(owner: Any) -> bool:
     return module == "__main__" or module.split(".")[0] not in _NOT_THE_USERS
 
 
-def _data_of(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that are neither functions nor descriptors."""
-    pairs = vars(kind).items()
-    return {k: v for k, v in pairs if not (k.startswith("__") or callable(v) or hasattr(type(v), "__get__"))}
-
-
-def _text(value: Any) -> str:
-    """Return the numbers and other plain values of a variable; nothing where there are too many."""
-    if isinstance(value, SimpleNamespace) or is_the_users(type(value)):
-        value = getattr(value, "__dict__", None)
-    if isinstance(value, dict):
-        value = [each for pair in value.items() for each in pair]
-    if isinstance(value, list):
-        return repr([each for each in value if isinstance(each, _PLAIN)]) if len(value) <= _MOST_SHOWN else ""
-    return repr(value) if type(value) in (int, float) else ""
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes that a function uses, and the functions within it."""
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Draws(NamedTuple):
-    """Hold how many numbers one forward drew at a time, and the states of other generators that it moved.
+    """Hold how many numbers one forward drew at a time, in order, and the states of other generators that it moved.
 
     A size is 0 where the number does not tell whether a layer draws per token: integers are choices, or seeds.
     """
 
-    sizes: frozenset[int]
+    sizes: tuple[int, ...]
     moved: tuple[bytes, ...]
 
 
@@ -40,7 +40,7 @@ class ConstantDraws(TorchDispatchMode):
         """Return what was drawn since the last call, in which the states of other generators changed like this."""
         sizes, self._sizes = self._sizes, []
         moved = (new if new != old else b"" for old, new in zip(before, after, strict=True))
-        return Draws(frozenset(sizes), tuple(moved))
+        return Draws(tuple(sizes), tuple(moved))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,11 +72,13 @@ class ConstantDraws(TorchDispatchMode):
         return x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), kept
 
 
-def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> bool:
-    """Return whether each slice draws as many numbers as the whole sequence does, which has more tokens."""
-    of_all = [whole, *slices]
-    moved = any(states[0] and len(set(states)) == 1 for states in zip(*(draws.moved for draws in of_all), strict=True))
-    return len(slices) > 1 and (moved or bool(frozenset.intersection(*(draws.sizes for draws in of_all)) - {0}))
+def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:
+    """Return whether slices draw as many numbers as the whole by torch; or only by Python or NumPy, maybe for a log."""
+    of_all = [whole, *slices] if len(slices) > 1 else []
+    sizes = zip(*(draws.sizes for draws in of_all), strict=False)  # place by place: dropout may have several widths
+    states = zip(*(draws.moved for draws in of_all), strict=True)
+    by_torch, by_others = (any(each[0] and len(set(each)) == 1 for each in places) for places in (sizes, states))
+    return by_torch, by_others and not by_torch  # a generator of torch's is seen by both
 
 
 def random_states(module: nn.Module) -> list[Tensor]:

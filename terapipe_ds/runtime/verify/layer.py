@@ -100,6 +100,7 @@ class LayerCheck:
     scale: float = 1.0  # of the output gradients
     faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
     counters: list[str] = field(default_factory=list)  # what no checkpoint holds and is updated once per call
+    may_drop: bool = False  # it draws once per call where only Python shows it
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
 
@@ -131,8 +132,8 @@ class LayerCheck:
         self.outputs, difference = self._compare_outputs(whole[1], [part for _, part in parts])
         if self.is_random:
             return None
-        if drawn_per_call(drawn, drawn_by_slices):
-            self.faults.append(_DRAWN_PER_CALL)
+        by_torch, self.may_drop = drawn_per_call(drawn, drawn_by_slices)
+        self.faults += [_DRAWN_PER_CALL] * by_torch
         difference = ranks.first(difference)
         if difference is None and expected is not None:
             difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
@@ -305,12 +306,12 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     kinds = {(type(each), getattr(each, "shape", None)) for each in values}
     if len(kinds) > 1 or before is None or getattr(before, "dtype", None) == torch.bool:
         return False
-    if isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point()):
-        old, whole, sliced = (torch.as_tensor(each).double() for each in values)
-        return not torch.equal(old, whole) and compare_values("", sliced, whole, tolerance) is not None
-    steps = of_whole - before
-    has_changed, is_other = (torch.as_tensor(each) for each in (steps != 0, of_slices - before != steps * num_slices))
-    return bool(has_changed.any()) and not bool(is_other.any())
+    is_float = isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point())
+    old, whole, sliced = (torch.as_tensor(each, dtype=torch.float64 if is_float else None) for each in values)
+    is_other = compare_values("", sliced, whole, tolerance) is not None
+    return not torch.equal(old, whole) and (
+        is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices)
+    )
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:

@@ -147,6 +147,8 @@ class StageCheck:
         notes = {
             f"{', '.join(check.counters)} counts calls or is a mean over them, one call for each slice: what depends "
             "on it changes after other steps than on whole sequences": bool(check.counters),
+            "draws from a generator of Python or NumPy once per call and not per token: where what it gives depends on "
+            "that (a dropped layer), each slice draws its own": check.may_drop,
             "compared in evaluation mode, without what it does in training alone: it draws random numbers by an "
             "operation that cannot be made constant": check.in_evaluation_mode and not check.is_random,
             "not checked: it draws random numbers in evaluation mode as well, other ones for slices than for a whole "

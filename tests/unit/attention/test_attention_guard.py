@@ -150,10 +150,10 @@ def test_a_name_that_was_bound_before() -> None:
     expected = captured(X, X, X)
     with GuardCapturedNames(), guard_plain_attention():
         with push_slice(PART):
-            by_name = {"query": X, "key": X, "value": X}
-            for call in (lambda: captured(X, X, X), lambda: captured(X, key=X, value=X), lambda: captured(**by_name)):
-                with pytest.raises(PlainAttentionError, match="sliced_attention"):
-                    call()
+            for call in (captured, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu):
+                for names in ((), ("key", "value"), ("query", "key", "value")):
+                    with pytest.raises(PlainAttentionError, match="sliced_attention"):
+                        call(*[X] * (3 - len(names)), **dict.fromkeys(names, X))
             captured(X, torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8))  # cross-attention
             with pytest.raises(PlainAttentionError):  # with weights it calls nothing that could be guarded
                 x, module = torch.ones(4, 3, 8), torch.nn.MultiheadAttention(8, 2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layers.untouched import untouched
 
 
@@ -148,14 +153,19 @@ def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
         assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
 
 
-CALLS, SETTINGS = 0, {"calls": 0}
+CALLS, SETTINGS, NUMBERS = 0, {"calls": {"all": 0}}, torch.zeros(2)
 
 
 class Progress:
     """An object of the user's, in which another one is."""
 
-    def __init__(self, inner: Progress | None = None) -> None:
+    def __init__(self, inner: Progress | Namespace | None = None) -> None:
         self.steps, self.inner = 0, inner
+
+    def count(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.inner.steps += 1  # type: ignore[union-attr]
+        return x
 
 
 class Helper(nn.Module):
@@ -218,9 +228,9 @@ PROGRESS, GENERATOR = Progress(), random.Random(1)
 def count_globally(x: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
-    SETTINGS["calls"] += 1
+    SETTINGS["calls"]["all"] += 1
     PROGRESS.steps += 1
-    GENERATOR.random()
+    NUMBERS.add_(GENERATOR.random())
     return x
 
 
@@ -237,15 +247,6 @@ def function_that_counts() -> Callable[[Tensor], Tensor]:
     return counted
 
 
-def hook_that_counts() -> Callable[[Tensor], None]:
-    norms: list[float] = []
-
-    def counted(gradient: Tensor) -> None:
-        norms.append(float(gradient.norm()))
-
-    return counted
-
-
 class CountingOutside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,21 +257,57 @@ class CountingOutside(nn.Module):
         return self.function(x)
 
 
-def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_functions_reach_is_put_back_or_named(caplog: pytest.LogCaptureFixture) -> None:
     module, drawn = nn.Sequential(CountingOutside(), nn.Linear(4, 4)), GENERATOR.getstate()
-    function = function_that_counts()
-    module.forward_funcs = [module[0], function, function_that_counts()]  # type: ignore[assignment]
-    module[1].weight.register_hook(hook_that_counts())  # type: ignore[operator, union-attr]
+    counters, norms, gradients = [Progress(Namespace(steps=0)) for _ in range(3)], [1.0], []
+    *_, last = counters
+    module.loss_fn = counters[0].count  # type: ignore[assignment]
+    functions = [functools.partial(Progress.count, counters[1]), last.count, function_that_counts()]
+    functions += [lambda x: last.count(x)]
+    module.forward_funcs = [module[0], *functions, function_that_counts()]  # type: ignore[assignment]
+    module[1].weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))  # type: ignore[operator]
+    module[1].bias.register_hook(gradients.append)  # type: ignore[operator, union-attr]
     with untouched(module, with_gradients=False):
         assert not caplog.messages
-        module[1](function(module[0](torch.ones(2, 4)))).sum().backward()
+        for function in functions:
+            function(module.loss_fn(torch.ones(1)))  # type: ignore[operator]
+        module[1](module[0](torch.ones(2, 4))).sum().backward()
+        assert [each.steps for each in counters] == [4, 1, 2] and len(norms) == 2 and len(gradients) == CALLS == 1
+    assert not any(each.steps or each.inner.steps for each in counters)  # type: ignore[union-attr]
+    assert (norms, gradients, CALLS, SETTINGS, PROGRESS.steps) == ([1.0], [], 0, {"calls": {"all": 0}}, 0)
+    assert GENERATOR.getstate() == drawn and not NUMBERS.any()
+    assert functions[2].__closure__[0].cell_contents == 0  # type: ignore[attr-defined]
     [told] = caplog.messages
-    assert GENERATOR.getstate() == drawn
-    for name in ("CALLS", "SETTINGS", "PROGRESS"):
-        assert f"global variable {name} of {__name__}" in told
-    assert "variable norms of hook_that_counts.<locals>.counted" in told
-    assert "0.numbers" in told and "variable calls of function_that_counts.<locals>.counted" in told
-    assert "Keep such values in attributes" in told
+    assert "and 0.numbers changed" in told and "Keep such values in attributes" in told
     with untouched(module):
         pass
     assert len(caplog.messages) == 1, "nothing ran"
+
+
+def test_parameters_that_layers_write_to(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Layer()
+    with untouched(layer), torch.no_grad():
+        layer.frozen.mul_(2)  # a running mean
+        layer.second.bias.mul_(1)
+    assert torch.equal(layer.frozen, torch.ones(4))
+    assert "and second.bias changed" in caplog.text
+
+
+class Unprintable:
+    __slots__ = ()
+    __repr__ = None  # type: ignore[assignment]  # calling it raises
+
+
+def test_what_is_too_much_or_raises_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "terapipe_ds")
+    layer, tokens = Layer(), np.memmap(tmp_path / "tokens", np.int8, "w+", shape=2**34)
+    reader = Namespace(ahead=[], reader=Thread())  # the thread may fill the list meanwhile
+    layer.all = [Unprintable(), tokens, reader]  # type: ignore[assignment]
+    for _ in range(400):  # longer than Python's stack allows
+        layer.chain = Progress(getattr(layer, "chain", None))  # type: ignore[assignment]
+    assert KeptState({"": layer}).passed_over == ["all.0", "all.1", "all.2"]
+    layer.many = [[[] for _ in range(9_000)] for _ in range(30)]  # type: ignore[assignment]
+    with untouched(layer):
+        _use(layer)
+    [told] = caplog.messages
+    assert "not put back after trials" in told and "all.1, all.2, many.2" in told

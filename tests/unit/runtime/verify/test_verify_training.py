@@ -17,7 +17,7 @@ from tests.unit.runtime.verify.test_verify_layers import LENGTH, Findings, _chec
 from tests.zoo import ZOO
 from tests.zoo.layers import WIDTH
 from tests.zoo.members import BACKWARD
-from tests.zoo.training import COUNTED, ONCE, Clipping, Keeping, clipped, generator, keeping, then
+from tests.zoo.training import COUNTED, DRAWN, ONCE, ZERO, Clipping, Keeping, clipped, generator, keeping, then
 
 NUMPY, TORCH = np.random.default_rng(0), torch.Generator()
 
@@ -42,9 +42,13 @@ FAULTS: dict[str, tuple[LayerSpec, tuple[str, ...]]] = {
         if each.layers[2].typename is Keeping and each.error == "VerifyError"
     },
     "drop by torch": (keeping(lambda _, x: x * (torch.rand(()) < 0.9)), (ONCE,)),
-    "drop by Python": (keeping(lambda _, x: x if random.random() < 0.9 else 0 * x), (ONCE,)),
-    "drop by NumPy": (keeping(lambda _, x: x if np.random.rand() < 0.9 else 0 * x), (ONCE,)),
-    "drop by a variable": (keeping(lambda _, x: x if NUMPY.random() < 0.9 else 0 * x), (ONCE,)),
+    "mean in a parameter": (
+        keeping(
+            then(lambda it, x: it.mean.mul_(0.9).add_(0.1 * x.detach().mean())),
+            lambda it: setattr(it, "mean", nn.Parameter(ZERO.clone(), requires_grad=False)),
+        ),
+        ("buffer mean differs",),
+    ),
     "drop by another variable": (keeping(lambda _, x: x * (torch.rand((), generator=TORCH) < 0.9)), (ONCE,)),
     "dropped features": (keeping(lambda _, x: F.dropout1d(x.transpose(1, 2), 0.1).transpose(1, 2)), (ONCE,)),
     "clipped by a function": (keeping(lambda _, x: Clipping.apply(x)), (BACKWARD,)),
@@ -69,6 +73,10 @@ DRAWS, PLAIN, EVALUATED = (1, 0), (0, 0), (0, 1)  # draws constants, is compared
 HEALTHY: dict[str, tuple[LayerSpec, tuple[int, int]]] = {
     "dropout": (keeping(lambda _, x: F.dropout(x, 0.5)), DRAWS),
     "captured dropout": (keeping(lambda _, x: torch.dropout(x, 0.5, True)), DRAWS),
+    "dropout of several widths": (  # by which a slice draws as many numbers at a time as the whole elsewhere
+        keeping(lambda _, x: x * sum(F.dropout(x.new_ones(*x.shape[:2], n)).mean() for n in (14, 35, 40, 56))),
+        DRAWS,
+    ),
     "alpha dropout": (keeping(lambda _, x: F.alpha_dropout(x, 0.5, True)), DRAWS),
     "noise": (keeping(lambda _, x: x + torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 1)), DRAWS),
     "noise by its own generator": (
@@ -106,9 +114,18 @@ def test_attention_dropout_is_compared_with_every_key() -> None:
     assert (found.findings, found.notes, found.without_dropout) == ([], [], 1)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, lost, _) in COUNTED.items() if not lost])
-def test_what_counts_calls_is_named(name: str) -> None:
-    spec, _, says = COUNTED[name]
+NAMED = {
+    **{name: (spec, says) for name, (spec, lost, says) in COUNTED.items() if not lost},
+    "drop by Python": (keeping(lambda _, x: x if random.random() < 0.9 else 0 * x), DRAWN),
+    "drop by NumPy": (keeping(lambda _, x: x if np.random.rand() < 0.9 else 0 * x), DRAWN),
+    "drop by a variable": (keeping(lambda _, x: x if NUMPY.random() < 0.9 else 0 * x), DRAWN),
+    "log now and then": (keeping(then(lambda _, x: random.random() < 1e-9)), DRAWN),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_may_be_as_meant_is_named(name: str) -> None:
+    spec, says = NAMED[name]
     found = verify_one(spec)
     assert found.findings == [] and [says in note for note in found.notes] == [True] * bool(says), found.notes
 

@@ -127,6 +127,16 @@ class TestEnds:
         resumed = rank_pool(2).run(run, job=Job(steps=2, folder=str(tmp_path), resume="global_step1"))
         assert resumed == [losses[1:] for losses in undisturbed]
 
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
+    def test_an_error_of_one_rank_in_a_save(self, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Anywhere in DeepSpeed's save, while the others wait in its barriers."""
+        job = Job(steps=2, folder=str(tmp_path), saves=(1, 2), fault=Fault("raise_save", stage, step=2))
+        ended = end(job, monkeypatch)
+        ended.assert_all_told("failed at save_checkpoint: MemoryError: none is left", survivors=[0, 1])
+        assert ended.exit_codes == [1, 1]
+        ended.assert_soon()
+        assert {path.name for path in tmp_path.iterdir()} == {"global_step1", "latest"}
+
 
 MOMENTS = ["between", "data", "before_forward", "send", "reduce", "optimizer", "save"]
 

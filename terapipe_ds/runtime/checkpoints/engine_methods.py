@@ -71,6 +71,8 @@ class SafeCheckpoints:
         exclude_frozen_parameters: bool,
     ) -> Any:
         """Save by DeepSpeed's method `stock_save`; see `TeraPipeEngine.save_checkpoint`."""
+        if not save_dir:  # DeepSpeed raises
+            return stock_save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         engine, stages = self._engine, range(self._layout.num_stages)
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in stages]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
@@ -88,7 +90,8 @@ class SafeCheckpoints:
                 state |= stack.enter_context(states.saved_in_stock_order())
 
             def save_as(tag: str | None, is_latest: bool) -> Any:
-                return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
+                with self._watchdog.of_one_rank():
+                    return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
             saved = save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
         if client_state and engine.global_rank == 0 and not self._allow_pickle:
@@ -248,6 +251,8 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     process groups. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
+    if constants.CHECKPOINT_PARALLEL_DIMS in state:  # which DeepSpeed would refuse later
+        raise KeyError(f"client_state has the key {constants.CHECKPOINT_PARALLEL_DIMS!r}, which is DeepSpeed's own")
     if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
         return state  # with experts, DeepSpeed makes the dict itself and accepts none from the client
     return {**state, name: _description(engine.module)}

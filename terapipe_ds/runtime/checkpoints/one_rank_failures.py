@@ -1,6 +1,6 @@
 """Let a failure of one rank inside DeepSpeed's save or load reach the others, which wait in its barriers.
 
-States are taken before DeepSpeed's save begins, and errors of a load are kept, until all ranks can be told.
+States are taken before DeepSpeed's save begins. Errors of a load are kept until all ranks can be told.
 """
 
 from __future__ import annotations

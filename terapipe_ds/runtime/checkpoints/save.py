@@ -194,7 +194,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, where one of them cannot go on. What was whole before is whole still.
     """
-    if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises; or files are written later
+    if engine.checkpoint_engine.is_decoupled():  # files are written later
         return save(tag, save_latest)
     tag, leads = f"global_step{engine.global_steps}" if tag is None else str(tag), is_leader(engine)
     told = gather((tag, this_job().id), world)
@@ -204,8 +204,12 @@ def save_checkpoint(
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank(world, paths.prepare if leads else None)
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
-    with replaced(engine.checkpoint_engine, "save", writer.save):
-        saved = save(paths.tag_of(paths.saving), False)
+    try:
+        with replaced(engine.checkpoint_engine, "save", writer.save):
+            saved = save(paths.tag_of(paths.saving), False)
+    except BaseException:  # of this rank alone; no rank gets further than the next collective
+        shutil.rmtree(paths.saving, ignore_errors=True)
+        raise
     try:
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
         if engine.use_node_local_storage():

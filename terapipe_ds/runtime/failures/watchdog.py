@@ -127,9 +127,19 @@ class Watchdog:
     def long_call(self, what: str) -> AbstractContextManager[None]:
         """Watch a call outside a batch in which ranks wait for one another, for `LONG_CALL` times `stall_timeout_s`.
 
-        Its errors are the caller's, but for a connection that another rank's end has cut.
+        Its errors are the caller's, but for a connection that another rank's end has cut, and for those `of_one_rank`.
         """
         return self._watched(Doing(what, is_long=True))
+
+    @contextmanager
+    def of_one_rank(self) -> Iterator[None]:
+        """Publish an exception that leaves this part of a long call: the other ranks wait for this one there."""
+        try:
+            yield
+        except BaseException as error:
+            if self._caused_by_others(error) is None:
+                self._fail(error)
+            raise
 
     def drawing(self) -> AbstractContextManager[None]:
         """Watch a wait in the user's iterator, within a batch, for `data_timeout_s`."""

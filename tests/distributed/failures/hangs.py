@@ -24,8 +24,10 @@ def run_until_it_hangs(job: Job) -> list[float]:
 
 
 def _act(fault: Fault) -> NoReturn:
-    """Hang or die, as the kind begins."""
-    {"hang": hang, "kill": die}[fault.kind.partition("_")[0]]()
+    """Hang, die or raise, as the kind begins."""
+    {"hang": hang, "kill": die, "raise": mark}[fault.kind.partition("_")[0]]()
+    if fault.kind.startswith("raise"):
+        raise MemoryError("none is left")
     raise AssertionError("this never comes")
 
 
@@ -92,6 +94,7 @@ PLACES: dict[str, Callable[[Any, Fault], None]] = {
     },
     "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
+    "raise_save": _instead("module", "save_state_dict"),
 }
 
 

@@ -293,6 +293,9 @@ def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dic
             with raising(place_in(engine, place), method, distributed.get_rank() == rank):
                 found[method] = raised_by(act)
             found[f"batch after {method}"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+        found["save"] = raised_by(lambda: engine.save_checkpoint(folder, tag="mixture"))
+        engine.load_checkpoint(folder, tag="whole", load_module_only=True)
+        found["parameters alone"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
         engine.load_checkpoint(folder, tag="whole")
         found["whole"] = train(engine, batches(1, first_seed=900)).returned
         return found
@@ -326,8 +329,10 @@ def test_what_fails_on_one_rank_is_raised_on_all(place: str, ranks: int, tmp_pat
         assert rank["state_dict"] == ("LookupError", "state_dict fails")
         assert rank["batch after state_dict"] == ("", "")
         assert rank["load_state_dict"] == ("LookupError", "load_state_dict fails")
-        kind, text = rank["batch after load_state_dict"]
-        assert kind == "CheckpointError" and "Load one that is whole" in text and "load_state_dict fails" in text
+        for when in ("batch after load_state_dict", "save", "parameters alone"):
+            kind, text = rank[when]
+            assert kind == "CheckpointError" and "Load one that is whole" in text and "load_state_dict fails" in text
+            assert ("parameters, " in text) == (when != "parameters alone") and "optimizer states" in text
         assert rank["whole"]
 
 

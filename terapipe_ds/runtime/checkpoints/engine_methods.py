@@ -49,6 +49,15 @@ class LoadOptions(NamedTuple):
     module_only: bool
     custom_load_fn: Any
 
+    def loaded(self) -> list[str]:
+        """Return what a load sets."""
+        more = {
+            "numbers of steps": True,
+            "optimizer states": self.optimizer_states,
+            "learning rates": self.lr_scheduler_states,
+        }
+        return ["parameters", *(name for name, is_asked in more.items() if is_asked and not self.module_only)]
+
 
 class SafeCheckpoints:
     """Save and load the checkpoints of one engine; `world` is a group of all ranks on the CPU."""
@@ -58,7 +67,7 @@ class SafeCheckpoints:
     ) -> None:
         self._engine, self._layout, self._world = engine, layout, world
         self._plans, self._watchdog, self._allow_pickle = plans, watchdog, allow_pickle
-        self._half_loaded: str | None = None  # why parameters may be of two checkpoints
+        self._half_loaded: dict[str, str] = {}  # what may be of two checkpoints, and why
         this_job().has_read()
 
     def save(
@@ -71,6 +80,7 @@ class SafeCheckpoints:
         exclude_frozen_parameters: bool,
     ) -> Any:
         """Save by DeepSpeed's method `stock_save`; see `TeraPipeEngine.save_checkpoint`."""
+        self.refuse_half_loaded()
         if not save_dir:  # DeepSpeed raises
             return stock_save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         engine, stages = self._engine, range(self._layout.num_stages)
@@ -116,9 +126,11 @@ class SafeCheckpoints:
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
-                self._half_loaded = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                why = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
-        self._half_loaded = None
+        if loaded[0] is not None:
+            self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
             (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
@@ -127,10 +139,10 @@ class SafeCheckpoints:
 
     def refuse_half_loaded(self) -> None:
         """Raise CheckpointError, on every rank alike, where a load has failed after it had begun to set parameters."""
-        if self._half_loaded is not None:
+        for why in self._half_loaded.values():
             raise CheckpointError(
-                f"{self._half_loaded}, so that parameters may be of two checkpoints. Load "
-                "one that is whole before the next batch"
+                f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, with "
+                "all of these, before the next batch or save"
             )
 
 

@@ -267,7 +267,9 @@ def test_a_file_that_would_run_code_is_refused_unless_that_is_allowed(place: str
 def test_a_client_state_of_other_types_is_told_when_it_is_saved(tmp_path: Path) -> None:
     client = Decimal(1)
     said = rank_pool(2).run(job_save_twice, folder=str(tmp_path), client=client)
-    assert said[1] == [] and all("client_state" in line and "decimal.Decimal" in line for line in said[0])
+    name = tmp_path / "first" / "mp_rank_00_model_states.pt"
+    assert said[1] == [] and f"will refuse 2 of the files that were saved: {name}" in said[0][0]
+    assert all("client_state" in line and "decimal.Decimal" in line for line in said[0])
     assert len(said[0]) == 2
     for rank in rank_pool(2).run(job_load_spoilt, folder=str(tmp_path), allow_pickle=True):
         assert (rank["second"], rank["chosen"], rank["steps"]) == (("", ""), ("", ""), 2)

@@ -25,7 +25,7 @@ from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.checkpoints.one_rank_failures import load_everywhere, states_taken
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint, this_job
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
+from terapipe_ds.runtime.checkpoints.strict_pickles import strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.batch_plans import Plans
@@ -103,10 +103,9 @@ class SafeCheckpoints:
                 with self._watchdog.of_one_rank():
                     return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
-            saved = save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
-        if client_state and engine.global_rank == 0 and not self._allow_pickle:
-            _warn_of_pickle(Path(engine._get_ckpt_name(save_dir, tag or f"global_step{engine.global_steps}")))
-        return saved
+            return save_checkpoint(
+                engine, self._world, save_as, save_dir, tag, save_latest, training, self._allow_pickle
+            )
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
@@ -141,8 +140,8 @@ class SafeCheckpoints:
         """Raise CheckpointError, on every rank alike, where a load has failed after it had begun to set parameters."""
         for why in self._half_loaded.values():
             raise CheckpointError(
-                f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, with "
-                "all of these, before the next batch or save"
+                f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, "
+                "with all of these, before the next batch or save"
             )
 
 
@@ -188,15 +187,6 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
             'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
             '"fp32"}'
         )
-
-
-def _warn_of_pickle(path: Path) -> None:
-    """Warn when a checkpoint is saved, and not when it is needed, that its client_state is a program."""
-    if path.is_file():
-        try:
-            read_strictly(path)
-        except PickleRefused as error:
-            logger.warning("the client_state that was saved holds more than plain values: %s", error)
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:

@@ -9,9 +9,12 @@ older checkpoint of that tag is moved to `.TAG.replaced` for that moment, so tha
 from __future__ import annotations
 
 import glob
+import logging
+import operator
 import secrets
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,16 +23,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.runtime.agreement import gather, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
+from terapipe_ds.runtime.checkpoints.strict_pickles import read_strictly
+
+logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
 OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
+_LARGE_BYTES = 2**26
 _CLOCK_STEP_S = 0.1  # at most, of a disk's clock
 
 
@@ -38,7 +46,9 @@ class Job:
     """Tell this job from others that may save in the same folder."""
 
     id: str = ""  # "": unknown, as to those that only read
-    knows_all_until_s: float = field(default_factory=time.monotonic)  # what others wrote before is not of a rival
+    knows_all_until_s: float = field(
+        default_factory=time.monotonic
+    )  # what others wrote before is of jobs that this one continues
 
     def has_read(self) -> None:
         """Take what was written until now for that of jobs which this one continues."""
@@ -183,6 +193,7 @@ def save_checkpoint(
     tag: str | None,
     save_latest: bool,
     training: Mapping[str, Any],
+    allow_pickle: bool = False,
 ) -> T:
     """Let DeepSpeed save a checkpoint, and name it when it is whole. A collective over all ranks.
 
@@ -190,6 +201,7 @@ def save_checkpoint(
         world: a group of all ranks on the CPU; None for a single rank.
         save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
         training: for the manifest.
+        allow_pickle: say nothing of files that a load reads with this permission only.
 
     Raises:
         CheckpointError: on every rank, where one of them cannot go on. What was whole before is whole still.
@@ -229,6 +241,9 @@ def save_checkpoint(
             shutil.rmtree(paths.saving, ignore_errors=True)
         raise
     _on_each_rank(world, (lambda: paths.publish(save_latest)) if leads else None)
+    refusals = [file.refusal.replace(str(paths.saving), str(paths.final)) for file in files.values() if file.refusal]
+    if refusals and not allow_pickle and engine.global_rank == 0:  # now, not when the checkpoint is needed
+        logger.warning("a load will refuse %d of the files that were saved: %s", len(refusals), refusals[0])
     return saved
 
 
@@ -269,6 +284,7 @@ class _Written(NamedTuple):
 
     num_bytes: int
     checksum: str
+    refusal: str | None  # why a load would not read it
 
 
 class _Writer:
@@ -287,6 +303,8 @@ class _Writer:
         if self._failure is not None:
             return None
         try:
+            with suppress(RecursionError):  # of lists that hold themselves
+                state_dict = _without_numpy(state_dict)
             result = self._save(state_dict=state_dict, path=path)
             if Path(path).is_file():  # some writers leave a file to another rank
                 self._files[str(Path(path).relative_to(self._folder))] = self._flush(Path(path))
@@ -300,10 +318,34 @@ class _Writer:
         with ThreadPoolExecutor(1) as thread:
             checksum = thread.submit(checksum_of, path)
             sync(path)
-            return _Written(path.stat().st_size, checksum.result())
+            size = path.stat().st_size
+            return _Written(size, checksum.result(), _refusal(path, size))
 
     def files(self) -> dict[str, _Written]:
         """Return what each file is, or raise what stopped this rank."""
         if self._failure is not None:
             raise self._failure
         return self._files
+
+
+def _refusal(path: Path, num_bytes: int) -> str | None:
+    """Return why a load would refuse a file. The tensors of an archive stay on the disk; other large files pass."""
+    try:
+        if zipfile.is_zipfile(path) or num_bytes < _LARGE_BYTES:
+            read_strictly(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return `value` with Python's numbers in place of equal ones of numpy, which only a program could load again."""
+    if isinstance(value, np.float64) or (isinstance(value, np.generic) and value.dtype.kind in "biu"):
+        return value.item()
+    if type(value) not in (dict, list, tuple):
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = list(map(_without_numpy, old))
+    if all(map(operator.is_, old, new)):
+        return value
+    return dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)

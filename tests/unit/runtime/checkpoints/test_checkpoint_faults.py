@@ -6,6 +6,7 @@ import argparse
 import collections
 import errno
 import functools
+import logging
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -53,7 +55,7 @@ class OneRank:
     local_rank = global_rank = 0
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.global_steps = folder, 0
+        self.folder, self.global_steps, self.states = folder, 0, dict[str, Any]()
         self.checkpoint_engine = TorchCheckpointEngine()
         self.checkpoint_engine.zipfile_serialization = True
 
@@ -62,14 +64,14 @@ class OneRank:
 
     load_universal_checkpoint = use_node_local_storage
 
-    def save(self, tag: str, steps: int) -> None:
-        self.global_steps = steps
+    def save(self, tag: str, steps: int, **states: Any) -> None:
+        self.global_steps, self.states = steps, states
         save_checkpoint(cast(PipelineEngine, self), None, self._save, str(self.folder), tag, True, {})
 
     def _save(self, tag: str | None, is_latest: bool) -> None:
         for index, name in enumerate(FILES):
             generator = torch.Generator().manual_seed(10 * self.global_steps + index)
-            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator)}
+            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator), **self.states}
             self.checkpoint_engine.save(states, str(self.folder / str(tag) / name))
 
     def find(self, tag: str | None = None, allow_pickle: bool = False) -> ChosenCheckpoint:
@@ -318,3 +320,27 @@ def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
         torch.save({"args": value}, tmp_path / "a.pt")
         with pytest.raises(PickleRefused, match=type(value).__name__):
             read_strictly(tmp_path / "a.pt")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_told_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of numpy, which a schedule of learning rates may give, are saved as Python's."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 10))
+    optimizer.step()
+    scheduler.step()
+    best: list[Any] = [(np.int32(3), np.bool_(True), np.uint8(2)), torch.float32]
+    states = {"optimizer": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict(), "best": best}
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    engine = OneRank(tmp_path)
+    engine.save("a", 1, **states)
+    read = read_strictly(tmp_path / "a" / FILES[0])
+    assert {key: read[key] for key in states} == states and not caplog.messages
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64 and type(best[0][0]) is np.int32, "they stay"
+    engine.save("b", 2, ds_config={"trace_dir": Path("x")})
+    (said,) = caplog.messages
+    assert f"will refuse 3 of the files that were saved: {tmp_path / 'b' / FILES[0]}" in said and "Path" in said
+    best.append(best)  # a list that holds itself is saved as it is
+    engine.save("c", 3, **states)
+    assert engine.steps("a") == 1 and "refuse 3" in caplog.messages[1] and "numpy" in caplog.messages[1]

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, in_short, read_short
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, is_leader
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_any, read_strictly
+from terapipe_ds.runtime.log import first_line
 
 logger = logging.getLogger("terapipe_ds")
 
-_LONGEST_TAG_BYTES = 4096
+_LONGEST_TAG = 4096
 Damaged = Mapping[str, str]
 """What is wrong with the contents of checkpoints, by `read_as`."""
 
@@ -73,9 +75,15 @@ def find_checkpoint(
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
     pickled = next((each.pickled for each in looked if each is not None and each.pickled is not None), None)
+    sizes_alone = chosen.manifest is not None and not chosen.manifest.checksums
+    unchecked = f"{chosen.tag} is loaded without checksums, which an older version has not saved: sizes were compared"
     if engine.global_rank == 0:
-        for note in (chosen.note, pickled and f"{pickled} is loaded as a program, which allow_pickle permits"):
-            if note is not None:
+        for note in (
+            chosen.note,
+            sizes_alone and unchecked,
+            pickled and f"{pickled} is loaded as a program, which allow_pickle permits",
+        ):
+            if note:
                 logger.warning("%s", note)
     return replace(chosen, pickled=pickled)
 
@@ -90,30 +98,42 @@ class Contents(NamedTuple):
 def look_at_contents(
     folder: Path, chosen: ChosenCheckpoint, with_optimizer: bool, allow_pickle: bool, index: int = 0, count: int = 1
 ) -> Contents:
-    """Compare the checksums of every `count`-th file, and read it strictly.
+    """Compare the checksums of every `count`-th file, and read it strictly: what cannot be read is damaged.
 
     Raises:
-        CheckpointError: a file cannot be read, or only as a program where this is not allowed.
+        PickleRefused: a file can be read as a program only, where this is not allowed.
     """
     if chosen.read_as is None or count == 0:
         return Contents()
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
     if manifest is None:
-        names = sorted(str(path.relative_to(place)) for path in place.rglob("*.pt") if path.is_file())
+        paths = (path.relative_to(place) for path in place.rglob("*.pt") if path.is_file())
+        names = sorted(str(path) for path in paths if is_read(path, with_optimizer))
     else:
         names = manifest.names(with_optimizer)
     for name in names[index::count]:
-        problem = None if manifest is None else manifest.damage(place, name)
-        if problem is not None:
-            damage.append(problem)
-            continue
         try:
-            read_strictly(place / name)
+            problem = None if manifest is None else manifest.damage(place, name)
+            if problem is None:
+                read_strictly(place / name)
+            else:
+                damage.append(problem)
         except PickleRefused as error:
             if not allow_pickle:
                 raise
             pickled = str(error.path)
+        except (CheckpointError, OSError) as error:
+            damage.append(f"{place / name} cannot be read ({first_line(error.__cause__ or error)})")
     return Contents(in_short(damage), pickled)
+
+
+def is_read(path: Path, with_optimizer: bool) -> bool:
+    """Return whether DeepSpeed reads a file of its own checkpoints: states of ranks and layers, a converter's `zero/`.
+
+    Others may have files of any kind beside them.
+    """
+    ends = ("model_states.pt", OPTIMIZER_FILES) if with_optimizer else "model_states.pt"
+    return path.name.endswith(ends) or "zero" in path.parts
 
 
 def _share_of(engine: PipelineEngine) -> tuple[int, int]:
@@ -137,12 +157,12 @@ def _read_tag(latest: Path) -> str:
         CheckpointError: the file names none.
     """
     try:
-        tag = read_short(latest, _LONGEST_TAG_BYTES).decode("utf-8").strip()
+        tag = read_bytes(latest).decode("utf-8").strip()
     except UnicodeDecodeError:
         raise CheckpointError(f"{latest} is not UTF-8") from None
     if not tag:
         raise CheckpointError(f"{latest} is empty")
-    if not tag.isprintable():
+    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
         raise CheckpointError(f"{latest} names no tag: {tag[:40]!r}")
     return tag
 
@@ -169,7 +189,7 @@ def choose_checkpoint(
         if not (folder / (chosen.read_as or "")).exists():
             raise CheckpointError(f"{latest} names {name}, which does not exist")
         return chosen
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         newest = _newest(folder, damaged)
         if newest is not None:
             return replace(newest, note=f"{error}: {newest.tag} is loaded, the newest whole checkpoint there")
@@ -210,7 +230,7 @@ def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> Ch
 def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
     whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, OSError):
             manifest = None if path.name in damaged else Manifest.read(path)
             if manifest is not None and manifest.is_latest and manifest.problem(path) is None:
                 age = (manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime)

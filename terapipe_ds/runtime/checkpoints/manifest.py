@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.strict_json import JsonError, parse_as
 
 MANIFEST = "terapipe_complete.json"
-_OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
+OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
 _SHOWN = 4  # files in a message
 _READ_BYTES = 2**22
-_LONGEST_BYTES = 2**26  # of a list: one of a million files is shorter
+_LAST_KEY = ',\n "checksum": '  # of a list
 
 
 class CheckpointError(ValueError):
@@ -35,17 +37,8 @@ def checksum_of(path: Path) -> str:
     return f"xxh3:{state.hexdigest()}"
 
 
-def read_short(path: Path, longest_bytes: int) -> bytes:
-    """Return the bytes of a file that is short if it is what it should be.
-
-    Raises:
-        CheckpointError: the file is longer.
-    """
-    with path.open("rb") as file:
-        content = file.read(longest_bytes + 1)
-    if len(content) > longest_bytes:
-        raise CheckpointError(f"{path} is longer than {longest_bytes:,} bytes: it is another file")
-    return content
+def _checksum(data: bytes) -> str:
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -67,32 +60,29 @@ class Manifest(BaseModel):
     training: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)  # slices, layout, ...
     files: dict[str, int]  # their bytes
     checksums: dict[str, str] = Field(default_factory=dict)  # by file; {} in lists of older versions of this package
-    checksum: str = ""  # of this list without this field
+    checksum: str = ""  # of the file's bytes before it, so that later versions may add fields
 
     def write(self, folder: Path) -> None:
-        whole = self.model_copy(update={"checksum": self.own_checksum()})
-        write_text(folder / MANIFEST, whole.model_dump_json(indent=1), durable=True)
-
-    def own_checksum(self) -> str:
-        """Return what `checksum` is to be."""
-        text = self.model_dump_json(exclude={"checksum"})
-        return f"xxh3:{xxhash.xxh3_64_hexdigest(text.encode())}"
+        text, key, _ = self.model_dump_json(indent=1).rpartition(_LAST_KEY)
+        write_text(folder / MANIFEST, f'{text}{key}"{_checksum(text.encode())}"\n}}', durable=True)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """Read the list of a folder; None: there is none, as in checkpoints of DeepSpeed's own engine.
 
         Raises:
-            CheckpointError: the file is no such list.
+            CheckpointError: the file is no such list. OSError: it cannot be read, or is too large.
         """
         path = folder / MANIFEST
         if not path.is_file():
             return None
+        data = read_bytes(path)
         try:
-            manifest = cls.model_validate_json(read_short(path, _LONGEST_BYTES))
-        except ValidationError:
+            manifest = parse_as(cls, data)
+        except JsonError:
             manifest = None
-        if manifest is None or (manifest.checksums and manifest.checksum != manifest.own_checksum()):
+        own = data.rpartition(_LAST_KEY.encode())[0]
+        if manifest is None or (manifest.checksums and manifest.checksum != _checksum(own)):
             raise CheckpointError(
                 f"{path} is no list of version 1 of a checkpoint's files, or is damaged. Where the checkpoint is known "
                 "to be whole, delete that file; load another one otherwise"
@@ -112,7 +102,7 @@ class Manifest(BaseModel):
 
     def names(self, with_optimizer: bool = True) -> list[str]:
         """Return the files that are to be loaded."""
-        return sorted(name for name in self.files if with_optimizer or not name.endswith(_OPTIMIZER_FILES))
+        return sorted(name for name in self.files if with_optimizer or not name.endswith(OPTIMIZER_FILES))
 
     def damage(self, folder: Path, name: str) -> str | None:
         """Say that a file is not what was saved; None where it is, or where the list does not tell."""

@@ -6,10 +6,12 @@ import argparse
 import collections
 import errno
 import functools
+import json
 import logging
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import uuid
@@ -33,9 +35,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from terapipe_ds.files import atomic
+from terapipe_ds.runtime.checkpoints import manifest
 from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from terapipe_ds.runtime.checkpoints.load import ChosenCheckpoint, find_checkpoint
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 
@@ -74,8 +77,8 @@ class OneRank:
             states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator), **self.states}
             self.checkpoint_engine.save(states, str(self.folder / str(tag) / name))
 
-    def find(self, tag: str | None = None, allow_pickle: bool = False) -> ChosenCheckpoint:
-        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, True, allow_pickle)
+    def find(self, tag: str | None = None, allow_pickle: bool = False, with_optimizer: bool = True) -> ChosenCheckpoint:
+        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, with_optimizer, allow_pickle)
 
     def steps(self, tag: str | None = None) -> int:
         """By what is in the files of the checkpoint that a load would read; all must be of one save."""
@@ -207,6 +210,45 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
             engine.find(tag)
 
 
+@pytest.mark.parametrize("fault", ["EIO", "torn"])
+def test_what_cannot_be_read_is_damage(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also under lists of older versions, which have no checksums."""
+    engine = OneRank(tmp_path)
+    for steps in (1, 2):
+        engine.save(f"step{steps}", steps)
+        place = tmp_path / f"step{steps}" / MANIFEST
+        document = json.loads(place.read_text()) | ({"checksums": {}} if fault == "torn" else {})
+        place.write_text(json.dumps(document) if fault == "torn" else place.read_text())
+    bad = tmp_path / "step2" / FILES[1]
+    bad.write_bytes(bytes(bad.stat().st_size) if fault == "torn" else bad.read_bytes())
+
+    def checksum(path: Path, usual: Callable[[Path], str] = checksum_of) -> str:
+        if fault == "EIO" and path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return usual(path)
+
+    monkeypatch.setattr(manifest, "checksum_of", checksum)
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    with pytest.raises(CheckpointError, match=re.escape(f"{bad} cannot be read")):
+        engine.find("step2")
+    found = engine.find()
+    assert found.tag == "step1" and f"{bad} cannot be read" in str(found.note)
+    assert ("sizes were compared" in caplog.text) == (fault == "torn")
+
+
+def test_only_what_deepspeed_reads_of_a_checkpoint_without_a_list_is_looked_at(tmp_path: Path) -> None:
+    engine, place = OneRank(tmp_path), tmp_path / "step1"
+    engine.save("step1", 1)
+    (place / MANIFEST).unlink()
+    torch.save(Decimal(1), place / "my_loader.pt")
+    torch.save(Decimal(1), place / FILES[2])
+    assert engine.find("step1", with_optimizer=False).pickled is None
+    with pytest.raises(PickleRefused, match=FILES[2]):
+        engine.find("step1")
+
+
 # -- files that are programs ---------------------------------------------------------------------------------------
 
 
@@ -258,9 +300,9 @@ FORMS: dict[str, Callable[[Any, Path], None]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_no_code_of_a_file_runs(form: str, tmp_path: Path) -> None:
     """By our reader, by DeepSpeed's, and by its reader of universal checkpoints."""
-    marker, folder = tmp_path / "marker", tmp_path / "saved" / "tag"
+    marker, folder = tmp_path / "marker", tmp_path / "saved" / "tag" / "zero"  # of a universal checkpoint
     folder.mkdir(parents=True)
-    path, engine = folder / "exp_avg.pt", OneRank(folder.parent)
+    path, engine = folder / "exp_avg.pt", OneRank(tmp_path / "saved")
     states = hostile(marker)
     readers: list[Callable[[], Any]] = [
         lambda: engine.checkpoint_engine.load(str(path), map_location="cpu"),

@@ -154,7 +154,9 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
         (lambda folder: (folder / "latest").write_text(""), "latest is empty"),
         (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest is not UTF-8"),
         (lambda folder: (folder / "latest").write_text("c\x00"), "latest names no tag"),
-        (lambda folder: (folder / "latest").write_text("c" * 5000), "latest is longer than 4,096 bytes"),
+        (lambda folder: (folder / "latest").write_text("c" * 5000), "latest names no tag: 'cccccc"),
+        (lambda folder: os.truncate(folder / "c" / MANIFEST, 2**27), "more than 64 MiB"),
+        (lambda folder: changed_list(folder / "c", training={"x": [{}] * 300_000}, checksums={}), "no list of version"),
         (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
         (lambda folder: changed_list(folder / "c", global_steps=9), "is damaged"),
         (lambda folder: changed_list(folder / "c", training={"x": float("inf")}, checksums={}), "no list of version 1"),
@@ -190,6 +192,15 @@ def test_lists_of_older_versions_are_read(tmp_path: Path) -> None:
     manifest = Manifest.read(tmp_path / "a")
     assert manifest is not None and steps_of(tmp_path) == 1
     assert manifest.damage(tmp_path / "a", FILES[0]) is None
+
+
+def test_lists_are_read_by_later_versions_that_have_more_fields(tmp_path: Path) -> None:
+    class Later(Manifest):
+        more: int = 1
+
+    save(tmp_path, "a", 1)
+    later = Later.read(tmp_path / "a")
+    assert later is not None and later.checksums
 
 
 def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ logger = logging.getLogger("terapipe_ds")
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
 OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
+_ID_LENGTH = 8
 _LARGE_BYTES = 2**26
 _CLOCK_STEP_S = 0.1  # at most, of a disk's clock
 
@@ -58,7 +59,7 @@ class Job:
 @cache
 def this_job() -> Job:
     """Return this process as a job; of all ranks, the id of the first one counts."""
-    return Job(secrets.token_hex(4))
+    return Job(secrets.token_hex(_ID_LENGTH // 2))
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class CheckpointPaths:
     def all_saving(self) -> list[Path]:
         """Return where jobs save this tag, or have left off, the latest first."""
         name, folder = self.final.name, self.final.parent
-        pattern = f".{glob.escape(name)}.*.saving"  # ids have no dots: another tag may begin with this one
-        found = [path for path in folder.glob(pattern) if path.name.count(".") == name.count(".") + 3]
+        found = list(folder.glob(f".{glob.escape(name)}.{'[0-9a-f]' * _ID_LENGTH}.saving"))
         found += [path for path in [folder / f".{name}.saving"] if path.exists()]  # of older versions
+        found = [path for path in found if (saved := _readable(path)) is None or saved.tag == self.tag]
         return sorted(found, key=_written_at, reverse=True)
 
     @property

@@ -70,10 +70,12 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
         # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for process in ranks:
-            process.start()
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            try:
+                for process in ranks:
+                    process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # in this order: if the last rank ended in between, there would be no rank to wait for
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
                 connection.wait(running)
@@ -82,8 +84,9 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
                 raise RankError(failed[0], _exit_codes(ranks))
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                if process.pid is not None:  # it has been started
+                    process.kill()
+                    process.join()
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:

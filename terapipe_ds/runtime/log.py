@@ -9,9 +9,9 @@ from contextlib import contextmanager
 logger = logging.getLogger("terapipe_ds")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the class of the error and the first line of its text, for one line of the log."""
-    return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+    return " ".join([f"{type(error).__name__}:", *str(error).strip()[:300].splitlines()[:1]])
 
 
 class Diagnostic:

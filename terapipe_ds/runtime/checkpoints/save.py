@@ -285,7 +285,7 @@ class _Written(NamedTuple):
 
     num_bytes: int
     checksum: str
-    refusal: str | None  # why a load would not read it
+    refusal: str | None = None  # why a load would not read it
 
 
 class _Writer:
@@ -308,7 +308,7 @@ class _Writer:
                 state_dict = _without_numpy(state_dict)
             result = self._save(state_dict=state_dict, path=path)
             if Path(path).is_file():  # some writers leave a file to another rank
-                self._files[str(Path(path).relative_to(self._folder))] = self._flush(Path(path))
+                self._files[str(Path(path).relative_to(self._folder))] = _judged(Path(path), self._flush(Path(path)))
             return result
         except Exception as error:
             self._failure = error
@@ -319,8 +319,7 @@ class _Writer:
         with ThreadPoolExecutor(1) as thread:
             checksum = thread.submit(checksum_of, path)
             sync(path)
-            size = path.stat().st_size
-            return _Written(size, checksum.result(), _refusal(path, size))
+            return _Written(path.stat().st_size, checksum.result())
 
     def files(self) -> dict[str, _Written]:
         """Return what each file is, or raise what stopped this rank."""
@@ -329,14 +328,14 @@ class _Writer:
         return self._files
 
 
-def _refusal(path: Path, num_bytes: int) -> str | None:
-    """Return why a load would refuse a file. The tensors of an archive stay on the disk; other large files pass."""
+def _judged(path: Path, written: _Written) -> _Written:
+    """Say whether a load would read a file. The tensors of an archive stay on the disk; other large files pass."""
     try:
-        if zipfile.is_zipfile(path) or num_bytes < _LARGE_BYTES:
+        if zipfile.is_zipfile(path) or written.num_bytes < _LARGE_BYTES:
             read_strictly(path)
     except CheckpointError as error:
-        return str(error)
-    return None
+        return written._replace(refusal=str(error))
+    return written
 
 
 def _without_numpy(value: Any) -> Any:

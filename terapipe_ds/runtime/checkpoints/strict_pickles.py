@@ -6,9 +6,9 @@ classes of DeepSpeed are allowed besides, which hold numbers alone. Everything e
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.log import first_line
 
 _ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)  # in the states of ZeRO stage 1
-_ALWAYS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # read by `torch.load`
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 _ANOTHER = "Load another checkpoint, by its tag"
 
@@ -38,22 +38,23 @@ class PickleRefused(CheckpointError):
 
 @contextmanager
 def strict_loading(is_strict: bool = True) -> Iterator[None]:
-    """Let every `torch.load` of this process, DeepSpeed's too, read as `read_strictly` does."""
+    """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other threads that run go on as before."""
     if not is_strict:
         yield
         return
-    before = {name: os.environ.get(name) for name in _ALWAYS}
-    known = set(torch.serialization.get_safe_globals())
-    os.environ.update(_ALWAYS)
+    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    load, known = torch.load, set(torch.serialization.get_safe_globals())
+
+    def load_strictly(*args: Any, **options: Any) -> Any:
+        is_other = threading.get_ident() in others
+        return load(*args, **(options if is_other else {**options, "weights_only": True}))
+
+    torch.load = load_strictly
     try:
         with torch.serialization.safe_globals([each for each in _ALLOWED if each not in known]):
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        torch.load = load
 
 
 def read_strictly(path: Path) -> Any:
@@ -77,7 +78,7 @@ def read_strictly(path: Path) -> Any:
             path,
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({_first_line(error)}). {_ANOTHER}") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}). {_ANOTHER}") from error
 
 
 def read_any(path: Path) -> Any:
@@ -89,7 +90,7 @@ def read_any(path: Path) -> Any:
     try:
         return _load(path)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({_first_line(error)}). {_ANOTHER}") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}). {_ANOTHER}") from error
 
 
 def _load(path: Path) -> Any:
@@ -105,8 +106,3 @@ def _refuse_compressed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("it is compressed, as torch.save never does")
-
-
-def _first_line(error: Exception) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text[:300]}"

@@ -17,6 +17,7 @@ import subprocess
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
@@ -386,3 +387,18 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told_when_it_is_saved(
     best.append(best)  # a list that holds itself is saved as it is
     engine.save("c", 3, **states)
     assert engine.steps("a") == 1 and "refuse 3" in caplog.messages[1] and "numpy" in caplog.messages[1]
+
+
+def test_threads_that_run_already_read_as_before(tmp_path: Path) -> None:
+    def read() -> Any:
+        return torch.load(tmp_path / "a.pt", weights_only=False)
+
+    torch.save(Decimal(1), tmp_path / "a.pt")
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as later:
+        assert before.submit(read).result() == Decimal(1)
+        with strict_loading():
+            assert before.submit(read).result() == Decimal(1)
+            for strict in (read, lambda: later.submit(read).result()):
+                with pytest.raises(pickle.UnpicklingError):
+                    strict()
+        assert read() == later.submit(read).result() == Decimal(1)

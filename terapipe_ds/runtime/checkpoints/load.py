@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -22,8 +23,7 @@ from terapipe_ds.runtime.log import first_line
 logger = logging.getLogger("terapipe_ds")
 
 _LONGEST_TAG = 4096
-Damaged = Mapping[str, str]
-"""What is wrong with the contents of checkpoints, by `read_as`."""
+Damaged = Mapping[str, str]  # what is wrong with the contents of checkpoints, by `read_as`
 
 
 @dataclass(frozen=True)
@@ -68,43 +68,34 @@ def find_checkpoint(
         chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
         share = _share_of(engine)
         looked = gather_results(lambda: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world)  # noqa: B023
-        problem = in_short([each.damage for each in looked if each is not None and each.damage is not None])
+        problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
             break
         if tag is not None or is_universal:
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
-    pickled = next((each.pickled for each in looked if each is not None and each.pickled is not None), None)
-    sizes_alone = chosen.manifest is not None and not chosen.manifest.checksums
-    unchecked = f"{chosen.tag} is loaded without checksums, which an older version has not saved: sizes were compared"
+    pickled = next((path for _, path in filter(None, looked) if path is not None), None)
     if engine.global_rank == 0:
-        for note in (
-            chosen.note,
-            sizes_alone and unchecked,
-            pickled and f"{pickled} is loaded as a program, which allow_pickle permits",
-        ):
-            if note:
+        if chosen.manifest is not None and not chosen.manifest.checksums:
+            logger.warning("%s has no checksums, as older versions saved it: sizes were compared alone", chosen.tag)
+        for note in (chosen.note, pickled and f"{pickled} is loaded as a program, which allow_pickle permits"):
+            if note is not None:
                 logger.warning("%s", note)
     return replace(chosen, pickled=pickled)
 
 
-class Contents(NamedTuple):
-    """Say what is in the files of a checkpoint that one rank has looked at."""
-
-    damage: str | None = None
-    pickled: str | None = None
-
-
 def look_at_contents(
     folder: Path, chosen: ChosenCheckpoint, with_optimizer: bool, allow_pickle: bool, index: int = 0, count: int = 1
-) -> Contents:
+) -> tuple[str | None, str | None]:
     """Compare the checksums of every `count`-th file, and read it strictly: what cannot be read is damaged.
+
+    Return what is damaged, and a file that can be read as a program only.
 
     Raises:
         PickleRefused: a file can be read as a program only, where this is not allowed.
     """
     if chosen.read_as is None or count == 0:
-        return Contents()
+        return None, None
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
     if manifest is None:
         paths = (path.relative_to(place) for path in place.rglob("*.pt") if path.is_file())
@@ -113,18 +104,17 @@ def look_at_contents(
         names = manifest.names(with_optimizer)
     for name in names[index::count]:
         try:
-            problem = None if manifest is None else manifest.damage(place, name)
-            if problem is None:
-                read_strictly(place / name)
-            else:
+            if manifest is not None and (problem := manifest.damage(place, name)) is not None:
                 damage.append(problem)
+            else:
+                read_strictly(place / name)
         except PickleRefused as error:
             if not allow_pickle:
                 raise
             pickled = str(error.path)
         except (CheckpointError, OSError) as error:
             damage.append(f"{place / name} cannot be read ({first_line(error.__cause__ or error)})")
-    return Contents(in_short(damage), pickled)
+    return in_short(damage), pickled
 
 
 def is_read(path: Path, with_optimizer: bool) -> bool:
@@ -168,7 +158,7 @@ def _read_tag(latest: Path) -> str:
 
 
 def choose_checkpoint(
-    folder: Path, tag: str | None, with_optimizer: bool = True, damaged: Damaged | None = None
+    folder: Path, tag: str | None, with_optimizer: bool = True, damaged: Damaged = MappingProxyType({})
 ) -> ChosenCheckpoint:
     """Choose the checkpoint `tag`, or the one that `latest` names, or the newest whole one if that one is not whole.
 
@@ -177,7 +167,6 @@ def choose_checkpoint(
     Raises:
         CheckpointError: the checkpoint that is asked for is not whole, with the files that are missing; or none is.
     """
-    damaged = damaged or {}
     if tag is not None:
         return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
     latest = folder / LATEST

@@ -253,8 +253,6 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     process groups. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
-    if constants.CHECKPOINT_PARALLEL_DIMS in state:  # which DeepSpeed would refuse later
-        raise KeyError(f"client_state has the key {constants.CHECKPOINT_PARALLEL_DIMS!r}, which is DeepSpeed's own")
     if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
         return state  # with experts, DeepSpeed makes the dict itself and accepts none from the client
     return {**state, name: _description(engine.module)}

@@ -22,7 +22,6 @@ from terapipe_ds.runtime.log import first_line
 
 logger = logging.getLogger("terapipe_ds")
 
-_LONGEST_TAG = 4096
 Damaged = Mapping[str, str]  # what is wrong with the contents of checkpoints, by `read_as`
 
 
@@ -98,8 +97,9 @@ def look_at_contents(
         return None, None
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
     if manifest is None:
-        paths = (path.relative_to(place) for path in place.rglob("*.pt") if path.is_file())
-        names = sorted(str(path) for path in paths if is_read(path, with_optimizer))
+        paths = [path.relative_to(place) for path in place.rglob("*.pt") if path.is_file()]
+        ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]  # DeepSpeed reads these, and a converter's
+        names = sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
     else:
         names = manifest.names(with_optimizer)
     for name in names[index::count]:
@@ -115,15 +115,6 @@ def look_at_contents(
         except (CheckpointError, OSError) as error:
             damage.append(f"{place / name} cannot be read ({first_line(error.__cause__ or error)})")
     return in_short(damage), pickled
-
-
-def is_read(path: Path, with_optimizer: bool) -> bool:
-    """Return whether DeepSpeed reads a file of its own checkpoints: states of ranks and layers, a converter's `zero/`.
-
-    Others may have files of any kind beside them.
-    """
-    ends = ("model_states.pt", OPTIMIZER_FILES) if with_optimizer else "model_states.pt"
-    return path.name.endswith(ends) or "zero" in path.parts
 
 
 def _share_of(engine: PipelineEngine) -> tuple[int, int]:
@@ -152,7 +143,7 @@ def _read_tag(latest: Path) -> str:
         raise CheckpointError(f"{latest} is not UTF-8") from None
     if not tag:
         raise CheckpointError(f"{latest} is empty")
-    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
+    if not tag.isprintable() or len(tag) > 4096:
         raise CheckpointError(f"{latest} names no tag: {tag[:40]!r}")
     return tag
 

@@ -37,8 +37,6 @@ logger = logging.getLogger("terapipe_ds")
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
 OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
-_ID_LENGTH = 8
-_LARGE_BYTES = 2**26
 _CLOCK_STEP_S = 0.1  # at most, of a disk's clock
 
 
@@ -47,9 +45,7 @@ class Job:
     """Tell this job from others that may save in the same folder."""
 
     id: str = ""  # "": unknown, as to those that only read
-    knows_all_until_s: float = field(
-        default_factory=time.monotonic
-    )  # what others wrote before is of jobs that this one continues
+    knows_all_until_s: float = field(default_factory=time.monotonic)  # what was written before, this job continues
 
     def has_read(self) -> None:
         """Take what was written until now for that of jobs which this one continues."""
@@ -59,7 +55,7 @@ class Job:
 @cache
 def this_job() -> Job:
     """Return this process as a job; of all ranks, the id of the first one counts."""
-    return Job(secrets.token_hex(_ID_LENGTH // 2))
+    return Job(secrets.token_hex(4))
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class CheckpointPaths:
     def all_saving(self) -> list[Path]:
         """Return where jobs save this tag, or have left off, the latest first."""
         name, folder = self.final.name, self.final.parent
-        found = list(folder.glob(f".{glob.escape(name)}.{'[0-9a-f]' * _ID_LENGTH}.saving"))
+        found = list(folder.glob(f".{glob.escape(name)}.{'[0-9a-f]' * 8}.saving"))
         found += [path for path in [folder / f".{name}.saving"] if path.exists()]  # of older versions
         found = [path for path in found if (saved := _readable(path)) is None or saved.tag == self.tag]
         return sorted(found, key=_written_at, reverse=True)
@@ -331,7 +327,7 @@ class _Writer:
 def _judged(path: Path, written: _Written) -> _Written:
     """Say whether a load would read a file. The tensors of an archive stay on the disk; other large files pass."""
     try:
-        if zipfile.is_zipfile(path) or written.num_bytes < _LARGE_BYTES:
+        if zipfile.is_zipfile(path) or written.num_bytes < 2**26:
             read_strictly(path)
     except CheckpointError as error:
         return written._replace(refusal=str(error))

@@ -122,17 +122,6 @@ class TestFailures:
         assert text.count("start the job again from its last checkpoint") == 2
         assert job.exits == [1]
 
-    def test_a_failure_of_one_rank_in_a_long_call_ends_the_others(
-        self, job: Job, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        failing, waiting = job.rank(0), job.rank(1)
-        with waiting.long_call("save_checkpoint"):
-            with pytest.raises(MemoryError), failing.long_call("save_checkpoint"), failing.of_one_rank():
-                raise MemoryError("none is left")
-            job.wait_for_end()
-        said = "rank 1 (stage 1) ends: rank 0 (stage 0) failed at save_checkpoint: MemoryError: none is left\n"
-        assert said in capfd.readouterr().err
-
     def test_the_failing_rank_raises_after_the_others_have_read_why(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:

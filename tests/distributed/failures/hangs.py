@@ -94,7 +94,7 @@ PLACES: dict[str, Callable[[Any, Fault], None]] = {
     },
     "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
-    "raise_save": _instead("module", "save_state_dict"),
+    "raise_save": _instead("checkpoint_engine", "commit"),
 }
 
 

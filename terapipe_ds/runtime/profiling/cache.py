@@ -16,7 +16,7 @@ import numpy as np
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.files.atomic import check_writable, write_text
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
@@ -117,10 +117,12 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
     return profile
 
 
-def check_cache(path: Path) -> None:
-    """Make the folder of the cache. Raise OSError where no profile can be kept there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(path)
+def unwritable(path: Path, error: OSError) -> TeraPipeConfigError:
+    """Return an error that says what to do about a folder that can keep no profile."""
+    return TeraPipeConfigError(
+        f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may write, or "
+        "null"
+    )
 
 
 def write_cache(path: Path, profile: Profile) -> None:
@@ -129,8 +131,5 @@ def write_cache(path: Path, profile: Profile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, profile.to_json())
     except OSError as error:
-        raise TeraPipeConfigError(
-            f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may write, "
-            "or null"
-        ) from error
+        raise unwritable(path, error) from error
     logger.info("the measured profile is kept in %s", path)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import collections
 import errno
+import json
+import logging
 import os
+import pickle
 import random
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -25,11 +30,12 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from terapipe_ds.files import atomic
+from terapipe_ds.runtime.checkpoints import manifest
 from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from terapipe_ds.runtime.checkpoints.load import ChosenCheckpoint, find_checkpoint
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -48,7 +54,7 @@ class OneRank:
     local_rank = global_rank = 0
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.global_steps = folder, 0
+        self.folder, self.global_steps, self.states = folder, 0, dict[str, Any]()
         self.checkpoint_engine = TorchCheckpointEngine()
         self.checkpoint_engine.zipfile_serialization = True
 
@@ -58,18 +64,18 @@ class OneRank:
     load_universal_checkpoint = use_node_local_storage
     _save_checkpoint = _save_zero_checkpoint = None  # `_save` stands for both
 
-    def save(self, tag: str, steps: int) -> None:
-        self.global_steps = steps
+    def save(self, tag: str, steps: int, **states: Any) -> None:
+        self.global_steps, self.states = steps, states
         save_checkpoint(cast(PipelineEngine, self), None, self._save, str(self.folder), tag, True, {})
 
     def _save(self, tag: str | None, is_latest: bool) -> None:
         for index, name in enumerate(FILES):
             generator = torch.Generator().manual_seed(10 * self.global_steps + index)
-            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator)}
+            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator), **self.states}
             self.checkpoint_engine.save(states, str(self.folder / str(tag) / name))
 
-    def find(self, tag: str | None = None, allow_pickle: bool = False) -> ChosenCheckpoint:
-        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, True, allow_pickle)
+    def find(self, tag: str | None = None, allow_pickle: bool = False, with_optimizer: bool = True) -> ChosenCheckpoint:
+        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, with_optimizer, allow_pickle)
 
     def steps(self, tag: str | None = None) -> int:
         """By what is in the files of the checkpoint that a load would read; all must be of one save."""
@@ -91,7 +97,7 @@ def fault_of(name: str) -> BaseException:
 
 @contextmanager
 def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let the `number`-th write, flush, move, removal or new folder fail. Yield those that were tried."""
+    """Let the `number`-th opening, write, flush, move, removal or new folder fail. Yield those that were tried."""
     tried: list[str] = []
 
     def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +109,11 @@ def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 
         return call
 
+    def torn(states: Any, path: str, save: Callable[..., Any] = torch.save, **kwargs: Any) -> None:
+        save(states, path, **kwargs)
+        os.truncate(path, os.path.getsize(path) // (1 + (len(tried) == number)))
+        failing("half of a file", lambda: None)()
+
     def remove_by_files(folder: Path, **_: Any) -> None:
         for path in sorted(folder.iterdir()):
             path.unlink()
@@ -110,10 +121,12 @@ def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     points = [(Path, name) for name in ("rename", "unlink", "rmdir", "mkdir", "write_text", "touch")]
     owners: list[tuple[Any, str]] = [(checkpoint_save, "sync"), (atomic, "sync"), (torch, "save"), (shutil, "rmtree")]
+    owners += [(os, "replace"), (os, "open"), (os, "fsync")]
     with monkeypatch.context() as patches:
+        patches.setattr(torch, "save", torn)
         if fault == "killed":  # so that it may come between two files
             patches.setattr(shutil, "rmtree", remove_by_files)
-        for owner, name in [*points, *owners, (os, "replace")]:
+        for owner, name in [*points, *owners]:
             patches.setattr(owner, name, failing(name, getattr(owner, name)))
         yield tried
 
@@ -125,10 +138,11 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
     fault: str, tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two saves, the third one fails, a kill ends the fourth one as well, and the fifth one is made."""
+    engine = OneRank(tmp_path / "before")
+    engine.save(tags[0], 1)
+    engine.save(tags[1], 2)
     for number in range(100):
-        engine = OneRank(tmp_path / str(number))
-        engine.save(tags[0], 1)
-        engine.save(tags[1], 2)
+        engine = OneRank(shutil.copytree(tmp_path / "before", tmp_path / str(number)))
         with failing_at(number, fault, monkeypatch) as tried:
             try:
                 engine.save(tags[2], 3)
@@ -149,7 +163,7 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
         assert left - {*half_written} == {"latest", *tags} and len(half_written) <= 2 * (fault == "killed"), left
         if len(tried) <= number:
             break
-    assert number >= 17, "four kinds of error and three orders of tags make 200 cases"
+    assert number >= 40, "four kinds of error and three orders of tags make 480 cases"
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -222,6 +236,41 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
             engine.find(tag)
 
 
+def test_what_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Also under lists of older versions, which have no checksums."""
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    engine, bad, gone = OneRank(tmp_path), tmp_path / "2" / FILES[1], tmp_path / "gone"
+    engine.save("1", 1)
+    engine.save("2", 2)
+    for fault in ("EIO", "torn"):
+        with monkeypatch.context() as patches:
+            if fault == "EIO":
+                patches.setattr(manifest, "checksum_of", lambda path: checksum_of(gone if path == bad else path))
+            else:
+                document = json.loads((bad.parent / MANIFEST).read_text())
+                (bad.parent / MANIFEST).write_text(json.dumps(document | {"checksums": {}}))
+                assert engine.find().tag == "2" and "2 has no checksums" in caplog.text
+                bad.write_bytes(bytes(bad.stat().st_size))
+            with pytest.raises(CheckpointError, match=f"{bad.name} cannot be read"):
+                engine.find("2")
+            assert engine.find().tag == "1"
+
+
+def test_only_what_deepspeed_reads_of_a_checkpoint_without_a_list_is_looked_at(tmp_path: Path) -> None:
+    (engine := OneRank(tmp_path)).save("a", 1)
+    (tmp_path / "a" / MANIFEST).unlink()
+    (tmp_path / "a" / "zero").mkdir()
+    for name in ("my_loader.pt", FILES[2], "zero/exp_avg.pt"):  # the last one of a universal checkpoint
+        torch.save(Decimal(1), tmp_path / "a" / name)
+        for with_optimizer in (False, True):
+            is_read = "zero/" in name or (with_optimizer and name != "my_loader.pt")
+            with pytest.raises(PickleRefused, match=name) if is_read else nullcontext():
+                assert engine.find("a", with_optimizer=with_optimizer).pickled is None
+
+
+# -- what the files hold -------------------------------------------------------------------------------------------
+
+
 def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
     scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False)
     states = {
@@ -240,3 +289,27 @@ def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
         torch.save({"args": value}, tmp_path / "a.pt")
         with pytest.raises(PickleRefused, match=type(value).__name__):
             read_strictly(tmp_path / "a.pt")
+
+
+def test_numbers_of_numpy_are_saved_as_pythons_and_what_cannot_be_loaded_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    optimizer, engine = torch.optim.SGD([torch.ones(1)], lr=np.float64(0.5)), OneRank(tmp_path)
+    states = {"optimizer": optimizer.state_dict(), "best": [(np.int32(3), np.bool_(True)), torch.float32]}
+    engine.save("a", 1, **states)
+    read = read_strictly(tmp_path / "a" / FILES[0])
+    assert {key: read[key] for key in states} == states and not caplog.messages
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64, "it stays"
+    engine.save("b", 2, ds_config={"trace_dir": Path("x")})
+    assert f"will refuse 3 of the files that were saved: {tmp_path / 'b' / FILES[0]}" in caplog.text
+
+
+def test_threads_that_run_already_read_as_before(tmp_path: Path) -> None:
+    torch.save(Decimal(1), tmp_path / "a.pt")
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as later:
+        for thread, is_strict in ((before, False), (later, True)):
+            read = lambda: torch.load(tmp_path / "a.pt", weights_only=False)  # noqa: E731
+            before.submit(read).result()
+            with strict_loading(), pytest.raises(pickle.UnpicklingError) if is_strict else nullcontext():
+                thread.submit(read).result()

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -52,14 +53,9 @@ def test_what_was_there_is_there_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_atomically(path, lambda temporary: temporary.write_text("half") + "full")
     with pytest.raises(OSError, match=r"^cannot write mode RGBA as JPEG$"):  # as pictures do, without a number
-        write_atomically(path, refuse)
+        write_atomically(path, mock.Mock(side_effect=OSError("cannot write mode RGBA as JPEG")))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def refuse(path: Path) -> None:
-    path.write_text("half")
-    raise OSError("cannot write mode RGBA as JPEG")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no files below /dev")

@@ -237,7 +237,7 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Also under lists of older versions, which have no checksums."""
+    """Also under lists of older versions, which have no checksums, and without a list."""
     monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
     engine, bad, gone = OneRank(tmp_path), tmp_path / "2" / FILES[1], tmp_path / "gone"
     engine.save("1", 1)
@@ -254,6 +254,10 @@ def test_what_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(CheckpointError, match=f"{bad.name} cannot be read"):
                 engine.find("2")
             assert engine.find().tag == "1"
+    (bad.parent / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=f"{bad.name} cannot be read"):
+        engine.find("2")
+    assert engine.find().tag == "1"
 
 
 def test_only_what_deepspeed_reads_of_a_checkpoint_without_a_list_is_looked_at(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -201,6 +203,14 @@ def test_what_a_job_has_left_long_ago_is_replaced(tmp_path: Path) -> None:
     place = CheckpointPaths(tmp_path, "a", OWN, -1e6)
     place.prepare()
     assert place.all_saving() == [place.saving]
+
+
+def test_what_cannot_be_read_now_is_not_removed(tmp_path: Path) -> None:
+    place = save(tmp_path, "a", 1, finish=False)
+    failing = mock.patch("terapipe_ds.runtime.checkpoints.manifest.read_bytes", side_effect=OSError(errno.EIO, "EIO"))
+    with failing, pytest.raises(OSError, match="EIO"):
+        place.prepare()
+    assert steps_of(tmp_path, "a") == 1
 
 
 @pytest.mark.parametrize("tag", ["v1.0", f"v1.{RIVAL}"])

@@ -70,9 +70,9 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
         # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for process in ranks:
-            process.start()
         try:
+            for process in ranks:
+                process.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # in this order: if the last rank ended in between, there would be no rank to wait for
             while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
@@ -81,9 +81,10 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             if failed:
                 raise RankError(failed[0], _exit_codes(ranks))
         finally:
-            for process in ranks:
+            for process in (each for each in ranks if each.pid is not None):
                 process.kill()
                 process.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # also where one could not be started
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:

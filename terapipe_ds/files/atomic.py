@@ -24,7 +24,7 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
 
     The temporary file is a new one with a random name, so that no other process has it and no link waits there. A
     `path` that is a link is followed. The new file has the permissions and the group of the file that it replaces. What
-    is no file (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
+    is no file of a folder (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
 
     Args:
         durable: wait until the disk has it, so that the file survives a machine that stops as well as a killed process.
@@ -51,7 +51,8 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
         if durable:
             sync(target.parent)
     except OSError as error:
-        if error.filename is not None and Path(os.fsdecode(error.filename)) not in (temporary, target.parent):
+        is_other = error.filename is not None and Path(os.fsdecode(error.filename)) not in (temporary, target.parent)
+        if is_other or error.errno is None:  # the latter with a text of its own alone
             raise
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error  # the name that the caller knows
     finally:
@@ -90,7 +91,9 @@ def _take_after(descriptor: int, old: os.stat_result) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    return path.absolute().is_relative_to("/dev") or (path.exists() and not path.is_file())
+    """Return whether a path is no file, or a name of what this process has open (`/dev/stdout`, `/dev/fd/3`)."""
+    is_open = str(path.absolute()).startswith(("/dev/fd/", "/dev/std"))
+    return is_open or (path.exists() and not path.is_file())
 
 
 def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:

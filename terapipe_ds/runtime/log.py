@@ -6,12 +6,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from terapipe_ds.messages import show_key
+
 logger = logging.getLogger("terapipe_ds")
 
 
-def first_line(error: Exception) -> str:
-    """Return the class of the error and the first line of its text, for one line of the log."""
-    return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+def first_line(error: BaseException) -> str:
+    """Return the class of the error and the first line of its text, as a terminal may show it."""
+    line = "".join(str(error).strip().splitlines()[:1])[:300]
+    return f"{type(error).__name__}: {show_key(line, 300)}"
 
 
 class Diagnostic:

@@ -123,6 +123,6 @@ def _lay(kill: Kill, engine: Any) -> None:
         "half a file": lambda: after_a_file(halve=True),
         "manifest": lambda: before(checkpoint_save.Manifest, "write"),
         "rename": lambda: before(Path, "rename"),
-        "latest": lambda: before(checkpoint_save.CheckpointPaths, "write_latest"),
+        "latest": lambda: before(checkpoint_save, "write_text"),
     }
     points[kill.point]()

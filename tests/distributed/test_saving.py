@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
 from deepspeed.pipe import PipelineModule
 from torch import distributed
 
@@ -47,6 +49,8 @@ def job_save(folder: str) -> dict[str, Any]:
             "tags": raised_by(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}")),
             "folder": raised_by(lambda: engine.save_checkpoint(str(Path(folder, "file", "below")))),
         }
+        reserved = {CHECKPOINT_PARALLEL_DIMS: 1}
+        failed["key"] = raised_by(lambda: engine.save_checkpoint(folder, client_state=reserved))
         with files_end_at(1000 if distributed.get_rank() == 1 else None):
             failed["disk"] = raised_by(lambda: engine.save_checkpoint(folder))
         goes_on = train(engine, batches(1, first_seed=900)).returned
@@ -81,6 +85,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
         assert {kind for kind, _ in failed.values()} == {"CheckpointError"}
         assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"][1]
         assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"][1]
+        assert "rank 0 cannot save the checkpoint: KeyError: 'client_state contains reserved" in failed["key"][1]
         assert "rank 1 cannot save the checkpoint: " in failed["disk"][1]
     assert sorted(path.name for path in folder.iterdir()) == ["aside", "file", "global_step1", "latest"]
     assert (folder / "latest").read_text() == "global_step1"
@@ -125,7 +130,7 @@ def spoil(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-# -- modules that describe themselves by a method, and files that cannot be read ------------------------------
+# -- modules that describe themselves by a method ----------------------------------------------------------------
 
 
 class ByMethod(PipelineModule):
@@ -187,29 +192,7 @@ def test_training_goes_on_where_a_method_describes_the_module(given: bool, tmp_p
         assert (kind, text) == ("LookupError", "no tokenizer was built")
 
 
-@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"])
-@pytest.mark.sample(1)
-def test_a_file_that_cannot_be_read_is_told_on_every_rank(name: str, tmp_path: Path) -> None:
-    """Of the size that was written, and not in a list of files."""
-    rank_pool(2).run(job_save_described, folder=str(tmp_path), module_class=PipelineModule, given=False)
-    (path,) = tmp_path.glob(f"*/{name}")
-    path.write_bytes(path.read_bytes()[::-1])
-    path.with_name(MANIFEST).unlink()
-    for kind, text in rank_pool(2).run(job_refused, folder=str(tmp_path), module_class=PipelineModule):
-        assert kind == "CheckpointError" and f"{path} cannot be read" in text and "Load another checkpoint" in text
-
-
 # -- damage, and files that are programs ---------------------------------------------------------------------------
-
-
-class Touches:
-    """Pickled as a call that makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
 
 
 def job_save_twice(folder: str, client: Any) -> list[str]:
@@ -245,37 +228,26 @@ def test_a_flipped_bit_is_seen_on_every_rank_before_a_parameter_changes(tmp_path
         assert (rank["chosen"], rank["steps"]) == (("", ""), 1)
 
 
-@pytest.mark.parametrize("place", ["mp_rank_01_model_states.pt", "layer_02-model_states.pt"])
-def test_a_file_that_would_run_code_is_refused_unless_that_is_allowed(place: str, tmp_path: Path) -> None:
-    folder, marker = tmp_path / "saved", tmp_path / "marker"
-    rank_pool(2).run(job_save_twice, folder=str(folder), client=1)
-    path = folder / "second" / place
-    states = torch.load(path, weights_only=False)
-    (states if place.startswith("mp") else vars(states))["client"] = Touches(marker)
-    torch.save(states, path)
-    path.with_name(MANIFEST).unlink()
-    for rank in rank_pool(2).run(job_load_spoilt, folder=str(folder)):
-        for kind, text in (rank["second"], rank["chosen"]):
-            assert kind == "PickleRefused" and str(path) in text and "open" in text
-        assert rank["changed"] == 0.0
-    assert not marker.exists()
-    allowed = rank_pool(2).run(job_load_spoilt, folder=str(folder), allow_pickle=True)
-    assert marker.exists()
-    assert all(f"{path} is loaded as a program" in line for line in allowed[0]["said"]) and len(allowed[0]["said"]) == 2
-
-
-def test_a_client_state_of_other_types_is_told_when_it_is_saved(tmp_path: Path) -> None:
-    client = Decimal(1)
-    said = rank_pool(2).run(job_save_twice, folder=str(tmp_path), client=client)
-    assert said[1] == [] and all("client_state" in line and "decimal.Decimal" in line for line in said[0])
+def test_a_client_state_of_other_types_is_told_when_it_is_saved_and_needs_permission(tmp_path: Path) -> None:
+    said = rank_pool(2).run(job_save_twice, folder=str(tmp_path), client=Decimal(1))
+    name = tmp_path / "first" / "mp_rank_00_model_states.pt"
+    assert said[1] == [] and f"will refuse 2 of the files that were saved: {name}" in said[0][0]
+    assert all("client_state" in line and "decimal.Decimal" in line for line in said[0])
     assert len(said[0]) == 2
-    for rank in rank_pool(2).run(job_load_spoilt, folder=str(tmp_path), allow_pickle=True):
+    for rank in rank_pool(2).run(job_load_spoilt, folder=str(tmp_path)):
+        for kind, text in (rank["second"], rank["chosen"]):
+            assert kind == "PickleRefused" and f"{tmp_path}/second/mp_rank_0" in text and "decimal.Decimal" in text
+        assert rank["changed"] == 0.0
+    allowed = rank_pool(2).run(job_load_spoilt, folder=str(tmp_path), allow_pickle=True)
+    for rank in allowed:
         assert (rank["second"], rank["chosen"], rank["steps"]) == (("", ""), ("", ""), 2)
+    loaded = [line for line in allowed[0]["said"] if f"{tmp_path}/second/mp_rank_0" in line]
+    assert len(loaded) == 2 and all("_model_states.pt is loaded as a program" in line for line in loaded)
 
 
 # -- what fails on one rank alone ----------------------------------------------------------------------------------
 
-PLACES = ("layer", "optimizer", "lr_scheduler")
+PLACES = ("layer", "optimizer", "lr_scheduler", "checkpoint_engine")
 
 
 def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dict[str, Any]:
@@ -286,13 +258,15 @@ def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dic
         train(engine, batches(1))
         engine.save_checkpoint(folder, tag="whole")
         found: dict[str, Any] = {}
-        for method, act in (
-            ("state_dict", lambda: engine.save_checkpoint(folder, tag="failed")),
-            ("load_state_dict", lambda: engine.load_checkpoint(folder, tag="whole")),
-        ):
-            with raising(place_in(engine, place), method, distributed.get_rank() == rank):
-                found[method] = raised_by(act)
-            found[f"batch after {method}"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+        methods = ("commit", "load") if place == "checkpoint_engine" else ("state_dict", "load_state_dict")
+        for method, act in zip(methods, (engine.save_checkpoint, engine.load_checkpoint), strict=True):
+            fails = mock.patch.object(place_in(engine, place), method, side_effect=LookupError("it fails"))
+            with fails if distributed.get_rank() == rank else contextlib.nullcontext():
+                found[act.__name__] = raised_by(lambda: act(folder, tag="whole"))  # noqa: B023
+            found[f"batch after {act.__name__}"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+        found["save"] = raised_by(lambda: engine.save_checkpoint(folder, tag="mixture"))
+        engine.load_checkpoint(folder, tag="whole", load_module_only=True)
+        found["parameters alone"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
         engine.load_checkpoint(folder, tag="whole")
         found["whole"] = train(engine, batches(1, first_seed=900)).returned
         return found
@@ -303,32 +277,20 @@ def place_in(engine: Any, place: str) -> Any:
     return layers[-1] if place == "layer" else getattr(engine, place)
 
 
-@contextlib.contextmanager
-def raising(owner: Any, name: str, here: bool) -> Iterator[None]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise LookupError(f"{name} fails")
-
-    if here:
-        setattr(owner, name, fail)
-    try:
-        yield
-    finally:
-        if here:
-            delattr(owner, name)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.sample(3)
 def test_what_fails_on_one_rank_is_raised_on_all(place: str, ranks: int, tmp_path: Path) -> None:
     job = {"place": place, "rank": ranks - 1, "tied": place == "lr_scheduler" or (place == "layer" and ranks < 4)}
     for rank in rank_pool(ranks).run(job_fails_on_one_rank, folder=str(tmp_path), **job):
-        failed = f"rank {ranks - 1} cannot save the checkpoint: LookupError: state_dict fails"
-        assert rank["state_dict"] == ("CheckpointError", failed)
-        assert rank["batch after state_dict"] == ("", "")
-        assert rank["load_state_dict"] == ("LookupError", "load_state_dict fails")
-        kind, text = rank["batch after load_state_dict"]
-        assert kind == "CheckpointError" and "Load one that is whole" in text and "load_state_dict fails" in text
+        failed = f"rank {ranks - 1} cannot save the checkpoint: LookupError: it fails"
+        assert rank["save_checkpoint"] == ("CheckpointError", failed)
+        assert rank["batch after save_checkpoint"] == ("", "")
+        assert rank["load_checkpoint"] == ("LookupError", "it fails")
+        for when in ("batch after load_checkpoint", "save", "parameters alone"):
+            kind, text = rank[when]
+            assert kind == "CheckpointError" and "Load one that is whole" in text and "it fails" in text
+            assert ("parameters, " in text) == (when != "parameters alone") and "optimizer states" in text
         assert rank["whole"]
 
 

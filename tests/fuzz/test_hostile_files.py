@@ -237,8 +237,10 @@ def read_checkpoint(place: Path, path: Path) -> int:
     path.replace(place)
     try:
         chosen = choose_checkpoint(folder, None if place.name == "latest" else "tag")
-        look_at_contents(folder, chosen, True, False)
-    except ValueError as error:
+        damage, _ = look_at_contents(folder, chosen, True, False)
+        if damage is not None:
+            raise ValueError(damage)
+    except (OSError, ValueError) as error:
         print("".join(f"error: {line}\n" for line in str(error).splitlines()))
         if (
             place == states

@@ -11,8 +11,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -50,8 +52,16 @@ def test_what_was_there_is_there_after_a_failure(tmp_path: Path) -> None:
     path.write_text("old")
     with pytest.raises(TypeError):
         write_atomically(path, lambda temporary: temporary.write_text("half") + "full")
+    with pytest.raises(OSError, match=r"^cannot write mode RGBA as JPEG$"):  # as pictures do, without a number
+        write_atomically(path, mock.Mock(side_effect=OSError("cannot write mode RGBA as JPEG")))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no files below /dev")
+def test_files_in_shared_memory_are_files() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        test_what_was_there_is_there_after_a_failure(Path(folder))
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -8,6 +8,7 @@ So a checkpoint is looked at before DeepSpeed reads it, and refused alike on eve
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,12 +21,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.load import find_checkpoint, read_states
+from terapipe_ds.runtime.checkpoints.load import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
-from terapipe_ds.runtime.checkpoints.one_rank_failures import load_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
-from terapipe_ds.runtime.checkpoints.save import save_checkpoint, this_job
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
+from terapipe_ds.runtime.checkpoints.save import save_checkpoint
+from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.batch_plans import Plans
@@ -49,6 +49,12 @@ class LoadOptions(NamedTuple):
     module_only: bool
     custom_load_fn: Any
 
+    def loaded(self) -> list[str]:
+        """Return what a load sets."""
+        more = ("optimizer states", self.optimizer_states), ("learning rates", self.lr_scheduler_states)
+        whole = ["numbers of steps", *(name for name, is_asked in more if is_asked)]
+        return ["parameters", *([] if self.module_only else whole)]
+
 
 class SafeCheckpoints:
     """Save and load the checkpoints of one engine; `world` is a group of all ranks on the CPU."""
@@ -58,8 +64,8 @@ class SafeCheckpoints:
     ) -> None:
         self._engine, self._layout, self._world = engine, layout, world
         self._plans, self._watchdog, self._allow_pickle = plans, watchdog, allow_pickle
-        self._half_loaded: str | None = None  # why parameters may be of two checkpoints
-        this_job().has_read()
+        self._half_loaded: dict[str, str] = {}  # what may be of two checkpoints, and why
+        self._read_at_s = time.monotonic()
 
     def save(
         self,
@@ -71,6 +77,7 @@ class SafeCheckpoints:
         exclude_frozen_parameters: bool,
     ) -> Any:
         """Save by DeepSpeed's method `stock_save`; see `TeraPipeEngine.save_checkpoint`."""
+        self.refuse_half_loaded()
         engine, stages = self._engine, range(self._layout.num_stages)
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in stages]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
@@ -85,18 +92,17 @@ class SafeCheckpoints:
             def save_as(tag: str | None, is_latest: bool) -> Any:
                 return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
-            saved = save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
-        if client_state and engine.global_rank == 0 and not self._allow_pickle:
-            _warn_of_pickle(Path(engine._get_ckpt_name(save_dir, tag or f"global_step{engine.global_steps}")))
-        return saved
+            settings = save_dir, tag, save_latest, training, self._allow_pickle, self._read_at_s
+            return save_checkpoint(engine, self._world, save_as, *settings)
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
-            stack.enter_context(strict_loading(chosen.pickled is None))
-            this_job().has_read()
+            if chosen.pickled is None:
+                stack.enter_context(strict_loading())
+            self._read_at_s = time.monotonic()
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
             has_copies = engine.zero_optimization() and not options.module_only  # in fp32, among the states of stages
@@ -108,9 +114,11 @@ class SafeCheckpoints:
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
-                self._half_loaded = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                why = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
-        self._half_loaded = None
+        if loaded[0] is not None:
+            self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
             (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
@@ -119,10 +127,10 @@ class SafeCheckpoints:
 
     def refuse_half_loaded(self) -> None:
         """Raise CheckpointError, on every rank alike, where a load has failed after it had begun to set parameters."""
-        if self._half_loaded is not None:
+        for why in self._half_loaded.values():
             raise CheckpointError(
-                f"{self._half_loaded}, so that parameters may be of two checkpoints. Load "
-                "one that is whole before the next batch"
+                f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, "
+                "with all of these, before the next batch or save"
             )
 
 
@@ -168,15 +176,6 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
             'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
             '"fp32"}'
         )
-
-
-def _warn_of_pickle(path: Path) -> None:
-    """Warn when a checkpoint is saved, and not when it is needed, that its client_state is a program."""
-    if path.is_file():
-        try:
-            read_strictly(path)
-        except PickleRefused as error:
-            logger.warning("the client_state that was saved holds more than plain values: %s", error)
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.runtime.agreement import gather_results
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, in_short
-from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, is_leader
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_any, read_strictly
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
+from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader, replaced
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
+from terapipe_ds.runtime.layout.parted_module import each_part
+from terapipe_ds.runtime.log import first_line
 
 logger = logging.getLogger("terapipe_ds")
 
-_LONGEST_TAG = 4096
-Damaged = Mapping[str, str]
-"""What is wrong with the contents of checkpoints, by `read_as`."""
+Damaged = Mapping[str, str]  # what is wrong with the contents of checkpoints, by `read_as`
 
 
 @dataclass(frozen=True)
@@ -66,63 +67,59 @@ def find_checkpoint(
                 "name one that all have, as load_checkpoint's tag"
             )
         chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
-        share = _share_of(engine)
+        is_own = engine.use_node_local_storage()  # a node has its own files, and we do not know how many ranks it has
+        share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
         looked = gather_results(lambda: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world)  # noqa: B023
-        problem = in_short([each.damage for each in looked if each is not None and each.damage is not None])
+        problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
             break
         if tag is not None or is_universal:
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
-    pickled = next((each.pickled for each in looked if each is not None and each.pickled is not None), None)
-    if engine.global_rank == 0:
-        for note in (chosen.note, pickled and f"{pickled} is loaded as a program, which allow_pickle permits"):
-            if note is not None:
-                logger.warning("%s", note)
+    pickled = next((path for _, path in filter(None, looked) if path is not None), None)
+    is_old = chosen.manifest is not None and not chosen.manifest.checksums
+    notes = (
+        chosen.note,
+        is_old and f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone",
+        pickled and f"{pickled} is loaded as a program, which allow_pickle permits",
+    )
+    for note in filter(None, notes) if engine.global_rank == 0 else ():
+        logger.warning("%s", note)
     return replace(chosen, pickled=pickled)
-
-
-class Contents(NamedTuple):
-    """Say what is in the files of a checkpoint that one rank has looked at."""
-
-    damage: str | None = None
-    pickled: str | None = None
 
 
 def look_at_contents(
     folder: Path, chosen: ChosenCheckpoint, with_optimizer: bool, allow_pickle: bool, index: int = 0, count: int = 1
-) -> Contents:
-    """Compare the checksums of every `count`-th file, and read it strictly.
+) -> tuple[str | None, str | None]:
+    """Compare the checksums of every `count`-th file, and read it strictly: what cannot be read is damaged.
+
+    Return what is damaged, and a file that can be read as a program only. With a `count` of 0 nothing is read.
 
     Raises:
-        CheckpointError: a file cannot be read, or only as a program where this is not allowed.
+        PickleRefused: a file can be read as a program only, where this is not allowed.
     """
     if chosen.read_as is None or count == 0:
-        return Contents()
+        return None, None
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
     if manifest is None:
-        names = sorted(str(path.relative_to(place)) for path in place.rglob("*.pt") if not path.is_dir())
+        paths = [path.relative_to(place) for path in place.rglob("*.pt") if not path.is_dir()]
+        ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]  # DeepSpeed reads these, and a converter's
+        names = sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
     else:
         names = manifest.names(with_optimizer)
     for name in names[index::count]:
-        problem = None if manifest is None else manifest.damage(place, name)
-        if problem is not None:
-            damage.append(problem)
-            continue
         try:
-            read_strictly(place / name)
-        except PickleRefused as error:
+            if manifest is not None and (problem := manifest.damage(place, name)) is not None:
+                damage.append(problem)
+            else:
+                read_strictly(place / name)
+        except PickleRefused:
             if not allow_pickle:
                 raise
-            pickled = str(error.path)
-    return Contents(in_short(damage), pickled)
-
-
-def _share_of(engine: PipelineEngine) -> tuple[int, int]:
-    """Return the index of this rank among those that share the files, and their number; 0: this one reads none."""
-    if engine.use_node_local_storage():  # a node has its own files, and we do not know how many ranks it has
-        return 0, int(is_leader(engine))
-    return torch_dist.get_rank(), torch_dist.get_world_size()
+            pickled = str(place / name)
+        except (CheckpointError, OSError) as error:
+            damage.append(f"{show_key(name, 4096)} cannot be read ({first_line(error.__cause__ or error)})")
+    return in_short(damage), pickled
 
 
 def _universal(folder: Path, tag: str | None) -> ChosenCheckpoint:
@@ -144,13 +141,13 @@ def _read_tag(latest: Path) -> str:
         raise CheckpointError(f"{latest} cannot be read ({error})") from None
     if not tag:
         raise CheckpointError(f"{latest} is empty")
-    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
+    if not tag.isprintable() or len(tag) > 4096:
         raise CheckpointError(f"{latest} names no tag: {show_value(tag)}")
     return tag
 
 
 def choose_checkpoint(
-    folder: Path, tag: str | None, with_optimizer: bool = True, damaged: Damaged | None = None
+    folder: Path, tag: str | None, with_optimizer: bool = True, damaged: Damaged = MappingProxyType({})
 ) -> ChosenCheckpoint:
     """Choose the checkpoint `tag`, or the one that `latest` names, or the newest whole one if that one is not whole.
 
@@ -159,7 +156,6 @@ def choose_checkpoint(
     Raises:
         CheckpointError: the checkpoint that is asked for is not whole, with the files that are missing; or none is.
     """
-    damaged = damaged or {}
     if tag is not None:
         return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
     latest = folder / LATEST
@@ -171,7 +167,7 @@ def choose_checkpoint(
         if not (folder / (chosen.read_as or "")).exists():
             raise CheckpointError(f"{latest} names {name}, which does not exist")
         return chosen
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         newest = _newest(folder, damaged)
         if newest is not None:
             return replace(newest, note=f"{error}: {newest.tag} is loaded, the newest whole checkpoint there")
@@ -212,7 +208,7 @@ def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> Ch
 def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
     whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        with contextlib.suppress(CheckpointError):
+        with suppress(CheckpointError, OSError):
             manifest = None if path.name in damaged else Manifest.read(path)
             if manifest is not None and manifest.is_latest and manifest.problem(path) is None:
                 age = (manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime)
@@ -220,15 +216,41 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
     return max(whole, key=lambda each: each[0])[1] if whole else None
 
 
-def read_states(path: Path) -> Mapping[str, Any]:
-    """Read the states of a rank, within `strict_loading` without running what is in the file.
+# -- a failure of one rank ---------------------------------------------------------------------------------------------
 
-    Raises:
-        CheckpointError: the file cannot be read, or holds something else.
+
+def _loaders(engine: PipelineEngine) -> list[Any]:
+    """Return the optimizer, the scheduler of learning rates and the layers of this rank that load a state."""
+    owners = [engine.optimizer, engine.lr_scheduler]
+    for _ in each_part(engine.module):
+        owners += engine.module.forward_funcs
+    different = {id(owner): owner for owner in owners if hasattr(owner, "__dict__")}
+    return [owner for owner in different.values() if callable(getattr(owner, "load_state_dict", None))]
+
+
+def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any]) -> Any:
+    """Return what DeepSpeed's method `load` gives on this rank; what it raises on one rank is raised on all.
+
+    The ranks agree before tied weights are sent, or else at the end. A collective over all ranks.
     """
-    states = read_any(path)
-    if not isinstance(states, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(states).__name__}, not the states of a rank. Load another checkpoint"
-        )
-    return states
+    first, is_told, send_tied_weights = FirstError(), False, engine.module._synchronize_tied_weights
+
+    def agree() -> None:
+        nonlocal is_told
+        is_told = True
+        gather_results(first.raise_first, world)
+        is_told = False
+
+    def agree_then_send() -> None:
+        agree()
+        send_tied_weights()
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
+        for owner in _loaders(engine):
+            stack.enter_context(replaced(owner, "load_state_dict", first.keeping(owner.load_state_dict)))
+        loaded = first.keeping(load)()
+    if is_told:
+        first.raise_first()
+    agree()
+    return loaded

@@ -18,9 +18,10 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_as
 
 MANIFEST = "terapipe_complete.json"
-_OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
+OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
 _SHOWN = 4  # files in a message
 _READ_BYTES = 2**22
+_LAST_KEY = ',\n "checksum": '  # of a list
 
 
 class CheckpointError(ValueError):
@@ -34,6 +35,10 @@ def checksum_of(path: Path) -> str:
         while count := file.readinto(buffer):
             state.update(buffer[:count])
     return f"xxh3:{state.hexdigest()}"
+
+
+def _checksum(data: bytes) -> str:
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -61,32 +66,29 @@ class Manifest(BaseModel):
     training: Annotated[dict[str, Any], AfterValidator(_finite)] = Field(default_factory=dict)  # slices, layout, ...
     files: Annotated[dict[str, int], AfterValidator(_within)]  # their bytes
     checksums: dict[str, str] = Field(default_factory=dict)  # by file; {} in lists of older versions of this package
-    checksum: str = ""  # of this list without this field
+    checksum: str = ""  # of the file's bytes before it, so that later versions may add fields
 
     def write(self, folder: Path) -> None:
-        whole = self.model_copy(update={"checksum": self.own_checksum()})
-        write_text(folder / MANIFEST, whole.model_dump_json(indent=1), durable=True)
-
-    def own_checksum(self) -> str:
-        """Return what `checksum` is to be."""
-        text = self.model_dump_json(exclude={"checksum"})
-        return f"xxh3:{xxhash.xxh3_64_hexdigest(text.encode())}"
+        text, key, _ = self.model_dump_json(indent=1).rpartition(_LAST_KEY)
+        write_text(folder / MANIFEST, f'{text}{key}"{_checksum(text.encode())}"\n}}', durable=True)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """Read the list of a folder; None: there is none, as in checkpoints of DeepSpeed's own engine.
 
         Raises:
-            CheckpointError: the file is no such list.
+            CheckpointError: the file is no such list. OSError: it cannot be read, or is too large.
         """
         path = folder / MANIFEST
         if not path.is_file():
             return None
+        data = read_bytes(path)
         try:
-            manifest: Manifest | None = parse_as(cls, read_bytes(path))
-        except (JsonError, OSError):
+            manifest: Manifest | None = parse_as(cls, data)
+        except JsonError:
             manifest = None
-        if manifest is None or (manifest.checksums and manifest.checksum != manifest.own_checksum()):
+        own = data.rpartition(_LAST_KEY.encode())[0]
+        if manifest is None or (manifest.checksums and manifest.checksum != _checksum(own)):
             raise CheckpointError(
                 f"{path} is no list of version 1 of a checkpoint's files, or is damaged. Where the checkpoint is known "
                 "to be whole, delete that file; load another one otherwise"
@@ -106,7 +108,7 @@ class Manifest(BaseModel):
 
     def names(self, with_optimizer: bool = True) -> list[str]:
         """Return the files that are to be loaded."""
-        return sorted(name for name in self.files if with_optimizer or not name.endswith(_OPTIMIZER_FILES))
+        return sorted(name for name in self.files if with_optimizer or not name.endswith(OPTIMIZER_FILES))
 
     def damage(self, folder: Path, name: str) -> str | None:
         """Say that a file is not what was saved; None where it is, or where the list does not tell."""

@@ -24,7 +24,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather, gather_results, refuse_everywhere
-from terapipe_ds.runtime.checkpoints.load import read_states
 from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Content,
     Contents,
@@ -33,18 +32,18 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Received,
     Shapes,
     Shard,
-    StateError,
     StateForm,
     form_of,
 )
 from terapipe_ds.runtime.checkpoints.save import replaced
+from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 
 LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
 ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake
-_UNLIKE = (StateError, KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
+_UNLIKE = (KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
 _MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments begin anew"
 
 

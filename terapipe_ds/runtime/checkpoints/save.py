@@ -9,14 +9,15 @@ older checkpoint of that tag is moved to `.TAG.replaced` for that moment, so tha
 from __future__ import annotations
 
 import glob
+import logging
+import math
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,30 +27,17 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.runtime.agreement import gather, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
+from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
+
+logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
 OTHER_JOB_S = 300.0  # a job that wrote less long ago may still save
 _CLOCK_STEP_S = 0.1  # at most, of a disk's clock
-_WRITES = ("_save_checkpoint", "_save_zero_checkpoint")  # methods of DeepSpeed's, in which no rank waits for another
-
-
-@dataclass
-class Job:
-    """Tell this job from others that may save in the same folder."""
-
-    id: str = ""  # "": unknown, as to those that only read
-    knows_all_until_s: float = field(default_factory=time.monotonic)  # what others wrote before is not of a rival
-
-    def has_read(self) -> None:
-        """Take what was written until now for that of jobs which this one continues."""
-        self.knows_all_until_s = time.monotonic()
-
-
-@cache
-def this_job() -> Job:
-    """Return this process as a job; of all ranks, the id of the first one counts."""
-    return Job(secrets.token_hex(4))
+_ALONE = ("_save_checkpoint", "_save_zero_checkpoint")  # methods of the engine in which no rank waits for another
+_ALONE_IN_WRITER = ("makedirs", "create", "commit")
+_JOB = secrets.token_hex(4)  # the id of this process as a job; of all ranks, that of the first one counts
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,8 @@ class CheckpointPaths:
 
     folder: Path
     tag: str
-    job: Job = field(default_factory=Job)
+    job: str = ""  # the id of the job that saves; "": unknown, as to those that only read
+    read_at_s: float = -math.inf  # since when it knows what others write: what was there before, it continues
 
     @property
     def final(self) -> Path:
@@ -66,15 +55,15 @@ class CheckpointPaths:
 
     @property
     def saving(self) -> Path:
-        return self.final.with_name(f".{self.final.name}.{self.job.id}.saving")
+        return self.final.with_name(f".{self.final.name}.{self.job}.saving")
 
     def all_saving(self) -> list[Path]:
         """Return where jobs save this tag, or have left off, the latest first."""
-        name, folder = self.final.name, self.final.parent
-        pattern = f".{glob.escape(name)}.*.saving"  # ids have no dots: another tag may begin with this one
-        found = [path for path in folder.glob(pattern) if path.name.count(".") == name.count(".") + 3]
-        found += [path for path in [folder / f".{name}.saving"] if path.exists()]  # of older versions
-        return sorted(found, key=_written_at, reverse=True)
+        name = glob.escape(self.final.name)
+        patterns = f".{name}.{'[0-9a-f]' * 8}.saving", f".{name}.saving"  # the latter of older versions
+        found = [path for pattern in patterns for path in self.final.parent.glob(pattern)]
+        of_tag = [path for path in found if (saved := _readable(path)) is None or saved.tag == self.tag]
+        return sorted(of_tag, key=_written_at, reverse=True)
 
     @property
     def replaced(self) -> Path:
@@ -119,9 +108,9 @@ class CheckpointPaths:
 
     def _refuse_other_jobs(self, now_s: float) -> None:
         """Refuse to save where another job has written lately, and since this one has last read a checkpoint."""
-        limit_s = min(OTHER_JOB_S, time.monotonic() - self.job.knows_all_until_s) - _CLOCK_STEP_S
+        limit_s = min(OTHER_JOB_S, time.monotonic() - self.read_at_s) - _CLOCK_STEP_S
         saved, written_at_s = _readable(self.final), {path: _written_at(path) for path in self.all_saving()}
-        if saved is not None and saved.job not in ("", self.job.id):
+        if saved is not None and saved.job not in ("", self.job):
             written_at_s[self.final] = (self.final / MANIFEST).stat().st_mtime
         for path, at_s in written_at_s.items():
             if path != self.saving and now_s - at_s < limit_s:
@@ -137,10 +126,7 @@ class CheckpointPaths:
         """Give what was saved its name, and name it in `latest`."""
         self.commit()
         if is_latest:
-            self.write_latest()
-
-    def write_latest(self) -> None:
-        write_text(self.folder / LATEST, self.tag, durable=True)
+            write_text(self.folder / LATEST, self.tag, durable=True)
 
     def _drop_replaced(self) -> None:
         """Remove the older checkpoint; what a user has put beside its files moves over."""
@@ -184,6 +170,8 @@ def save_checkpoint(
     tag: str | None,
     save_latest: bool,
     training: Mapping[str, Any],
+    allow_pickle: bool = False,
+    read_at_s: float = -math.inf,
 ) -> T:
     """Let DeepSpeed save a checkpoint, and name it when it is whole. A collective over all ranks.
 
@@ -191,6 +179,8 @@ def save_checkpoint(
         world: a group of all ranks on the CPU; None for a single rank.
         save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
         training: for the manifest.
+        allow_pickle: say nothing of files that a load reads with this permission only.
+        read_at_s: when this job has begun or has last loaded. What others saved before is not of a rival.
 
     Raises:
         CheckpointError: on every rank, where one of them cannot go on. What was whole before is whole still.
@@ -198,16 +188,17 @@ def save_checkpoint(
     if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises; or files are written later
         return save(tag, save_latest)
     tag, leads = f"global_step{engine.global_steps}" if tag is None else str(tag), is_leader(engine)
-    told = gather((tag, this_job().id), world)
-    paths = CheckpointPaths(Path(save_dir), tag, replace(this_job(), id=told[0][1]))
+    told = gather((tag, _JOB), world)
+    paths = CheckpointPaths(Path(save_dir), tag, told[0][1], read_at_s)
     tags = sorted({each for each, _ in told})
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank(world, paths.prepare if leads else None)
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
+    alone = [(engine, name) for name in _ALONE] + [(engine.checkpoint_engine, name) for name in _ALONE_IN_WRITER]
+    calls = [(owner, name, getattr(owner, name)) for owner, name in alone]
     with ExitStack() as stack:
-        of_engine = [(engine, name, getattr(engine, name)) for name in _WRITES]
-        for owner, name, act in ((engine.checkpoint_engine, "save", writer.save), *of_engine):
+        for owner, name, act in (*calls, (engine.checkpoint_engine, "save", writer.save)):
             stack.enter_context(replaced(owner, name, writer.keeping(act)))
         saved = save(paths.tag_of(paths.saving), False)
     try:
@@ -218,7 +209,7 @@ def save_checkpoint(
             tag=tag,
             global_steps=int(engine.global_steps),
             is_latest=bool(save_latest),
-            job=paths.job.id,
+            job=paths.job,
             training=dict(training),
             files={name: file.num_bytes for name, file in files.items()},
             checksums={name: file.checksum for name, file in files.items()},
@@ -229,6 +220,9 @@ def save_checkpoint(
             shutil.rmtree(paths.saving, ignore_errors=True)
         raise
     _on_each_rank(world, (lambda: paths.publish(save_latest)) if leads else None)
+    refusals = [file.refusal.replace(str(paths.saving), str(paths.final)) for file in files.values() if file.refusal]
+    if refusals and not allow_pickle and engine.global_rank == 0:  # now, not when the checkpoint is needed
+        logger.warning("a load will refuse %d of the files that were saved: %s", len(refusals), refusals[0])
     return saved
 
 
@@ -269,6 +263,7 @@ class Written(NamedTuple):
 
     num_bytes: int
     checksum: str
+    refusal: str | None  # why a load will not read it
 
 
 def flush(path: Path) -> Written:
@@ -276,35 +271,45 @@ def flush(path: Path) -> Written:
     with ThreadPoolExecutor(1) as thread:
         checksum = thread.submit(checksum_of, path)
         sync(path)
-        return Written(path.stat().st_size, checksum.result())
+        return Written(path.stat().st_size, checksum.result(), refusal(path))
 
 
-class _Writer:
-    """Write as DeepSpeed's writer of files does, wait for the disk, and remember what is written in `folder`.
+class FirstError:
+    """Keep the first error of some calls until all ranks can be told: raised at once, it would leave others waiting."""
 
-    The first failure ends this rank's writing and is kept: raised at once, it would leave the other ranks in
-    DeepSpeed's barrier.
-    """
+    def __init__(self) -> None:
+        self._error: Exception | None = None
 
-    def __init__(self, save: Callable[..., Any], folder: Path) -> None:
-        self._save, self._folder = save, folder
-        self._files: dict[str, Written] = {}
-        self._failure: Exception | None = None
+    def keeping(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `act` as a function that raises nothing, and does nothing after an error."""
 
-    def keeping(self, act: Callable[..., T]) -> Callable[..., T | None]:
-        """Return `act` as a function that raises nothing, and does nothing after a failure."""
-
-        def attempt(*args: Any, **kwargs: Any) -> T | None:
-            if self._failure is None:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            if self._error is None:
                 try:
                     return act(*args, **kwargs)
                 except Exception as error:
-                    self._failure = error
+                    self._error = self._error or error
             return None
 
         return attempt
 
+    def raise_first(self) -> None:
+        """Raise the error that was kept."""
+        if self._error is not None:
+            raise self._error
+
+
+class _Writer(FirstError):
+    """Write as DeepSpeed's writer of files does, wait for the disk, and remember what is written in `folder`."""
+
+    def __init__(self, save: Callable[..., Any], folder: Path) -> None:
+        super().__init__()
+        self._save, self._folder = save, folder
+        self._files: dict[str, Written] = {}
+
     def save(self, state_dict: Any, path: str) -> Any:
+        with suppress(RecursionError):  # of lists that hold themselves
+            state_dict = without_numpy(state_dict)
         result = self._save(state_dict=state_dict, path=path)
         if Path(path).is_file():  # some writers leave a file to another rank
             self._files[str(Path(path).relative_to(self._folder))] = flush(Path(path))
@@ -312,6 +317,5 @@ class _Writer:
 
     def files(self) -> dict[str, Written]:
         """Return what each file is, or raise what stopped this rank."""
-        if self._failure is not None:
-            raise self._failure
+        self.raise_first()
         return self._files

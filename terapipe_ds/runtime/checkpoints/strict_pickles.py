@@ -7,16 +7,18 @@ classes of DeepSpeed are allowed besides, which hold numbers alone. Everything e
 from __future__ import annotations
 
 import io
-import os
+import operator
 import pickle
 import pickletools
 import re
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -24,9 +26,9 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from terapipe_ds.messages import show_key
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.log import first_line
 
 _ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)  # in the states of ZeRO stage 1
-_ALWAYS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # read by `torch.load`
 _REFUSED = re.compile(r"GLOBAL \S+|more than .*")
 _ANOTHER = "Load another checkpoint, by its tag"
 _MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 60,000 tensors take the former
@@ -35,31 +37,25 @@ _LEGACY_PICKLES = 5  # at the head of a file that is no archive
 
 
 class PickleRefused(CheckpointError):
-    """Say that the file `path` holds more than tensors and plain values."""
-
-    def __init__(self, text: str, path: Path | None = None) -> None:
-        super().__init__(text)
-        self.path = path
+    """Say that a file holds more than tensors and plain values."""
 
 
 @contextmanager
-def strict_loading(is_strict: bool = True) -> Iterator[None]:
-    """Let every `torch.load` of this process, DeepSpeed's too, read as `read_strictly` does."""
-    if not is_strict:
-        yield
-        return
-    before = {name: os.environ.get(name) for name in _ALWAYS}
-    known = set(torch.serialization.get_safe_globals())
-    os.environ.update(_ALWAYS)
+def strict_loading() -> Iterator[None]:
+    """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other threads that run go on as before."""
+    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    load, known = torch.load, set(torch.serialization.get_safe_globals())
+
+    def load_strictly(*args: Any, **options: Any) -> Any:
+        is_other = threading.get_ident() in others
+        return load(*args, **(options if is_other else {**options, "weights_only": True}))
+
+    torch.load = load_strictly
     try:
         with torch.serialization.safe_globals([each for each in _ALLOWED if each not in known]):
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        torch.load = load
 
 
 def read_strictly(path: Path) -> Any:
@@ -79,23 +75,48 @@ def read_strictly(path: Path) -> Any:
         raise PickleRefused(
             f"{_shown(path)} cannot be read as tensors and plain values: it holds {what}, and reading it otherwise "
             f'would run code of whoever wrote it. {_ANOTHER}. Or, if you trust the file: "terapipe": {{"checkpoints": '
-            '{"allow_pickle": true}}; a client_state of plain values needs no such permission',
-            path,
+            '{"allow_pickle": true}}; a client_state of plain values needs no such permission'
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{_shown(path)} cannot be read ({_first_line(error)}). {_ANOTHER}") from error
+        raise CheckpointError(f"{_shown(path)} cannot be read ({first_line(error)}). {_ANOTHER}") from error
 
 
-def read_any(path: Path) -> Any:
-    """Return what is in a file that `torch.save` has written; `strict_loading` decides whether its code may run.
+def read_states(path: Path) -> Mapping[str, Any]:
+    """Return the states of a rank that a file holds; `strict_loading` decides whether code in it may run.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or holds something else.
     """
     try:
-        return _load(path)
+        states = _load(path)
     except Exception as error:
-        raise CheckpointError(f"{_shown(path)} cannot be read ({_first_line(error)}). {_ANOTHER}") from error
+        raise CheckpointError(f"{_shown(path)} cannot be read ({first_line(error)}). {_ANOTHER}") from error
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"{path} holds a {type(states).__name__}, not the states of a rank. {_ANOTHER}")
+    return states
+
+
+def refusal(path: Path) -> str | None:
+    """Say why a load will not read a file that was just saved. Large files of torch's old format are not looked at."""
+    try:
+        if zipfile.is_zipfile(path) or path.stat().st_size < 2**26:
+            read_strictly(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def without_numpy(value: Any) -> Any:
+    """Return `value` with Python's numbers in place of equal ones of numpy, which only a program could load again."""
+    if isinstance(value, np.float64) or (isinstance(value, np.generic) and value.dtype.kind in "biu"):
+        return value.item()
+    if type(value) not in (dict, list, tuple):
+        return value
+    old = list(value.values() if isinstance(value, dict) else value)
+    new = list(map(without_numpy, old))
+    if all(map(operator.is_, old, new)):
+        return value
+    return dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
 
 
 def _load(path: Path) -> Any:
@@ -121,7 +142,7 @@ def _refuse_bombs(path: Path) -> None:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("it is compressed, as torch.save never does")
             if entry.filename.endswith("/data.pkl"):
-                _refuse_endless(io.BufferedReader(archive.open(entry)))  # type: ignore[arg-type]
+                _refuse_endless(io.BufferedReader(archive.open(name=entry, mode="r")))  # type: ignore[arg-type]
 
 
 def _is_dangerous(name: str) -> bool:
@@ -155,8 +176,3 @@ def _refuse_endless(file: io.BufferedReader) -> None:
 
 def _shown(path: Path) -> str:
     return show_key(str(path), 4096)
-
-
-def _first_line(error: Exception) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {show_key(text[:300], 300)}"

@@ -21,6 +21,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
+from terapipe_ds.files.atomic import check_writable
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, describe
 from terapipe_ds.planner.ranking.recut import MeasuredParts
@@ -32,7 +33,7 @@ from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
-from terapipe_ds.runtime.profiling.cache import cache_path, check_cache, combine, memory_of, read_cache, write_cache
+from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
@@ -255,7 +256,8 @@ def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
     profile = read_cache(path, key)
     if profile is None and path is not None:
         try:
-            check_cache(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path)
         except OSError as error:
             if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
                 raise TeraPipeConfigError(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.files.atomic import check_writable, write_text
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
@@ -114,12 +114,6 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
         return None
     logger.info("slices are planned from the profile in %s; delete it to measure again", path)
     return profile
-
-
-def check_cache(path: Path) -> None:
-    """Make the folder of the cache. Raise OSError where no profile can be kept there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(path)
 
 
 def write_cache(path: Path, profile: Profile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from contextlib import nullcontext
@@ -40,6 +41,12 @@ def test_the_last_rank_may_end_while_nobody_looks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ranks.connection, "wait", wait_for_all)
     with pytest.raises(RuntimeError, match=said) if said else nullcontext():
         spawn_ranks(end_with, 2, [0, code])
+
+
+def test_interrupts_are_as_before_where_a_rank_cannot_be_started() -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        spawn_ranks(end_with, 1, lambda: None)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def fail_with_a_thread(rank: int, rendezvous: str) -> None:

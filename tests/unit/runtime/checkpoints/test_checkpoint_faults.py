@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import collections
 import errno
+import io
+import json
+import logging
 import os
+import pickle
 import random
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -24,12 +30,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from terapipe_ds.files import atomic
-from terapipe_ds.runtime.checkpoints import save as checkpoint_save
+from terapipe_ds.runtime.checkpoints import manifest
 from terapipe_ds.runtime.checkpoints.load import ChosenCheckpoint, find_checkpoint
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -48,7 +53,7 @@ class OneRank:
     local_rank = global_rank = 0
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.global_steps = folder, 0
+        self.folder, self.global_steps, self.states = folder, 0, dict[str, Any]()
         self.checkpoint_engine = TorchCheckpointEngine()
         self.checkpoint_engine.zipfile_serialization = True
 
@@ -58,18 +63,18 @@ class OneRank:
     load_universal_checkpoint = use_node_local_storage
     _save_checkpoint = _save_zero_checkpoint = None  # `_save` stands for both
 
-    def save(self, tag: str, steps: int) -> None:
-        self.global_steps = steps
+    def save(self, tag: str, steps: int, **states: Any) -> None:
+        self.global_steps, self.states = steps, states
         save_checkpoint(cast(PipelineEngine, self), None, self._save, str(self.folder), tag, True, {})
 
     def _save(self, tag: str | None, is_latest: bool) -> None:
         for index, name in enumerate(FILES):
             generator = torch.Generator().manual_seed(10 * self.global_steps + index)
-            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator)}
+            states = {"steps": self.global_steps, "weight": torch.rand(20, generator=generator), **self.states}
             self.checkpoint_engine.save(states, str(self.folder / str(tag) / name))
 
-    def find(self, tag: str | None = None, allow_pickle: bool = False) -> ChosenCheckpoint:
-        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, True, allow_pickle)
+    def find(self, tag: str | None = None, allow_pickle: bool = False, with_optimizer: bool = True) -> ChosenCheckpoint:
+        return find_checkpoint(cast(PipelineEngine, self), None, str(self.folder), tag, with_optimizer, allow_pickle)
 
     def steps(self, tag: str | None = None) -> int:
         """By what is in the files of the checkpoint that a load would read; all must be of one save."""
@@ -91,7 +96,7 @@ def fault_of(name: str) -> BaseException:
 
 @contextmanager
 def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let the `number`-th write, flush, move, removal or new folder fail. Yield those that were tried."""
+    """Let the `number`-th opening, write, flush, move, removal or new folder fail. Yield those that were tried."""
     tried: list[str] = []
 
     def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,17 +108,15 @@ def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 
         return call
 
-    def remove_by_files(folder: Path, **_: Any) -> None:
-        for path in sorted(folder.iterdir()):
-            path.unlink()
-        folder.rmdir()
+    def torn(states: Any, path: str, save: Callable[..., Any] = torch.save, **kwargs: Any) -> None:
+        save(states, path, **kwargs)
+        os.truncate(path, os.path.getsize(path) // (1 + (len(tried) == number)))
+        failing("half of a file", lambda: None)()
 
-    points = [(Path, name) for name in ("rename", "unlink", "rmdir", "mkdir", "write_text", "touch")]
-    owners: list[tuple[Any, str]] = [(checkpoint_save, "sync"), (atomic, "sync"), (torch, "save"), (shutil, "rmtree")]
+    names = ("open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
     with monkeypatch.context() as patches:
-        if fault == "killed":  # so that it may come between two files
-            patches.setattr(shutil, "rmtree", remove_by_files)
-        for owner, name in [*points, *owners, (os, "replace")]:
+        patches.setattr(torch, "save", torn)
+        for owner, name in [*((os, name) for name in names), (io, "open"), (torch, "save")]:
             patches.setattr(owner, name, failing(name, getattr(owner, name)))
         yield tried
 
@@ -124,11 +127,12 @@ def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_good(
     fault: str, tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two saves, the third one fails, a kill ends the fourth one as well, and the fifth one is made."""
+    """Two saves, the third one fails, so do the next ones after a kill, and the last one is made."""
+    engine = OneRank(tmp_path / "before")
+    engine.save(tags[0], 1)
+    engine.save(tags[1], 2)
     for number in range(100):
-        engine = OneRank(tmp_path / str(number))
-        engine.save(tags[0], 1)
-        engine.save(tags[1], 2)
+        engine = OneRank(shutil.copytree(tmp_path / "before", tmp_path / str(number)))
         with failing_at(number, fault, monkeypatch) as tried:
             try:
                 engine.save(tags[2], 3)
@@ -138,8 +142,9 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
                 assert isinstance(error, Killed) or os.strerror(getattr(errno, fault)) in str(error), tried
         steps = engine.steps()
         assert steps == 3 if is_reported else steps in (2, 3), (number, tried)
-        if fault == "killed":
-            with suppress(Killed), failing_at(number // 2, fault, monkeypatch):
+        assert not is_reported or "fsync" not in tried[number : number + 1], "a flush that fails is told"
+        for other, place in (("EIO", number % 8), ("killed", number // 2)) if fault == "killed" else ():
+            with suppress(Killed, CheckpointError), failing_at(place, other, monkeypatch):
                 engine.save(tags[2], 4)
             assert steps <= engine.steps() <= 4, (number, tried)
         engine.save(tags[2], 5)
@@ -149,7 +154,7 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
         assert left - {*half_written} == {"latest", *tags} and len(half_written) <= 2 * (fault == "killed"), left
         if len(tried) <= number:
             break
-    assert number >= 17, "four kinds of error and three orders of tags make 200 cases"
+    assert number >= 37, "four kinds of error and three orders of tags make 440 cases"
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
@@ -211,15 +216,45 @@ def test_damage_is_refused_or_the_newest_whole_one_is_loaded(seed: int, tmp_path
     assert min(ends["refused"], ends["another"]) > 5
 
 
-def test_all_damaged_is_an_error(tmp_path: Path) -> None:
-    engine = OneRank(tmp_path)
-    for steps in (1, 2):
-        engine.save(f"step{steps}", steps)
-        path = tmp_path / f"step{steps}" / FILES[1]
-        path.write_bytes(path.read_bytes()[:-9] + b"." * 9)
-    for tag, says in ((None, "no other whole checkpoint"), ("step2", f"{FILES[1]} is damaged or of another")):
+def test_what_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Under a list, under one of an older version without checksums, without a list, and in all checkpoints."""
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    engine, bad, gone = OneRank(tmp_path), tmp_path / "2" / FILES[1], tmp_path / "gone"
+    engine.save("1", 1)
+    engine.save("2", 2)
+
+    def is_refused(tag: str | None = "2", says: str = f"{bad.name} cannot be read") -> bool:
         with pytest.raises(CheckpointError, match=says):
             engine.find(tag)
+        return True
+
+    with monkeypatch.context() as patches:  # as EIO is
+        patches.setattr(manifest, "checksum_of", lambda path: checksum_of(gone if path == bad else path))
+        assert is_refused() and engine.find().tag == "1"
+    document = json.loads((bad.parent / MANIFEST).read_text())
+    (bad.parent / MANIFEST).write_text(json.dumps(document | {"checksums": {}}))
+    assert engine.find().tag == "2" and "2 has no checksums" in caplog.text
+    bad.write_bytes(bytes(bad.stat().st_size))
+    assert is_refused() and engine.find().tag == "1"
+    (bad.parent / MANIFEST).unlink()
+    assert is_refused() and engine.find().tag == "1"
+    shutil.copy(bad, tmp_path / "1" / FILES[1])
+    assert is_refused("1", f"{bad.name} is damaged or of another") and is_refused(None, "no other whole checkpoint")
+
+
+def test_only_what_deepspeed_reads_of_a_checkpoint_without_a_list_is_looked_at(tmp_path: Path) -> None:
+    (engine := OneRank(tmp_path)).save("a", 1)
+    (tmp_path / "a" / MANIFEST).unlink()
+    (tmp_path / "a" / "zero").mkdir()
+    for name in ("my_loader.pt", FILES[2], "zero/exp_avg.pt"):  # the last one of a universal checkpoint
+        torch.save(Decimal(1), tmp_path / "a" / name)
+        for with_optimizer in (False, True):
+            is_read = "zero/" in name or (with_optimizer and name != "my_loader.pt")
+            with pytest.raises(PickleRefused, match=name) if is_read else nullcontext():
+                assert engine.find("a", with_optimizer=with_optimizer).pickled is None
+
+
+# -- what the files hold -------------------------------------------------------------------------------------------
 
 
 def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
@@ -231,12 +266,36 @@ def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
         "scalers": [LossScaler(4.0), scaler],
     }  # fmt: skip
     torch.save(states, tmp_path / "a.pt")
-    before, known = dict(os.environ), set(torch.serialization.get_safe_globals())
+    known = set(torch.serialization.get_safe_globals())
     read = read_strictly(tmp_path / "a.pt")
     assert read["values"] == states["values"] and read["address"] == states["address"]
     assert read["stage"] is ZeroStageEnum.gradients and vars(read["scalers"][1]) == vars(scaler)
-    assert (dict(os.environ), set(torch.serialization.get_safe_globals())) == (before, known), "nothing is left behind"
+    assert set(torch.serialization.get_safe_globals()) == known, "nothing is left behind"
     for value in (Decimal(1), Fraction(1, 2), uuid.UUID(int=1)):
         torch.save({"args": value}, tmp_path / "a.pt")
         with pytest.raises(PickleRefused, match=type(value).__name__):
             read_strictly(tmp_path / "a.pt")
+
+
+def test_numbers_of_numpy_are_saved_as_pythons_and_what_cannot_be_loaded_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    optimizer, engine = torch.optim.SGD([torch.ones(1)], lr=np.float64(0.5)), OneRank(tmp_path)
+    states = {"optimizer": optimizer.state_dict(), "best": [(np.int32(3), np.bool_(True)), torch.float32]}
+    engine.save("a", 1, **states)
+    read = read_strictly(tmp_path / "a" / FILES[0])
+    assert {key: read[key] for key in states} == states and not caplog.messages
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64, "it stays"
+    engine.save("b", 2, ds_config={"trace_dir": Path("x")})
+    assert f"will refuse 3 of the files that were saved: {tmp_path / 'b' / FILES[0]}" in caplog.text
+
+
+def test_threads_that_run_already_read_as_before(tmp_path: Path) -> None:
+    torch.save(Decimal(1), tmp_path / "a.pt")
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as later:
+        for thread, is_strict in ((before, False), (later, True)):
+            read = lambda: torch.load(tmp_path / "a.pt", weights_only=False)  # noqa: E731
+            before.submit(read).result()
+            with strict_loading(), pytest.raises(pickle.UnpicklingError) if is_strict else nullcontext():
+                thread.submit(read).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -18,14 +20,15 @@ from hypothesis import strategies as st
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
-from terapipe_ds.runtime.checkpoints.save import OTHER_JOB_S, CheckpointPaths, Job
+from terapipe_ds.runtime.checkpoints.save import OTHER_JOB_S, CheckpointPaths
 
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+OWN, RIVAL = "00000000", "0a1b2c3d"  # ids of jobs
 
 
 def save(folder: Path, tag: str, steps: int, is_latest: bool = True, finish: bool = True) -> CheckpointPaths:
     """What all ranks and then the first one do, with files that hold the number of steps."""
-    place = CheckpointPaths(folder, tag)
+    place = CheckpointPaths(folder, tag, OWN)
     place.settle()
     fill(place.saving, steps)
     sizes = {name: (place.saving / name).stat().st_size for name in FILES}
@@ -89,6 +92,7 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
         (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest cannot be read ('utf-8'"),
         (lambda folder: (folder / "latest").write_text("c\x00"), "latest names no tag"),
         (lambda folder: (folder / "latest").write_text("c" * 5000), "latest names no tag: 'ccc"),
+        (lambda folder: os.truncate(folder / "c" / MANIFEST, 2**27), "more than 64 MiB"),
         (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
         (lambda folder: changed_list(folder / "c", global_steps=9), "is damaged"),
         (lambda folder: changed_list(folder / "c", files={"../x": 1}, checksums={}), "no list of version 1"),
@@ -117,6 +121,14 @@ def changed_list(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps({**document, **changes}))
 
 
+def test_lists_are_read_by_later_versions_that_have_more_fields(tmp_path: Path) -> None:
+    class Later(Manifest):
+        more: int = 1
+
+    save(tmp_path, "a", 1)
+    assert isinstance(Later.read(tmp_path / "a"), Later)
+
+
 def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
     save(tmp_path, "a", 1)
     place = save(tmp_path, "b", 2)
@@ -126,7 +138,7 @@ def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tm
         choose_checkpoint(tmp_path, "b")
     assert f"{FILES[0]} is missing" in str(caught.value)
     assert f"{FILES[1]} has 1 bytes of 4" in str(caught.value)
-    fill(CheckpointPaths(tmp_path, "c").saving, 3)
+    fill(CheckpointPaths(tmp_path, "c", OWN).saving, 3)
     with pytest.raises(CheckpointError, match="c was killed before all files were written"):
         choose_checkpoint(tmp_path, "c")
     (tmp_path / "a" / FILES[0]).unlink()
@@ -154,7 +166,7 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     save(tmp_path, "stock", 2, finish=False)
     (tmp_path / "stock").rename(CheckpointPaths(tmp_path, "stock").replaced)  # a kill between the two moves
     assert steps_of(tmp_path) == 2
-    (CheckpointPaths(tmp_path, "stock").saving / FILES[0]).unlink()
+    (CheckpointPaths(tmp_path, "stock", OWN).saving / FILES[0]).unlink()
     assert steps_of(tmp_path) == 1
 
 
@@ -163,36 +175,51 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
 
 def rival(folder: Path, now: bool) -> Path:
     """What another job has left in the middle of a save, or has saved."""
-    place = CheckpointPaths(folder, "a", Job("rival"))
+    place = CheckpointPaths(folder, "a", RIVAL)
     fill(place.saving, 1)
     if not now:
-        Manifest(tag="a", global_steps=1, is_latest=True, job="rival", files={}).write(place.saving)
+        Manifest(tag="a", global_steps=1, is_latest=True, job=RIVAL, files={}).write(place.saving)
         place.commit()
     return place.saving if now else place.final
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["saving", "saved"])
 def test_two_jobs_do_not_save_under_one_tag(now: bool, tmp_path: Path) -> None:
-    written, job = rival(tmp_path, now), Job("own", knows_all_until_s=-1e6)
-    place = CheckpointPaths(tmp_path, "a", job)
+    written, place = rival(tmp_path, now), CheckpointPaths(tmp_path, "a", OWN, -1e6)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=rf"another job has written {re.escape(str(written))} \d s ago"):
             place.prepare()
         assert not place.saving.exists() and (written / FILES[0]).exists()
-    job.has_read()  # this one continues the other
-    place.prepare()
+    CheckpointPaths(tmp_path, "a", OWN, time.monotonic()).prepare()  # which continues the other
     assert place.saving.is_dir() and place.final.exists() != now
     place.saving.rmdir()
-    CheckpointPaths(tmp_path, "a.b", Job("own", -1e6)).prepare()  # another tag
+    CheckpointPaths(tmp_path, "a.b", OWN, -1e6).prepare()  # another tag
 
 
 def test_what_a_job_has_left_long_ago_is_replaced(tmp_path: Path) -> None:
     written, long_ago_s = rival(tmp_path, now=True), time.time() - OTHER_JOB_S - 60
     for path in (*written.iterdir(), written):
         os.utime(path, (long_ago_s, long_ago_s))
-    place = CheckpointPaths(tmp_path, "a", Job("own", -1e6))
+    place = CheckpointPaths(tmp_path, "a", OWN, -1e6)
     place.prepare()
     assert place.all_saving() == [place.saving]
+
+
+def test_what_cannot_be_read_now_is_not_removed(tmp_path: Path) -> None:
+    place = save(tmp_path, "a", 1, finish=False)
+    failing = mock.patch("terapipe_ds.runtime.checkpoints.manifest.read_bytes", side_effect=OSError(errno.EIO, "EIO"))
+    with failing, pytest.raises(OSError, match="EIO"):
+        place.prepare()
+    assert steps_of(tmp_path, "a") == 1
+
+
+@pytest.mark.parametrize("tag", ["v1.0", f"v1.{RIVAL}"])
+def test_what_an_older_version_has_left_of_another_tag_stays(tag: str, tmp_path: Path) -> None:
+    left = save(tmp_path, tag, 1, finish=False).saving.rename(tmp_path / f".{tag}.saving")
+    assert CheckpointPaths(tmp_path, "v1").all_saving() == []
+    save(tmp_path, "v1", 2)
+    assert steps_of(tmp_path, "v1") == 2 and left.is_dir()
+    assert steps_of(tmp_path, tag) == 1
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from tests.distributed import harness
 from tests.distributed.failures.alike import CONFIGS, FAULTS, Raised, disagree, one_rank_is_not_registered, suffer
@@ -232,7 +232,7 @@ def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
     """Start the training script by the `deepspeed` launcher. The launcher's exit code, and how the ranks ended."""
     command = [
         *(sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--hostfile="),
-        *("--num_gpus", str(ranks), "--master_port", str(_free_port()), "--enable_each_rank_log", str(logs)),
+        *("--num_gpus", str(ranks), "--master_port", str(get_free_port()), "--enable_each_rank_log", str(logs)),
         str(Path(__file__).parent / "failures" / "job.py"),
     ]
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ENVIRONMENT: job.to_json()}
@@ -257,12 +257,6 @@ def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
     assert all(files), f"the launcher did not start its ranks:\n{said}"
     outputs = [file.read_text() for file in files if file is not None]
     return process.returncode, Ended(outputs, [], _seconds_since_fault(outputs, end))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _processes_of_session(session: int) -> list[int]:

@@ -96,9 +96,7 @@ def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], whe
 
 
 @pytest.mark.parametrize(
-    "case",
-    [replace(TIED, precision="fp32", positions="learned"), BASE, replace(TIED, precision="bf16_zero1")],
-    ids=str,
+    "case", [replace(TIED, precision="fp32", positions="learned"), BASE, replace(TIED, precision="bf16_zero1")], ids=str
 )
 def test_training_goes_on_as_if_it_had_not_been_interrupted(case: Case, tmp_path: Path) -> None:
     written, read = (rank_pool(4).run(job, case=case, folder=str(tmp_path)) for job in (job_write, job_read))

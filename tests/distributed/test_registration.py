@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import terapipe_ds
 from tests.distributed.engines import (
@@ -152,12 +152,6 @@ SCRIPT = """
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
     """Output and exit code. A launcher that hangs is killed with all that it has started."""
     process = subprocess.Popen(
@@ -186,7 +180,7 @@ class TestLauncher:
         arguments = ["--steps", "3", "--out", str(tmp_path), "--deepspeed_config", str(ds_config)]
         command = [
             sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(free_port()), "--module", "terapipe_ds.run", str(script), *arguments,
+            "--master_port", str(get_free_port()), "--module", "terapipe_ds.run", str(script), *arguments,
         ]  # fmt: skip
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         output, exit_code = run_to_the_end(command, environment, tmp_path)

@@ -260,7 +260,9 @@ def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dic
         found: dict[str, Any] = {}
         methods = ("commit", "load") if place == "checkpoint_engine" else ("state_dict", "load_state_dict")
         for method, act in zip(methods, (engine.save_checkpoint, engine.load_checkpoint), strict=True):
-            fails = mock.patch.object(place_in(engine, place), method, side_effect=LookupError("it fails"))
+            layers = [layer for layer in engine.module.forward_funcs if isinstance(layer, torch.nn.Module)]
+            owner = layers[-1] if place == "layer" else getattr(engine, place)
+            fails = mock.patch.object(owner, method, side_effect=LookupError("it fails"))
             with fails if distributed.get_rank() == rank else contextlib.nullcontext():
                 found[act.__name__] = raised_by(lambda: act(folder, tag="whole"))  # noqa: B023
             found[f"batch after {act.__name__}"] = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
@@ -270,11 +272,6 @@ def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dic
         engine.load_checkpoint(folder, tag="whole")
         found["whole"] = train(engine, batches(1, first_seed=900)).returned
         return found
-
-
-def place_in(engine: Any, place: str) -> Any:
-    layers = [layer for layer in engine.module.forward_funcs if isinstance(layer, torch.nn.Module)]
-    return layers[-1] if place == "layer" else getattr(engine, place)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

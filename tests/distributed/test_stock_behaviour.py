@@ -171,14 +171,14 @@ def what_users_ask(engine: PipelineEngine) -> dict[str, Any]:
     }
 
 
-def head_of(embedding: nn.Embedding, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, embedding.weight)
-
-
 def tied_layers() -> list[Any]:
     torch.manual_seed(3)
     tied = functools.partial(TiedLayerSpec, "embedding", nn.Embedding, 31, 16)
-    return [tied(), *gpt_layers("float32")[1:5], tied(forward_fn=head_of)]
+    return [
+        tied(),
+        *gpt_layers("float32")[1:5],
+        tied(forward_fn=lambda table, hidden: F.linear(hidden, table.weight)),
+    ]
 
 
 # -- labels, shapes and checkpoints of any kind ------------------------------------------------------------------------

@@ -267,21 +267,6 @@ def own_loss_micro_batch(seed: int) -> MicroBatch:
     return (tokens, labels), labels
 
 
-class WeightedLoss:
-    """Cross entropy, each label with a weight of its own: sum of weight * loss over the sum of the weights.
-
-    Labels are a tuple: token ids and weights, [B, T] each.
-    """
-
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        target, weights = labels
-        losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-        return (losses * weights.flatten()).sum() / weights.sum()
-
-    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> Tensor:
-        return labels[1].sum()
-
-
 def weighted_micro_batch(seed: int) -> MicroBatch:
     tokens, labels = micro_batch(seed, masked=False)
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

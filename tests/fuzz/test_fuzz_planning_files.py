@@ -141,7 +141,8 @@ def test_schedules_as_csv(text: str) -> None:
         rows.pop()
     written = [schedule.compute_order(stage_id) for stage_id in range(schedule.num_stages)]
     chunk = "c0" if schedule.chunks_per_stage > 1 else ""
-    assert written == [[c if "c" in c or not chunk else c + chunk for c in _without_c0(row, chunk)] for row in rows]
+    complete = (lambda c: c if "c" in c else c + chunk) if chunk else (lambda c: c.removesuffix("c0"))
+    assert written == [[*map(complete, row)] for row in rows]
     _check_by_hand(written, schedule.forward_only)
     assert from_csv(to_csv(schedule)) == schedule
     render(schedule)
@@ -163,10 +164,6 @@ def test_schedules_as_csv_with_a_placement(data: bytes) -> None:
         parts = [[int(part) for part in cell.split("/")] for cell in first[1:] if cell]
         assert schedule.placement == {(k, c): part for k, mine in enumerate(parts) for c, part in enumerate(mine)}
     assert from_csv(to_csv(schedule)) == schedule
-
-
-def _without_c0(row: list[str], chunk: str) -> list[str]:
-    return row if chunk else [cell.removesuffix("c0") for cell in row]
 
 
 def _check_by_hand(orders: list[list[str]], forward_only: bool) -> None:

@@ -231,7 +231,7 @@ attend(AFTER)(
     biased_by_distance=lambda q, k, v: causal(q, k, v, -lags(q).clamp(0, 8).sqrt()),
 )
 attend(EARLY)(
-    scaled_by_length=lambda q, k, v: sliced_attention(q * torch.tensor(q.shape[2] + 1.0).log(), k, v, "scaled"),
+    scaled_by_length=lambda q, k, v: sliced_attention(q * torch.tensor(q.shape[2] + 1.0).log(), k, v, "scaled")
 )
 update(EARLY)(
     relative_positions=lambda x: x * torch.linspace(0.0, 1.0, x.size(1), dtype=x.dtype)[:, None],

@@ -52,13 +52,10 @@ def train_with_pauses(steps: int, stall_timeout_s: float) -> int:
 
 def listening_ports() -> set[int]:
     """The TCP ports on which this process listens, by the socket table of the kernel."""
-    own = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)}
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    own = {os.readlink(path) for path in paths if os.path.lexists(path)}  # the folder itself was open
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS and f"socket:[{row[9]}]" in own}
-
-
-def _is_open(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
 
 
 def train_among_strangers() -> tuple[set[int], set[int], list[float]]:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from terapipe_ds.runtime.failures import last_words, process_end
 from terapipe_ds.runtime.failures import watchdog as module
@@ -186,7 +187,7 @@ class TestLostConnections:
     def test_torch_says_where_in_gloo_it_has_lost_a_connection(self) -> None:
         """By an error that torch itself raises: nobody serves that store."""
         with pytest.raises(RuntimeError) as refused:
-            distributed.TCPStore("127.0.0.1", unused_port(), is_master=False, timeout=timedelta(milliseconds=10))
+            distributed.TCPStore("127.0.0.1", get_free_port(), is_master=False, timeout=timedelta(milliseconds=10))
         assert is_lost_connection(refused.value) and is_lost_connection(RuntimeError(GLOO_ERROR))
 
     def test_without_the_store_a_rank_that_waits_is_ended(
@@ -457,8 +458,7 @@ time.sleep(30)
 
     @pytest.mark.sample(3)
     @pytest.mark.parametrize(
-        "stderr",
-        ["closed", "full", "blocked", "no descriptors", "no threads", "replaced", "a last word that fails"],
+        "stderr", ["closed", "full", "blocked", "no descriptors", "no threads", "replaced", "a last word that fails"]
     )
     def test_what_is_printed_does_not_delay_the_end(self, stderr: str, job: Job) -> None:
         """The others learn why, and the process ends, though nothing of it can be read."""
@@ -524,9 +524,3 @@ def _ports_of(name: str) -> set[int]:
         return process_end._ports(int(name))
     except OSError:  # it is no socket
         return set()
-
-
-def unused_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])

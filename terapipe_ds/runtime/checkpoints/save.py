@@ -180,7 +180,7 @@ def save_checkpoint(
         save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
         training: for the manifest.
         allow_pickle: say nothing of files that a load reads with this permission only.
-        read_at_s: when this job has begun or has last loaded. What others saved before is not of a rival.
+        read_at_s: when this job has begun or has last loaded. What others saved before that is no sign of a rival.
 
     Raises:
         CheckpointError: on every rank, where one of them cannot go on. What was whole before is whole still.

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from terapipe_ds.attention.documents import Documents
+
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
@@ -38,7 +40,8 @@ class ActiveSlice:
       recompute  any forward inside a backward (activation checkpointing): the store is rewritten in place
       weight     a forward on behalf of a split weight-gradient pass: the store is read-only
       probe      a measurement: any slice may run at any time, even before its prefix
-    `extras` carries what the engine knows about the tokens (document ids, position ids).
+    `documents` says where documents begin in packed rows; None where each row is one document.
+    `extras` carries what else the engine knows about the tokens.
     """
 
     start: int
@@ -48,6 +51,7 @@ class ActiveSlice:
     slice_id: int = 0
     part_id: int = 0
     mode: str = "train"
+    documents: Documents | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
 

@@ -168,10 +168,10 @@ class FiniteCheck:
                     self.look(layer, what, parameter.grad, is_backward=True)
 
     def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:
-        assert entry.grads is not None
-        for grads, name in zip(entry.grads, ("dK", "dV"), strict=True):
-            what = f"the accumulated {name} of tokens [0, {stop})"
-            self.look(f"attention layer {entry.layer!r}", what, grads[:, :, :stop], is_backward=True)
+        start, gradients = entry.accumulated(stop)
+        for grads, name in zip(gradients, ("dK", "dV"), strict=True):
+            what = f"the accumulated {name} of tokens [{start}, {stop})"
+            self.look(f"attention layer {entry.layer!r}", what, grads, is_backward=True)
 
     def agree(self, step: int) -> None:
         """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""

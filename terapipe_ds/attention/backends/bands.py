@@ -56,7 +56,7 @@ class Bands(NamedTuple):
 class BandKernel(BlockKernel):
     """A block kernel that takes a mask, and so a window."""
 
-    most_band_tokens = 256
+    most_band_tokens = 128
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in bands where there is a window; the first queries, which see all keys, without."""
@@ -114,26 +114,31 @@ class BandKernel(BlockKernel):
 
     def band_tokens(self, window: int) -> int:
         """Return how many queries make a band: more compute more scores in vain, fewer make slow products."""
-        return min(self.most_band_tokens, max(32, 2 ** (window // 4).bit_length()))
+        return min(self.most_band_tokens, max(32, window // 4))
 
     def _block(self, bands: Bands, queries: Queries, batch_row: int, dtype: torch.dtype) -> Block:
         q, keys, values = queries[:3]
         window, groups = queries.window, q.shape[1] // keys.shape[1]
         assert window is not None
-        mask = None if bands.size == 1 else band_mask(bands.size, window, groups, dtype, q.device)
+        mask = None
+        if bands.size > 1:
+            mask = band_mask(self.band_tokens(window), window, dtype, q.device)
+            mask = mask[: bands.size, : bands.columns].repeat(groups, 1)
         rows = bands.queries_of(q, batch_row, keys.shape[1]).to(dtype)
         k, v = (bands.keys_of(x, batch_row).to(dtype) for x in (keys, values))
         return Block(rows, k, v, False, queries.scale, mask)
 
 
-@functools.lru_cache(maxsize=32)
-def band_mask(size: int, window: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [groups * size, window - 1 + size]: 0 where query i sees key j, which is i <= j < i + window, else -inf."""
+@functools.lru_cache(maxsize=4)
+def band_mask(size: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [size, window - 1 + size]: 0 where query i sees key j, which is i <= j < i + window, else -inf.
+
+    The mask of a smaller band is its upper left corner.
+    """
     with torch.inference_mode(False):
         query, key = (torch.arange(n, device=device) for n in (size, window - 1 + size))
         hidden = (key < query.unsqueeze(1)) | (key >= query.unsqueeze(1) + window)
-        mask = torch.zeros(size, window - 1 + size, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
-        return mask.repeat(groups, 1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
 
 
 def _see_all(queries: Queries) -> int:

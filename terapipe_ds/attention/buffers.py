@@ -104,7 +104,7 @@ class TokenBuffer:
         if kept[0] == kept[1] and self.room < room:
             self.give_back()
         old, is_large_enough = self._pair, self.room >= room
-        moved = self.at(*kept) if old is not None else ()
+        moved: tuple[torch.Tensor, ...] = self.at(*kept) if old is not None else ()
         if old is not None and is_large_enough:
             room, moved = self.room, tuple(x.clone() for x in moved)  # the two ranges may overlap
         else:

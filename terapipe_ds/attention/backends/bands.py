@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,8 @@ from terapipe_ds.attention.backends.base import AddGrads, Attended, Queries, Ten
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel
 
 
-class Bands(NamedTuple):
+@dataclass(frozen=True)
+class Bands:
     """`count` bands of `size` queries from query `row` on; `columns` keys each, the first ones from `column` on."""
 
     row: int
@@ -83,10 +84,8 @@ class BandKernel(BlockKernel):
         dtype, kv_heads = self.backward_dtype(queries.q.dtype), queries.keys.shape[1]
         dq = torch.empty_like(queries.q)
         if free := _see_all(queries):
-            parts = (x[:, :, :free] for x in attended[:2])
-            dq[:, :, :free] = super().backward(
-                grad[:, :, :free], _plain(queries, free), Attended(*parts, attended.state), add_grads
-            )
+            of_free = Attended(attended.out[:, :, :free], attended.lse[:, :, :free])
+            dq[:, :, :free] = super().backward(grad[:, :, :free], _plain(queries, free), of_free, add_grads)
         for bands in self._bands(queries):
             for row in range(dq.shape[0]):
                 block = self._block(bands, queries, row, dtype)
@@ -114,7 +113,7 @@ class BandKernel(BlockKernel):
 
     def band_tokens(self, window: int) -> int:
         """Return how many queries make a band: more compute more scores in vain, fewer make slow products."""
-        return min(self.most_band_tokens, max(32, window // 4))
+        return min(self.most_band_tokens, max(32, window // 8))
 
     def _block(self, bands: Bands, queries: Queries, batch_row: int, dtype: torch.dtype) -> Block:
         q, keys, values = queries[:3]

@@ -94,8 +94,8 @@ def attend(
         cap = torch.where(softcap > 0, softcap, 1.0)
         return torch.where(softcap > 0, cap * torch.tanh(score / cap), score)
 
-    sizes: Any = (q.shape[0], None, q.shape[2], k.shape[2])
-    mask = flex.create_block_mask(mask_of(start, first), *sizes, device=q.device)
+    sizes: Any = {"B": q.shape[0], "H": None, "Q_LEN": q.shape[2], "KV_LEN": k.shape[2]}
+    mask = flex.create_block_mask(mask_of(start, first), **sizes, device=q.device)
     options: Any = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
     out, lse = flex.flex_attention(q, k, v, capped, mask, **options)
     return out, lse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +19,8 @@ from terapipe_ds.attention.backends.base import (
 )
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True)
+class Tile:
     """The scores of the queries [row, row_stop) of a slice for the keys [column, column_stop); `index` counts tiles."""
 
     index: int

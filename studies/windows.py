@@ -61,10 +61,11 @@ class Windowed:
         spans = list(self.plan.spans())
         slices = [ActiveSlice(*span, self.plan.sequence_length, mode=mode, store=store) for span in spans]
         for active in slices:
-            leaves = [x[:, :, active.start : active.stop].detach() for x in (self.q, self.k, self.v)]
-            parts.append([x.requires_grad_(mode == "train") for x in leaves])
+            whole = (self.q, self.k, self.v)
+            q, k, v = (x[:, :, active.start : active.stop].detach().requires_grad_(mode == "train") for x in whole)
+            parts.append((q, k, v))
             with push_slice(active):
-                outs.append(sliced_attention(*leaves, layer=0, window=self.window))
+                outs.append(sliced_attention(q, k, v, layer=0, window=self.window))
         for active, leaves, out in reversed(list(zip(slices, parts, outs, strict=True))):
             with push_slice(active.replace(mode="recompute")) if mode == "train" else nullcontext():
                 if mode == "train":
@@ -75,9 +76,9 @@ class Windowed:
 
     def masked(self) -> list[Tensor]:
         """Run forward and backward of torch's attention with a mask; return the output."""
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        out = F.scaled_dot_product_attention(*leaves, attn_mask=self.mask, enable_gqa=self.grouped)
-        torch.autograd.grad(out, leaves, self.grad)
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=self.grouped)
+        torch.autograd.grad(out, (q, k, v), self.grad)
         return [out]
 
     def by_flex(self) -> list[Tensor]:

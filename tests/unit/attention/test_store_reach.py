@@ -129,7 +129,7 @@ def test_documents_are_dropped_where_all_rows_have_begun_later_ones() -> None:
     assert store.peak_bytes() <= 60 * BYTES_PER_TOKEN  # of 120: two buffers for a moment, of 20 tokens and of 40
     store = SliceStore()
     assert error(run_in_slices(case, store), run_formula(case)) <= 1e-10
-    assert store.peak_bytes() <= (120 + 60) * BYTES_PER_TOKEN
+    assert store.peak_bytes() < (120 + 70) * BYTES_PER_TOKEN  # and of the gradients as well
 
 
 def test_a_document_that_goes_on_is_not_copied_for_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:

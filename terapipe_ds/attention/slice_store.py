@@ -17,6 +17,7 @@ All come from a pool and return to it: a batch after the first one allocates not
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -301,11 +302,26 @@ class SliceStore:
         entry.grads.give_back()
 
 
-def _layout(active: ActiveSlice, like: TensorPair) -> str:
-    """Return what the keys and values of all slices of a micro-batch have in common."""
-    (batch, heads, _, dim), value_dim, length = like[0].shape, like[1].shape[3], active.sequence_length
-    of_values = "" if value_dim == dim else f" and D = {value_dim} of values"
-    return f"[B, H_kv, L, D] = {[batch, heads, length, dim]}{of_values}, {like[0].dtype} on {like[0].device}"
+class Layout(NamedTuple):
+    """What the keys and values of all slices of a micro-batch have in common."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        of_values = "" if self.value_dim == self.dim else f" and D = {self.value_dim} of values"
+        return f"[B, H_kv, L, D] = {[*self[:4]]}{of_values}, {self.dtype} on {self.device}"
+
+
+def _layout(active: ActiveSlice, like: TensorPair) -> Layout:
+    k, v = like
+    batch, heads, _, dim = k.shape
+    return Layout(batch, heads, active.sequence_length, dim, v.shape[3], k.dtype, k.device)
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +87,7 @@ def sliced_attention(
         return call.forward(q, k, v, sinks)[0]
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """The numbers of one call."""
 
     scale: float
@@ -198,16 +196,22 @@ class _Call:
         if len(spans) > 1 and self.backend.takes_documents:
             spans = (Span(slice(0, batch), self.reach.first_key(start), start, stop),)
         for span in spans:
-            first, options = span.first_key, self.options
+            first, options, window = span.first_key, self.options, self.reach.window
             keys, values = entry.keys_values(first, span.stop)
-            queries = Queries(self._part(q, span), keys, values, span.start - first, options.scale, options.dropout_p)
             if self.reach.is_limited:
-                queries = queries._replace(keys=keys[span.rows], values=values[span.rows])
-            if self.reach.window is not None and self.reach.window < span.stop - first:  # else all see all
-                queries = queries._replace(window=self.reach.window)
-            if len(spans) < len(of_documents):
-                queries = queries._replace(spans=tuple(each.counted_from(first) for each in of_documents))
-            yield span, queries._replace(softcap=options.softcap)
+                keys, values = keys[span.rows], values[span.rows]
+            queries = Queries(
+                self._part(q, span),
+                keys,
+                values,
+                span.start - first,
+                options.scale,
+                options.dropout_p,
+                window if window is not None and window < span.stop - first else None,  # else all see all
+                options.softcap,
+                tuple(each.counted_from(first) for each in of_documents) if len(spans) < len(of_documents) else (),
+            )
+            yield span, queries
 
     def _part(self, x: Tensor, span: Span) -> Tensor:
         if not self.reach.is_limited:

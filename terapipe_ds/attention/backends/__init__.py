@@ -27,7 +27,7 @@ _log = logging.getLogger("terapipe_ds")
 
 _BACKENDS: tuple[Backend, ...] = (FlashAttn(), CudaFlash(), Flex(), CpuFlash(), Reference())
 _forced: Backend | None = None
-_logged: set[tuple[str, str, torch.dtype, str]] = set()
+_logged: set[tuple[str, str, torch.dtype, Need]] = set()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
-    key = (chosen.name, q.device.type, q.dtype, str(need))
+    key = (chosen.name, q.device.type, q.dtype, need._replace(dropout_p=float(need.dropout_p > 0)))
     if key not in _logged:
         _logged.add(key)
         how = "automatic" if _forced is None else "forced"

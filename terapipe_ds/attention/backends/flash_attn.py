@@ -62,7 +62,7 @@ class FlashAttn:
 
         q, values = queries.q, queries.values
         out, states = q.new_empty(*q.shape[:3], values.shape[3]), []
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for packed in _packed_rows(queries):
             q_row, k_row, v_row = (x.transpose(0, 1) for x in _as_wide(*packed.inputs))
             of_row, lse_of_row, _, rng_state = _flash_attn_varlen_forward(

@@ -59,21 +59,24 @@ class Flex:
         return dq
 
 
-def _numbers(queries: Queries) -> tuple[Tensor, Tensor, Tensor]:
+def _numbers(queries: Queries) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return as tensors what differs from slice to slice: the keys before it, the first key per query, the softcap.
 
-    As numbers they would be compiled into the kernel, or tested for before each call.
+    As numbers they would be compiled into the kernel.
     """
     q, device = queries.q, queries.q.device
-    own = torch.arange(queries.start, queries.start + q.shape[2])
     first = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
     for span in queries.spans:
         first[span.rows, span.start - queries.start : span.stop - queries.start] = span.first_key
     if queries.window is not None:
+        own = torch.arange(queries.start, queries.start + q.shape[2])
         first = torch.maximum(first, own - (queries.window - 1))
-    numbers = torch.tensor(queries.start), first, torch.tensor(queries.softcap or 0.0)
-    start, first, softcap = (x.to(device, non_blocking=True) for x in numbers)
-    return start, first, softcap
+    softcap = None
+    if queries.softcap is not None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        softcap = torch.tensor(queries.softcap, dtype=dtype).to(device, non_blocking=True)
+    start = torch.tensor(queries.start).to(device, non_blocking=True)
+    return start, first.to(device, non_blocking=True), softcap
 
 
 def mask_of(start: Tensor, first: Tensor) -> MaskFunction:
@@ -86,18 +89,17 @@ def mask_of(start: Tensor, first: Tensor) -> MaskFunction:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, first: Tensor, softcap: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, first: Tensor, softcap: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the scores; `softcap` is 0 where there is none."""
+    """Return the output and the log-sum-exp of the scores."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        cap = torch.where(softcap > 0, softcap, 1.0)
-        return torch.where(softcap > 0, cap * torch.tanh(score / cap), score)
+        return softcap * torch.tanh(score / softcap)
 
     sizes: Any = {"B": q.shape[0], "H": None, "Q_LEN": q.shape[2], "KV_LEN": k.shape[2]}
     mask = flex.create_block_mask(mask_of(start, first), **sizes, device=q.device)
     options: Any = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
-    out, lse = flex.flex_attention(q, k, v, capped, mask, **options)
+    out, lse = flex.flex_attention(q, k, v, None if softcap is None else capped, mask, **options)
     return out, lse
 
 

@@ -1,8 +1,8 @@
 """Compute with torch's `flex_attention` on CUDA what no other kernel there takes: windows, caps, documents, head dims.
 
-One compiled function serves all slices and layers: lengths are dynamic, and what differs between slices comes as
-tensors. The backward runs the forward again, for torch's own graph of it would hold views of the slice store, which
-later slices write.
+One compiled function serves all slices and layers: lengths are dynamic, and what else differs comes as tensors. The
+backward runs the forward again, for torch's own graph of it would hold views of the slice store, which later slices
+write.
 """
 
 from __future__ import annotations
@@ -105,4 +105,15 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(attend, dynamic=True)
+    """Return `attend` compiled: a few times at first, until its lengths are dynamic, then never again.
+
+    It would compute all scores where torch gives up to compile it: `fullgraph` makes that an error. Each kind of call
+    (head dims, dtype, caps, with a backward or without) counts towards torch's limit.
+    """
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True)
+
+    def run(*inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch.compiler.config.patch(recompile_limit=64):
+            return compiled(*inputs)
+
+    return run

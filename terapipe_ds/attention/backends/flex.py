@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import flex_attention as flex
@@ -88,18 +88,23 @@ def mask_of(start: Tensor, first: Tensor) -> MaskFunction:
     return sees
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, first: Tensor, softcap: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the scores."""
+def capped_by(softcap: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return what `flex_attention` does to each score."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
+    return capped
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, first: Tensor, softcap: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of the scores."""
     sizes: Any = {"B": q.shape[0], "H": None, "Q_LEN": q.shape[2], "KV_LEN": k.shape[2]}
     mask = flex.create_block_mask(mask_of(start, first), **sizes, device=q.device)
     options: Any = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
-    out, lse = flex.flex_attention(q, k, v, None if softcap is None else capped, mask, **options)
+    out, lse = flex.flex_attention(q, k, v, None if softcap is None else capped_by(softcap), mask, **options)
     return out, lse
 
 
@@ -110,10 +115,10 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     It would compute all scores where torch gives up to compile it: `fullgraph` makes that an error. Each kind of call
     (head dims, dtype, caps, with a backward or without) counts towards torch's limit.
     """
-    compiled = torch.compile(attend, dynamic=True, fullgraph=True)
+    compiled, config = torch.compile(attend, dynamic=True, fullgraph=True), cast(Any, torch.compiler.config)
 
     def run(*inputs: Any) -> tuple[Tensor, Tensor]:
-        with torch.compiler.config.patch(recompile_limit=64):
+        with config.patch(recompile_limit=64):
             return compiled(*inputs)
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +58,28 @@ class BufferPool:
         """Drop the buffers that are not lent now."""
         self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
         self._free.clear()
+
+
+class Layout(NamedTuple):
+    """What the keys and values of all slices of a micro-batch have in common."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        of_values = "" if self.value_dim == self.dim else f" and D = {self.value_dim} of values"
+        return f"[B, H_kv, L, D] = {[*self[:4]]}{of_values}, {self.dtype} on {self.device}"
+
+
+def layout_of(pair: TensorPair, length: int) -> Layout:
+    """Return the layout of keys and values of a slice, [B, H_kv, T, D], of sequences of `length` tokens."""
+    (batch, heads, _, dim), value_dim = pair[0].shape, pair[1].shape[3]
+    return Layout(batch, heads, length, dim, value_dim, pair[0].dtype, pair[0].device)
 
 
 class TokenBuffer:

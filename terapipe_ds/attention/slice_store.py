@@ -17,12 +17,11 @@ All come from a pool and return to it: a batch after the first one allocates not
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
 
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer
+from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
 from terapipe_ds.attention.reach import Reach, reach_of
 
 
@@ -43,7 +42,7 @@ class SliceEntry:
         self.micro_batch_id = active.micro_batch_id
         self.sequence_length = active.sequence_length
         self.mode = active.mode
-        self.layout, self.dtype = _layout(active, like), like[0].dtype
+        self.layout, self.dtype = layout_of(like, active.sequence_length), like[0].dtype
         self.kept = TokenBuffer(pool, like, self.dtype)
         self.grads = TokenBuffer(pool, like, torch.promote_types(self.dtype, torch.float32))
         self.filled = 0
@@ -167,7 +166,7 @@ class SliceStore:
                 for x in entry.kept.at(0, active.sequence_length):
                     x.fill_(0.5)
             self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
-        elif entry.layout != (layout := _layout(active, like)):
+        elif entry.layout != (layout := layout_of(like, active.sequence_length)):
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys and values for {layout}, but the "
                 f"micro-batch began with {entry.layout}; all slices of a micro-batch need the same batch, heads, "
@@ -300,28 +299,6 @@ class SliceStore:
         entry.closed = True
         entry.kept.give_back()
         entry.grads.give_back()
-
-
-class Layout(NamedTuple):
-    """What the keys and values of all slices of a micro-batch have in common."""
-
-    batch: int
-    heads: int
-    length: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def __str__(self) -> str:
-        of_values = "" if self.value_dim == self.dim else f" and D = {self.value_dim} of values"
-        return f"[B, H_kv, L, D] = {[*self[:4]]}{of_values}, {self.dtype} on {self.device}"
-
-
-def _layout(active: ActiveSlice, like: TensorPair) -> Layout:
-    k, v = like
-    batch, heads, _, dim = k.shape
-    return Layout(batch, heads, active.sequence_length, dim, v.shape[3], k.dtype, k.device)
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

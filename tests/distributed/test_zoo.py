@@ -105,6 +105,7 @@ SAMPLE = (
     "PooledState",
     "BatchNormBesideDropout", "WarmedUp", "DroppedByPython", "ClippedActivations", "StepsInTheBackward",
     "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
+    "SinksAndCaps",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

@@ -141,6 +141,22 @@ def test_a_document_that_goes_on_is_not_copied_for_each_slice(monkeypatch: pytes
     assert len(taken) <= 2 * 8  # 1, 2, 4, ... 64 tokens
 
 
+def test_who_looks_at_gradients_sees_no_undefined_memory() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def look(entry: SliceEntry, stop: int) -> None:
+        start, gradients = entry.accumulated(stop)
+        seen.append((start, stop))
+        assert all(x.shape[2] == stop - start and x.isfinite().all() for x in gradients)
+
+    store, case = SliceStore(), Case((9, 10, 1, 12), window=5)
+    store.on_gradients = look
+    with undefined_memory_is_nan():
+        run_in_slices(case, store)
+        run_in_slices(dataclasses.replace(case, window=None), store)
+    assert seen == [(16, 32), (15, 20), (5, 19), (0, 9), (0, 32), (0, 20), (0, 19), (0, 9)]
+
+
 # -- order ----------------------------------------------------------------------------------------------------------
 
 

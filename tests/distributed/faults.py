@@ -398,10 +398,12 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     of the batch."""
 
     def begin_with_zeros(begin_backward: Any, self: Any, entry: Any, start: int, stop: int) -> None:
-        fresh = entry.grads is None
+        if not entry.grads.is_taken:
+            entry.grads.reserve(0, entry.sequence_length)
+            entry.touched = 0
+            for total in entry.grads.at(0, entry.sequence_length):
+                total.zero_()
         begin_backward(self, entry, start, stop)
-        if fresh:
-            entry.grads.zero_()
 
     def release_in_evaluation(release: Any, self: Any, part_id: int, micro_batch_id: int) -> None:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):

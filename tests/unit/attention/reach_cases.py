@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attention_cases import forced
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
 from terapipe_ds.attention.backends.bands import BandKernel
@@ -37,6 +38,7 @@ class Case:
     with_sinks: bool = False
     starts: Starts | None = None
     recompute: bool = False
+    reentrant: bool = False
     scale: float | None = None
     dtype: torch.dtype = torch.float64
     seed: int = 0
@@ -112,7 +114,7 @@ def run_in_slices(case: Case, store: SliceStore | None = None) -> list[Tensor]:
         parts.append(leaves)
         with push_slice(active):
             if case.recompute:
-                outs.append(torch.utils.checkpoint.checkpoint(case.attend, *leaves, sink, use_reentrant=False))
+                outs.append(checkpoint(case.attend, *leaves, sink, use_reentrant=case.reentrant))
             else:
                 outs.append(case.attend(*leaves, sink))
     for active, out in reversed(list(zip(case.slices(store), outs, strict=True))):
@@ -182,6 +184,7 @@ def cases(draw: st.DrawFn, softcap: bool = True) -> Case:
         with_sinks=draw(st.booleans()),
         starts=draw(st.one_of(st.none(), starts_of_rows(batch, length))),
         recompute=draw(st.booleans()),
+        reentrant=draw(st.booleans()),
         scale=draw(st.sampled_from((None, 0.3))),
         seed=draw(st.integers(0, 9)),
     )

@@ -153,11 +153,12 @@ def test_flash_attn_takes_the_documents_of_a_row_in_one_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", [
     Case((5, 6, 1), window=3), Case((5, 6, 1), softcap=0.7, with_sinks=True, scale=0.3),
     Case((5, 7), starts=((0, 3, 9), (0, 6)), value_dim=4, kv_heads=4),
     Case((5, 4, 3), starts=((0, 3, 9), (0,)), window=4, softcap=2.0, with_sinks=True, recompute=True, value_dim=12),
-], ids=str)  # fmt: skip
+], ids=["window", "cap and sinks", "documents", "all"])  # fmt: skip
 def test_flex_takes_every_option(case: Case) -> None:
     with flex_on_cpu():
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10

@@ -22,6 +22,9 @@ from terapipe_ds.attention import (
     push_slice,
     sliced_attention,
 )
+from terapipe_ds.attention.backends import reference
+from terapipe_ds.attention.backends.blocks import Block
+from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.documents import Documents
 
 BOUND, FP32_BOUND = 1e-10, 1e-5
@@ -30,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "same documents in all rows": {"starts": ((0, 9, 14), (0, 9, 14))}, "softcap": {"softcap": 0.8},
     "sinks": {"with_sinks": True}, "wider values": {"value_dim": 12}, "narrower values": {"value_dim": 3},
     "all heads": {"kv_heads": 4}, "one key head": {"kv_heads": 1}, "recompute": {"recompute": True},
+    "reentrant": {"recompute": True, "reentrant": True},
     "tokens": {"lengths": (1,) * 20}, "uneven slices": {"lengths": (1, 12, 2, 5)},
 }  # fmt: skip
 fewer = settings(max_examples=settings.default.max_examples // 4)
@@ -85,6 +89,48 @@ def test_several_bands_and_tiles_of_the_real_sizes(backend: str | None) -> None:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*leaves, attn_mask=visible(case), enable_gqa=True)
         assert error(found, [out.detach(), *torch.autograd.grad(out, leaves, grad)]) <= BOUND
+
+
+def test_the_fused_kernel_computes_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores per head, of forwards and backwards: a window's, not those of the prefix; a document's, not the row's."""
+    scores: list[int] = []
+    run, run_backward = CpuFlash.run, CpuFlash.run_backward
+
+    def count(block: Block) -> None:
+        scores.append(block.q.shape[:3].numel() * block.k.shape[2])
+
+    monkeypatch.setattr(CpuFlash, "run", lambda self, block: count(block) or run(self, block))
+    monkeypatch.setattr(
+        CpuFlash,
+        "run_backward",
+        lambda self, grad, block, *rest: count(block) or run_backward(self, grad, block, *rest),
+    )
+    edges = tuple(range(0, 2048, 128))
+    for options, needed in (
+        ({"window": 128}, 2048 * 128), ({"starts": (edges,)}, 2048 * 128), ({"window": 512}, 2048 * 512),
+        ({"window": 64, "starts": (edges,)}, 2048 * 64), ({}, 2048 * 1024),
+    ):  # fmt: skip
+        scores.clear()
+        case = Case(lengths=(512,) * 4, batch=1, heads=1, kv_heads=1, **options)
+        run_in_slices(case)
+        assert sum(scores) <= 2 * 1.5 * needed, options
+
+
+def test_the_reference_keeps_no_row_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles have at most 512 queries and 512 keys, and those out of reach are left out."""
+    tiles: list[tuple[int, int]] = []
+
+    def recorded(queries: Any, rows: Any, tile: Any, original: Any = reference._scores) -> Any:
+        tiles.append((tile.row_stop - tile.row, tile.column_stop - tile.column))
+        return original(queries, rows, tile)
+
+    monkeypatch.setattr(reference, "_scores", recorded)
+    plain, windowed = Case(lengths=(700, 1300), softcap=2.0), Case(lengths=(700, 1300), softcap=2.0, window=100)
+    for case, most in ((plain, 2000 * 2001 / 2 * 1.5), (windowed, 2000 * (100 + 512))):
+        tiles.clear()
+        run_in_slices(dataclasses.replace(case, batch=1, heads=1, kv_heads=1))
+        assert max(max(sizes) for sizes in tiles) <= 512
+        assert sum(rows * columns for rows, columns in tiles) <= 2 * most  # forwards and backwards
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])

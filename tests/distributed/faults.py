@@ -189,12 +189,15 @@ fault("store", UNEVEN, "dK is added to dV and dV to dK", ADD_GRADS)(
 def stale_keys_and_values() -> Iterator[None]:
     batches = []
 
-    def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any) -> Any:
+    def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any, window: Any = None) -> Any:
         if batches and active.start == 0:
-            entry = self._lookup(active, layer, k)
+            from terapipe_ds.attention.reach import reach_of
+
+            entry = self._lookup(active, layer, (k, v), reach_of(active, window))
             self._advance(entry, active)
+            entry.make_room(active)
             return entry
-        return write(self, active, layer, k, v)
+        return write(self, active, layer, k, v, window)
 
     def count(assert_drained: Any, self: Any) -> None:
         batches.append(1)

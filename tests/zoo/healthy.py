@@ -96,6 +96,10 @@ class AttentionOverHeads(Sliced):
         return super().attend(mixed.transpose(1, 2), k, v)
 
 
+REACHES = stack(LayerSpec(SinksAndCaps, 0), LayerSpec(Windows, 1))
+add("ReachesRecomputed", REACHES, engine=checkpointed(SinksAndCaps, Windows))
+for schedule in ("seq1f1b-zb", "zbv"):
+    add(f"Reaches {schedule}", REACHES, terapipe={"schedule": schedule})
 add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
 add("WholeDecoder", gpt_layers())
 add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))

@@ -38,7 +38,7 @@ PACKED = ((0, 120, 500), (0, 340))
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": 100}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0)},
     "documents": {"starts": PACKED}, "narrow values": {"value_dim": 32},
-    "all": {"window": 90, "softcap": 5.0, "sinks": (0.5, -1.0, 2.0, 0.0), "starts": PACKED, "value_dim": 32},
+    "softcap and all": {"window": 90, "softcap": 5.0, "sinks": (0.5, -1.0, 2.0, 0.0), "starts": PACKED, "value_dim": 32},
 }  # fmt: skip
 OPTIONS_ERROR = 0.02
 """The largest error of windows, caps, sinks and documents that is allowed in bf16, whose steps are 0.4 %."""

@@ -34,11 +34,11 @@ SHAPES = {  # (batch, query heads, key heads, tokens, head dim): lengths of the 
     (1, 1, 1, 6000, 64): (5900, 60, 40),
     (8, 32, 8, 1536, 128): (1024, 256, 256),
 }
-PACKED = ((0, 120, 500), (0, 340))
+PACKED, LOGITS = ((0, 120, 500), (0, 340)), (0.5, -1.0, 2.0, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "window": {"window": 100}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0)},
+    "window": {"window": 100}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": LOGITS},
     "documents": {"starts": PACKED}, "narrow values": {"value_dim": 32},
-    "softcap and all": {"window": 90, "softcap": 5.0, "sinks": (0.5, -1.0, 2.0, 0.0), "starts": PACKED, "value_dim": 32},
+    "softcap and all": {"window": 90, "softcap": 5.0, "sinks": LOGITS, "starts": PACKED, "value_dim": 32},
 }  # fmt: skip
 OPTIONS_ERROR = 0.02
 """The largest error of windows, caps, sinks and documents that is allowed in bf16, whose steps are 0.4 %."""

@@ -111,11 +111,11 @@ class TokenBuffer:
 
     def holds(self, start: int, stop: int) -> bool:
         """Return whether there is room for the tokens [start, stop)."""
-        return self.is_taken and self.first <= start and stop <= self.first + self.room
+        return self._pair is not None and self.first <= start and stop <= self.first + self.room
 
     def at(self, start: int, stop: int) -> TensorPair:
         """Return views of the tokens [start, stop), which must be held."""
-        assert self._pair is not None and self.holds(start, stop)
+        assert self._pair is not None and self.first <= start and stop <= self.first + self.room
         keys, values = self._pair
         if self.first == 0 and start == 0 and stop == self.room:
             return keys, values

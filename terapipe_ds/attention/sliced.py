@@ -77,12 +77,15 @@ def sliced_attention(
         )
     reach = reach_of(active, window)
     value_dim = None if v.shape[3] == q.shape[3] else v.shape[3]
-    need = Need(dropout_p, reach.window is not None, softcap is not None, reach.starts is not None, value_dim)
+    need = Need(dropout_p > 0, reach.window is not None, softcap is not None, reach.starts is not None, value_dim)
     options = _Options(1 / math.sqrt(q.shape[-1]) if scale is None else scale, dropout_p, window, softcap)
     store = _Whole() if is_whole or active.store is None else active.store
     call = _Call(active, store, layer, choose_backend(q, need), reach, options)
     with torch.autocast(q.device.type, enabled=False):
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        needs_grad = (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        )
+        if torch.is_grad_enabled() and needs_grad:
             return _SlicedAttention.apply(q, k, v, sinks, call)
         return call.forward(q, k, v, sinks)[0]
 
@@ -137,6 +140,7 @@ class _Call:
     ) -> None:
         self.active, self.store, self.layer = active, store, layer
         self.backend, self.reach, self.options = backend, reach, options
+        self.is_limited = reach.is_limited
         self.entry: Entry | None = None
         self.states: list[tuple[Any, ...]] = []
 
@@ -180,7 +184,7 @@ class _Call:
         """Return what takes the gradients of a span, whose keys and rows count from its own first ones."""
         entry, first = self.entry, span.rows.start
         assert entry is not None
-        if not self.reach.is_limited:
+        if not self.is_limited:
             return entry.add_grads
 
         def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False, rows: slice | None = None) -> None:
@@ -191,15 +195,18 @@ class _Call:
 
     def _spans(self, q: Tensor, entry: Entry) -> Iterator[tuple[Span, Queries]]:
         """Yield what the backend computes in one call: a document of some rows, or all where it takes documents."""
-        start, stop, batch = self.active.start, self.active.stop, q.shape[0]
+        start, stop, batch, options = self.active.start, self.active.stop, q.shape[0], self.options
+        if not self.is_limited:
+            keys, values = entry.keys_values(0, stop)
+            queries = Queries(q, keys, values, start, options.scale, options.dropout_p, None, options.softcap)
+            yield Span(slice(0, batch), 0, start, stop), queries
+            return
         spans = of_documents = self.reach.spans(start, stop, batch)
         if len(spans) > 1 and self.backend.takes_documents:
             spans = (Span(slice(0, batch), self.reach.first_key(start), start, stop),)
         for span in spans:
-            first, options, window = span.first_key, self.options, self.reach.window
-            keys, values = entry.keys_values(first, span.stop)
-            if self.reach.is_limited:
-                keys, values = keys[span.rows], values[span.rows]
+            first, window = span.first_key, self.reach.window
+            keys, values = (x[span.rows] for x in entry.keys_values(first, span.stop))
             queries = Queries(
                 self._part(q, span),
                 keys,
@@ -214,7 +221,7 @@ class _Call:
             yield span, queries
 
     def _part(self, x: Tensor, span: Span) -> Tensor:
-        if not self.reach.is_limited:
+        if not self.is_limited:
             return x
         return x[span.rows, :, span.start - self.active.start : span.stop - self.active.start]
 

@@ -67,7 +67,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
-    key = (chosen.name, q.device.type, q.dtype, need._replace(dropout_p=float(need.dropout_p > 0)))
+    key = (chosen.name, q.device.type, q.dtype, need)
     if key not in _logged:
         _logged.add(key)
         how = "automatic" if _forced is None else "forced"

@@ -16,7 +16,7 @@ AddGrads = Callable[..., None]  # SliceEntry.add_grads(offset, dk, dv, again=Fal
 class Need(NamedTuple):
     """What a call asks of a backend besides the device, dtype and head dim of its queries."""
 
-    dropout_p: float = 0.0
+    dropout: bool = False
     window: bool = False
     softcap: bool = False
     documents: bool = False
@@ -24,9 +24,9 @@ class Need(NamedTuple):
 
     def __str__(self) -> str:
         """Return what is asked beyond plain causal attention, as the end of a list: ", window, dropout"."""
-        asked = [name for name in ("window", "softcap", "documents") if getattr(self, name)]
+        asked = [name for name in ("window", "softcap", "documents", "dropout") if getattr(self, name)]
         asked += [f"head dim {self.value_dim} of values"] * (self.value_dim is not None)
-        return "".join(f", {name}" for name in asked + ["dropout"] * (self.dropout_p > 0))
+        return "".join(f", {name}" for name in asked)
 
 
 class Queries(NamedTuple):

@@ -36,7 +36,7 @@ class Flex:
             return f"it does not take {q.dtype}"
         if min(q.shape[-1], need.value_dim or q.shape[-1]) < 16:
             return "it takes head dims from 16 on"
-        if need.dropout_p > 0:
+        if need.dropout:
             return "it cannot replay dropout"
         if not (need.window or need.softcap or need.documents or need.value_dim):
             return "it is only used where attention is more than plainly causal"

@@ -52,7 +52,7 @@ class CpuFlash(BandKernel):
             return f"it does not take {q.dtype}"
         if need.softcap:
             return _NO_SOFTCAP
-        return _NO_DROPOUT if need.dropout_p > 0 else None
+        return _NO_DROPOUT if need.dropout else None
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return fp32 for half precision, in which the kernel's backward is slower and rounds dK, dV per 64 queries."""
@@ -187,4 +187,4 @@ def cuda_refusal(q: Tensor, need: Need) -> str | None:
     dim = max(q.shape[-1], need.value_dim or 0)
     if dim % 8 or dim > 256:
         return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
-    return _NO_DROPOUT if need.dropout_p > 0 else None
+    return _NO_DROPOUT if need.dropout else None

@@ -24,7 +24,7 @@ def test_the_automatic_choice() -> None:
     q = torch.zeros(1, 1, 4, 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         assert choose_backend(q.to(dtype), Need()).name == "cpu_flash"
-    assert choose_backend(q, Need(0.1)).name == "reference"
+    assert choose_backend(q, Need(dropout=True)).name == "reference"
     assert choose_backend(q.to("meta"), Need()).name == "reference"
 
 
@@ -54,7 +54,7 @@ def test_what_the_cuda_kernels_refuse(
     backend: Any, device: str, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
 ) -> None:
     q = types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 2, dim))
-    refusal = backend.refusal(q, Need(dropout_p))
+    refusal = backend.refusal(q, Need(dropout=dropout_p > 0))
     assert refusal is None if reason is None else reason in refusal
 
 

@@ -177,8 +177,8 @@ def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
 
 NEEDS = {
     "plain": Need(), "window": Need(window=True), "softcap": Need(softcap=True), "documents": Need(documents=True),
-    "wide values": Need(value_dim=512), "values": Need(value_dim=128), "dropout": Need(0.1),
-    "window, dropout": Need(0.1, window=True),
+    "wide values": Need(value_dim=512), "values": Need(value_dim=128), "dropout": Need(dropout=True),
+    "window, dropout": Need(dropout=True, window=True),
 }  # fmt: skip
 
 

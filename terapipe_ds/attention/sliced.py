@@ -57,7 +57,7 @@ def sliced_attention(
     active = active_slice()
     is_whole = active is None or active.is_whole
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
-    if is_whole and asks_nothing and (active is None or active.documents is None):
+    if is_whole and asks_nothing and (active is None or reach_of(active, window).starts is None):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )

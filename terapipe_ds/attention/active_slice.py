@@ -20,8 +20,23 @@ from terapipe_ds.attention.documents import Documents
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
+class SliceStoreError(RuntimeError):
+    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
+
+
+class CarriedStore(Protocol):
+    """The methods of `carry.states.CarriedStates` that `carry` calls; they are described there."""
+
+    def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None: ...
+
+    def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> Any: ...
+
+
 class Store(Protocol):
-    """The methods of `SliceStore` that sliced attention calls; they are described there."""
+    """What of `SliceStore` sliced attention and `carry` use; it is described there."""
+
+    @property
+    def carried(self) -> CarriedStore: ...
 
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any: ...
 

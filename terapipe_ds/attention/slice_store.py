@@ -1,10 +1,10 @@
 """Keep what later slices need of earlier ones, and the gradients that flow back.
 
-Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
-sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
-gradients of the prefix, so that those of a slice are complete when its own backward has run. Two frontiers per layer
-and micro-batch check that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other
-order raises an error at once, and never gives a wrong gradient.
+Kind "appended": a layer appends the keys and values of each slice to one buffer of the whole sequence, and later slices
+read the prefix [0, start). Backward runs over the slices in reverse and adds to the gradients of the prefix, so that
+those of a slice are complete when its own backward has run. Two frontiers per layer and micro-batch check that order:
+`filled` grows with the forwards, `frontier` shrinks with the backwards. Any other order raises an error at once, and
+never gives a wrong gradient. Kind "carried", one state per slice, is in `carry.states`.
 
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
@@ -20,12 +20,10 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
+from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreError  # who uses the store catches it
+from terapipe_ds.attention.carry.states import CarriedStates
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
-
-
-class SliceStoreError(RuntimeError):
-    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
 
 
 class BufferPool:
@@ -71,6 +69,12 @@ class BufferPool:
         flat = self._lent.pop(id(lent))
         self.live_bytes -= lent.nbytes
         self._free.setdefault((flat.dtype, flat.device), []).append(flat)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that are in use and not of the pool; fewer where `num_bytes` is negative."""
+        self.live_bytes += num_bytes
+        self.reserved_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop_free(self) -> None:
         """Drop the buffers that are not lent now."""
@@ -137,6 +141,7 @@ class SliceStore:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
+        self.carried = CarriedStates(self._pool.count)
 
     def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
         """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
@@ -240,18 +245,21 @@ class SliceStore:
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             _check_drained(entry)
+        self.carried.check_drained(part_id, micro_batch_id)
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             self._close(entry)
+        self.carried.release(part_id, micro_batch_id)
 
     def reset(self) -> None:
         """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             self._close(entry)
         self._entries.clear()
+        self.carried.reset()
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        left = [str(entry) for entry in self._all()]
+        left = [str(entry) for entry in (*self._all(), *self.carried)]
         if left:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
@@ -267,7 +275,7 @@ class SliceStore:
         return keys, grads
 
     def live_bytes(self) -> int:
-        """Return the bytes of keys, values and gradients in use now."""
+        """Return the bytes of keys, values, their gradients and carried states in use now."""
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:

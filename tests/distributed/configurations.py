@@ -19,6 +19,7 @@ from tests.distributed.cases import MAX_LENGTH, Case
 COUNT = 200
 SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "dapple")
 """What is drawn: dapple is 1f1b by another name."""
+MIXERS = ("attention", "gated_linear_attention", "retention", "convolution", "gated_delta_rule")
 NUM_LAYERS = 7  # of the model, with embedding, norm and head
 _GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) by the number of ranks
 
@@ -63,6 +64,7 @@ def configurations(draw: st.DrawFn) -> Case:
         hook=draw(st.booleans()),
         steps=draw(st.integers(2, 3)),
         data_seed=draw(st.integers(0, 2**20)),
+        mixer=draw(st.sampled_from(MIXERS)),
     )
 
 

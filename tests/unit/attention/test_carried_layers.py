@@ -21,7 +21,7 @@ from carry_cases import (
     run_alone,
     run_sliced,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -63,6 +63,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", MIXERS)
+@settings(max_examples=settings().max_examples // 2)
 @given(case=cases())
 def test_slices_equal_each_document_alone(kind: str, case: dict[str, Any]) -> None:
     shape, lengths, starts = case["shape"], case["lengths"], case["starts"]

@@ -140,7 +140,8 @@ class CarriedEntry:
         # Not an inference tensor, whatever the caller does; and no view, which would keep what it is a view of.
         with torch.inference_mode(False), torch.no_grad():
             kept = state.detach().clone()
-            kept[list(begun)] = 0
+            if begun:
+                kept[list(begun)] = 0
         differentiable = kept.is_floating_point() or kept.is_complex()
         # Without gradients in training it is the first forward of a reentrant checkpoint, which does not tell.
         needs_grad = differentiable and (state.requires_grad or not torch.is_grad_enabled())

@@ -107,7 +107,7 @@ def retention(layer: Any, x: Tensor) -> Tensor:
     gates = 1 - 2.0 ** (-5.0 - torch.arange(HEADS, dtype=x.dtype))
     log_gates = gates.log()[None, :, None].expand(len(x), -1, x.shape[1])
     out = by_tokens(layer, x, log_gates, rotate) * (WIDTH // HEADS) ** -0.5
-    out = out / (out.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.weight
+    out = out / (out.square().mean(-1, keepdim=True) + layer.norm.eps).sqrt() * layer.norm.weight
     gate = layer.gate(x)
     return x + layer.out(out.transpose(1, 2).flatten(2) * gate * gate.sigmoid())
 

@@ -88,6 +88,16 @@ def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert not state.requires_grad  # nothing in what was written does
 
 
+def test_a_state_may_be_a_number() -> None:
+    first, second, _ = active_slices(LENGTHS, SliceStore())
+    x = torch.ones(2, 3)
+    with push_slice(first):
+        carry.write(0, "any", x.sum(), x)
+    with push_slice(second):
+        state = carry.read(0, "any")
+    assert state is not None and state.item() == 6.0
+
+
 def test_in_evaluation_the_newest_state_alone_is_kept() -> None:
     sums = Sums()
     with torch.no_grad():

@@ -64,7 +64,7 @@ class GatedDeltaRule(nn.Module):
 def retention(layer: int, width: int, heads: int) -> nn.Module:
     """The page's, but tokens whose query and key are almost orthogonal do not blow rounding up: fp32 is compared."""
     module: nn.Module = _PAGE["Retention"](layer, width, heads)
-    module.norm.eps = 0.1
+    module.norm.eps = 1.0
     return module
 
 
@@ -77,12 +77,13 @@ MIXERS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 class MixerLayer(nn.Module):
-    """One of `MIXERS` as a layer of a pipeline."""
+    """One of `MIXERS` as a layer of a pipeline, after a norm as in any decoder."""
 
     def __init__(self, kind: str, layer: int, width: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-5, dtype=dtype)
         self.mixer = MIXERS[kind](layer, width, heads).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.mixer(x)
-        return mixed
+        mixed: Tensor = self.mixer(self.norm(x))
+        return x + mixed

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 
 from terapipe_ds.costs.profile import Profile
 from tests.carried_layers import MIXERS, Ahead, AheadLoss, MixerLayer
@@ -80,6 +81,24 @@ def test_a_head_ahead_equals_the_stock_engine(schedule: str) -> None:
     """The second slice is shorter than the head looks ahead."""
     errors = rank_pool(2).run(train_ahead, ahead=3, schedule=schedule, slices=[9, 2, 12])
     assert not engines.violations(errors)
+
+
+class LooksAhead(nn.Module):
+    """Shifts to the left what it has, as heads that are written for whole sequences do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.roll(-1, 1)
+
+
+def refusal_of_a_shift_to_the_left() -> tuple[str, str]:
+    first, *others = engines.gpt_layers()
+    with engines.engine_of([first, LayerSpec(LooksAhead), *others], engines.section()) as engine:
+        return engines.step_error(engine)
+
+
+def test_a_head_that_needs_later_tokens_is_refused() -> None:
+    for kind, text in rank_pool(2).run(refusal_of_a_shift_to_the_left):
+        assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
 
 
 # -- measured and planned ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
 class CarriedEntry:
     """Hold the states of one layer, name and micro-batch by boundary."""
 
-    def __init__(self, active: ActiveSlice, layer: Hashable, name: str, count: Callable[[int], None]) -> None:
+    def __init__(self, active: ActiveSlice, layer: Hashable, name: str, owner: CarriedStates) -> None:
         self.layer, self.name = layer, name
         self.part_id = active.part_id
         self.micro_batch_id = active.micro_batch_id
@@ -42,7 +42,7 @@ class CarriedEntry:
         self.frontier = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
         self.closed = False
-        self._count = count
+        self._owner = owner
         self._kept: dict[int, _Kept] = {}
 
     def __str__(self) -> str:
@@ -146,19 +146,23 @@ class CarriedEntry:
         # Without gradients in training it is the first forward of a reentrant checkpoint, which does not tell.
         needs_grad = differentiable and (state.requires_grad or not torch.is_grad_enabled())
         if needs_grad and active.mode != "eval":
-            kept.requires_grad_().register_post_accumulate_grad_hook(self._refuse_late(active.stop))
-        self._count(kept.nbytes)
+            kept.requires_grad_().register_post_accumulate_grad_hook(self._gradient_hook(active.stop))
+        self._owner.count(kept.nbytes)
         return _Kept(kept, kept._version, begun)
 
-    def _refuse_late(self, boundary: int) -> Callable[[Tensor], None]:
-        def refuse_late(leaf: Tensor) -> None:
+    def _gradient_hook(self, boundary: int) -> Callable[[Tensor], None]:
+        """Return what is called when autograd has added to the gradient of the state at `boundary`."""
+
+        def look(leaf: Tensor) -> None:
             if self.closed or self.frontier < boundary:
                 raise SliceStoreError(
                     f"{self}: the state at token {boundary} got a gradient after the slice before had run its "
                     "backward; run the backwards in reverse slice order, each slice once"
                 )
+            if self._owner.on_gradient is not None and leaf.grad is not None:
+                self._owner.on_gradient(self, boundary, leaf.grad)
 
-        return refuse_late
+        return look
 
     def take_gradient(self, active: ActiveSlice) -> Tensor | None:
         """Move the backward frontier over the slice and return the gradient of the state that it wrote.
@@ -180,7 +184,7 @@ class CarriedEntry:
             kept = self._kept.pop(stop, _Kept(None))
             if kept.state is None:
                 return None
-            self._count(-kept.state.nbytes)
+            self._owner.count(-kept.state.nbytes)
             gradient = kept.state.grad
             if gradient is not None and kept.begun:
                 gradient = gradient.clone()
@@ -211,7 +215,7 @@ class CarriedEntry:
         self._drop_all()
 
     def _drop_all(self) -> None:
-        self._count(-self.num_bytes)
+        self._owner.count(-self.num_bytes)
         self._kept.clear()
 
 
@@ -222,10 +226,15 @@ _SECOND_TIME = (
 
 
 class CarriedStates:
-    """Hold the carried states of one engine; `count` is told of the bytes that come and go."""
+    """Hold the carried states of one engine.
+
+    `count` is told of the bytes that come and go; `on_gradient`, where it is set, of each gradient that a slice's
+    backward has left for the state at a token.
+    """
 
     def __init__(self, count: Callable[[int], None]) -> None:
-        self._count = count
+        self.count = count
+        self.on_gradient: Callable[[CarriedEntry, int, Tensor], None] | None = None
         self._entries: dict[tuple[int, int], dict[tuple[Hashable, str], CarriedEntry]] = {}
 
     def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None:
@@ -246,7 +255,7 @@ class CarriedStates:
         of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
         entry = of_micro_batch.get((layer, name))
         if entry is None:
-            entry = of_micro_batch[layer, name] = CarriedEntry(active, layer, name, self._count)
+            entry = of_micro_batch[layer, name] = CarriedEntry(active, layer, name, self)
         entry.write(active, state)
         return entry
 

@@ -91,7 +91,7 @@ def by_tokens(layer: Any, x: Tensor, log_gates: Tensor, rotate: Callable[[Tensor
 
 def gated_linear_attention(layer: Any, x: Tensor) -> Tensor:
     out = by_tokens(layer, x, layer.gate(x).sigmoid().log().transpose(1, 2))
-    return x + layer.out(out.transpose(1, 2).flatten(2))
+    return x + layer.out(out.transpose(1, 2).flatten(2)) * (WIDTH // HEADS) ** -0.5
 
 
 def retention(layer: Any, x: Tensor) -> Tensor:

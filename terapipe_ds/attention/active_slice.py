@@ -20,6 +20,18 @@ from terapipe_ds.attention.documents import Documents, starts_of
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
+class SliceStoreError(RuntimeError):
+    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
+
+
+class CarriedStore(Protocol):
+    """The methods of `carry.states.CarriedStates` that `carry` calls; they are described there."""
+
+    def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None: ...
+
+    def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> Any: ...
+
+
 class Entry(Protocol):
     """The methods of `SliceEntry` that sliced attention calls; they are described there."""
 
@@ -32,7 +44,7 @@ class Entry(Protocol):
     ) -> None: ...
 
 
-class Store(Protocol):
+class AppendingStore(Protocol):
     """The methods of `SliceStore` that sliced attention calls; they are described there."""
 
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
@@ -40,6 +52,13 @@ class Store(Protocol):
     def begin_backward(self, entry: Any, start: int, stop: int) -> None: ...
 
     def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
+
+
+class Store(AppendingStore, Protocol):
+    """What of `SliceStore` sliced attention and `carry` use."""
+
+    @property
+    def carried(self) -> CarriedStore: ...
 
 
 @dataclass(frozen=True, eq=False)

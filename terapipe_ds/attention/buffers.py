@@ -54,6 +54,12 @@ class BufferPool:
         self.live_bytes -= lent.nbytes
         self._free.setdefault((flat.dtype, flat.device), []).append(flat)
 
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that are in use and not of the pool; fewer where `num_bytes` is negative."""
+        self.live_bytes += num_bytes
+        self.reserved_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def drop_free(self) -> None:
         """Drop the buffers that are not lent now."""
         self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)

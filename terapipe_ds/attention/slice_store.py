@@ -1,10 +1,10 @@
 """Keep what later slices need of earlier ones, and the gradients that flow back.
 
-Kind "append": a layer appends the keys and values of each slice to those before, and later slices read what is in
+Kind "appended": a layer appends the keys and values of each slice to those before, and later slices read what is in
 their reach of [0, start). Backward runs over the slices in reverse and adds to the gradients of these keys and values,
 so that those of a slice are complete when its own backward has run. Two frontiers per layer and micro-batch check that
 order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other order raises an error at once,
-and never gives a wrong gradient.
+and never gives a wrong gradient. Kind "carried", one state per slice, is in `carry.states`.
 
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
@@ -21,12 +21,10 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
+from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreError  # who uses the store catches it
 from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
+from terapipe_ds.attention.carry.states import CarriedStates
 from terapipe_ds.attention.reach import Reach, reach_of
-
-
-class SliceStoreError(RuntimeError):
-    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
 
 
 class SliceEntry:
@@ -139,6 +137,7 @@ class SliceStore:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
+        self.carried = CarriedStates(self._pool.count)
 
     def write(
         self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor, window: int | None = None
@@ -246,18 +245,21 @@ class SliceStore:
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             _check_drained(entry)
+        self.carried.check_drained(part_id, micro_batch_id)
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             self._close(entry)
+        self.carried.release(part_id, micro_batch_id)
 
     def reset(self) -> None:
         """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             self._close(entry)
         self._entries.clear()
+        self.carried.reset()
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        left = [str(entry) for entry in self._all()]
+        left = [str(entry) for entry in (*self._all(), *self.carried)]
         if left:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
@@ -275,7 +277,7 @@ class SliceStore:
         return sum(entry.kept.nbytes for entry in layers), grads
 
     def live_bytes(self) -> int:
-        """Return the bytes of keys, values and gradients in use now."""
+        """Return the bytes of keys, values, their gradients and carried states in use now."""
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:

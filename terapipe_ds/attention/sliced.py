@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.attention.active_slice import ActiveSlice, Entry, Store, active_slice
+from terapipe_ds.attention.active_slice import ActiveSlice, AppendingStore, Entry, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
 from terapipe_ds.attention.reach import Reach, Span, reach_of
@@ -136,7 +136,13 @@ class _Call:
     """What one call has besides tensors, and what its backward needs of the store."""
 
     def __init__(
-        self, active: ActiveSlice, store: Store, layer: Hashable, backend: Backend, reach: Reach, options: _Options
+        self,
+        active: ActiveSlice,
+        store: AppendingStore,
+        layer: Hashable,
+        backend: Backend,
+        reach: Reach,
+        options: _Options,
     ) -> None:
         self.active, self.store, self.layer = active, store, layer
         self.backend, self.reach, self.options = backend, reach, options

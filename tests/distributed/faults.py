@@ -24,6 +24,7 @@ SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
+MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 
 STORE = "attention.slice_store:SliceStore"
+STATE = "attention.carry.states:CarriedEntry"
+STATES = "attention.carry.states:CarriedStates"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
 SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
@@ -213,6 +216,68 @@ fault("store", ALL_FORWARD_FIRST, "micro-batches share one store", f"{STORE}.wri
     )
 )
 fault("store", UNEVEN, "a micro-batch is never released", f"{STORE}.release")(never_released=nothing)
+
+
+# -- carried states ----------------------------------------------------------------------------------------------------
+
+
+fault("store", MIXED, "a state's gradient does not reach the slice before", f"{STATE}.take_gradient")(
+    dropped_state_gradient=lambda take, self, active: nothing(take(self, active))
+)
+
+
+@fault("store", replace(MIXED, checkpointing="reentrant"), "a state's gradient counts once more where it is recomputed")
+def state_gradient_doubled_by_recompute() -> Iterator[None]:
+    again = set()
+
+    def noting_read(read: Any, self: Any, active: Any) -> Any:
+        if active.mode == "recompute":
+            again.add((id(self), active.start))
+        return read(self, active)
+
+    def doubled(take: Any, self: Any, active: Any) -> Any:
+        gradient = take(self, active)
+        return gradient if gradient is None or (id(self), active.stop) not in again else 2 * gradient
+
+    with replaced(noting_read, f"{STATE}.read"), replaced(doubled, f"{STATE}.take_gradient"):
+        yield
+
+
+@fault("store", MIXED, "every slice reads the state of the first", f"{STATE}.read")
+def state_of_the_first_slice(read: Any, self: Any, active: Any) -> Any:
+    state = read(self, active)
+    return state if state is None else self._kept[min(self._kept)].state
+
+
+@fault("store", MIXED, "a slice's backward takes the gradient of the state that it has read", f"{STATE}.take_gradient")
+def state_gradient_of_another_slice(take: Any, self: Any, active: Any) -> Any:
+    own = self._kept.get(active.start)
+    gradient = take(self, active)
+    return gradient if own is None or own.state is None else own.state.grad
+
+
+fault("store", replace(ALL_FORWARD_FIRST, mixer="retention"), "micro-batches share their states", f"{STATES}.write")(
+    one_state_for_all_micro_batches=lambda write, self, active, *rest: write(
+        self, active.replace(micro_batch_id=0), *rest
+    )
+)
+fault("layer", MIXED, "a state is not handed on", "attention.carry:read", in_layers=True)(
+    state_not_read=lambda read, layer, name: None
+)
+fault("layer", MIXED, "a kernel gives its last state without a gradient", "attention.carry:write", in_layers=True)(
+    state_without_gradient=lambda write, layer, name, state, output: write(layer, name, state.detach(), output)
+)
+fault(
+    "layer",
+    replace(MIXED, mixer="convolution"),
+    "a convolution hands on the inputs of one token earlier",
+    "attention.carry:write",
+    in_layers=True,
+)(
+    convolution_state_of_a_token_earlier=lambda write, layer, name, state, output: write(
+        layer, name, state.roll(1, 1), output
+    )
+)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
+from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.engines import torch_attention
@@ -37,7 +39,7 @@ EVALUATION_STEP = 1000  # from here on steps seed data that no training step see
 
 def layers(case: Case) -> list[Any]:
     """Layer specs, for weights of `draw_weights`."""
-    return gpt.gpt_layers(
+    specs = gpt.gpt_layers(
         gpt.GPTConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
@@ -53,6 +55,13 @@ def layers(case: Case) -> list[Any]:
             dtype="float64" if case.dtype == "fp64" else "float32",
         )
     )
+    if case.mixer == "attention":
+        return specs
+    dtype = torch.float64 if case.dtype == "fp64" else torch.float32
+    decoders = [index for index, spec in enumerate(specs) if spec.typename is gpt.DecoderLayer]
+    for index in decoders[1::2]:
+        specs[index] = LayerSpec(MixerLayer, case.mixer, index, 32, 4, dtype)
+    return specs
 
 
 def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -74,7 +74,7 @@ def options(case: Case) -> dict[str, Any]:
             "use_reentrant": case.checkpointing != "non_reentrant",
         }
     if case.checkpointing == "reentrant":
-        found["module"] = {"checkpointable_layers": ["DecoderLayer"]}
+        found["module"] = {"checkpointable_layers": ["DecoderLayer", "MixerLayer"]}
     return found
 
 

@@ -25,6 +25,7 @@ CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
 MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
+PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,23 @@ fault(
         layer, name, state.roll(1, 1), output
     )
 )
+
+# -- packed rows -------------------------------------------------------------------------------------------------------
+
+
+fault("engine", PACKED, "the edges of one row are ignored", f"{RUNNER}:Documents")(
+    edges_of_one_row_ignored=lambda documents, starts, *span: documents(((0,), *starts[1:]), *span)
+)
+fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:from_numbers")(
+    edges_of_another_micro_batch=lambda read, numbers: read(numbers)[::-1]
+)
+
+
+@fault(
+    "engine", replace(PACKED, checkpointing="non_reentrant"), "no edges in recompute", f"{RUNNER}:PartRunner._active"
+)
+def no_edges_in_recompute(active: Any, self: Any, action: Any, mode: str) -> Any:
+    return active(self, action, mode).replace(**{"documents": None} if mode == "recompute" else {})
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def drawn() -> tuple[Case, ...]:
         names = [name for name in SCHEDULES if _can_run(name, configuration.stages)]
         schedule = names[len(found) % len(names)]  # in turns: hypothesis likes the first values of a list best
         mixer = MIXERS[len(found) // 7 % len(MIXERS)]  # so does each schedule meet each of them
-        found[replace(configuration, schedule=schedule, mixer=mixer)] = None
+        documents = len(found) // 5 % 3 == 0
+        found[replace(configuration, schedule=schedule, mixer=mixer, documents=documents)] = None
 
     collect()
     assert len(found) >= COUNT, f"only {len(found)} different configurations"

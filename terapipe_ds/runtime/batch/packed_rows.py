@@ -34,9 +34,10 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
     if ids.dim() != 2 or dim > 1 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise BatchError(f"{what}: position ids are integers [rows, tokens], and the input is {kind}")
     ids = ids.movedim(dim, 1)
-    rows = [t.size(1 - dim) for t in tensors if t.dim() > 1 and t.size(dim) == ids.shape[1]]
-    if any(each != len(ids) for each in rows):
-        raise BatchError(f"{what} is {kind}, but other inputs have {max(rows)} rows: give position ids for each row")
+    others = (t for i, t in enumerate(tensors) if i != documents and t.dim() > 1 and t.size(dim) == ids.shape[1])
+    rows = next((t.size(1 - dim) for t in others), len(ids))
+    if rows != len(ids):
+        raise BatchError(f"{what} is {kind}, but the other inputs have {rows} rows: give position ids for each row")
     starts = starts_of(ids.detach().cpu())
     return starts if have_edges(starts) else None
 

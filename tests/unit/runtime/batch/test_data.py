@@ -132,7 +132,7 @@ class TestDocuments:
             (IDS, {"documents": 2}, "documents = 2, but the batch has 2 input tensors"),
             (IDS.double(), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of float64 \[2, 12\]"),
             (IDS[0], {"documents": 1}, r"integers \[rows, tokens\], .* tensor of int64 \[12\]"),
-            (IDS[:1], {"documents": 1}, "other inputs have 2 rows: give position ids for each row"),
+            (IDS[:1], {"documents": 1}, "the other inputs have 2 rows: give position ids for each row"),
             (IDS[:, :7], {"documents": 1}, r"the position ids \[2, 7\] are not cut .* 12 in dimension 1"),
             (IDS, {"documents": 1, "sliced_inputs": [0]}, "not cut with the tokens.*name them in terapipe.sliced_inp"),
         ],

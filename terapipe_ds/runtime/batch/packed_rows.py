@@ -38,7 +38,7 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
     rows = next((t.size(1 - dim) for t in others), len(ids))
     if rows != len(ids):
         raise BatchError(f"{what} is {kind}, but the other inputs have {rows} rows: give position ids for each row")
-    starts = starts_of(ids.detach().cpu())
+    starts = starts_of(ids.detach().to("cpu", torch.int64))
     return starts if have_edges(starts) else None
 
 

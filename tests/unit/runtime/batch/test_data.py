@@ -120,6 +120,12 @@ class TestDocuments:
         assert [shape.starts for shape in shapes] == [self.STARTS, None, self.STARTS[::-1]]
         assert of(batches[0]).draw(1, training=True)[1][0].starts is None
 
+    def test_ids_of_few_bits_may_end_where_their_dtype_does(self) -> None:
+        """Their number + 1 would be the 0 that the next document starts with."""
+        ids = torch.cat([torch.arange(256), torch.arange(4)])[None].to(torch.uint8)
+        _, (shape,) = of(((ids.long(), ids), ids.long()), documents=1).draw(1, training=True)
+        assert shape.starts == ((0, 256),)
+
     def test_tokens_may_come_first(self) -> None:
         batch = (self.IDS.T, TOKENS.T), TOKENS.T
         _, (shape,) = of(batch, documents=0, sequence_dim=0).draw(1, training=True)

@@ -1,12 +1,14 @@
 """Compute causal attention of a token slice to itself and to the slices before it.
 
-A model author needs `sliced_attention` and `active_slice`, now and then `allow_attention_within_slice`; the rest is for
-the engine, tests and benchmarks.
+A model author needs `sliced_attention` and `active_slice`, `carry` for layers with a state, and now and then
+`allow_attention_within_slice`; `documents` is for runs of packed rows without the engine, the rest for the engine,
+tests and benchmarks.
 """
 
 from __future__ import annotations
 
-from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
+from terapipe_ds.attention import carry
+from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, documents, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
 from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
@@ -26,6 +28,8 @@ __all__ = [
     "active_slice",
     "allow_attention_within_slice",
     "available_backends",
+    "carry",
+    "documents",
     "guard_plain_attention",
     "push_slice",
     "set_backend",

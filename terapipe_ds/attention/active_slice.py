@@ -15,17 +15,50 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from terapipe_ds.attention.documents import Documents, starts_of
+
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
-class Store(Protocol):
+class SliceStoreError(RuntimeError):
+    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
+
+
+class CarriedStore(Protocol):
+    """The methods of `carry.states.CarriedStates` that `carry` calls; they are described there."""
+
+    def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None: ...
+
+    def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> Any: ...
+
+
+class Entry(Protocol):
+    """The methods of `SliceEntry` that sliced attention calls; they are described there."""
+
+    def keys_values(self, start: int, stop: int) -> tuple[Tensor, Tensor]: ...
+
+    def record(self, kv_needs_grad: bool) -> None: ...
+
+    def add_grads(
+        self, offset: int, dk: Tensor, dv: Tensor, again: bool = False, rows: slice | None = None
+    ) -> None: ...
+
+
+class AppendingStore(Protocol):
     """The methods of `SliceStore` that sliced attention calls; they are described there."""
 
-    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any: ...
+    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
 
     def begin_backward(self, entry: Any, start: int, stop: int) -> None: ...
 
     def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
+
+
+class Store(AppendingStore, Protocol):
+    """What of `SliceStore` sliced attention and `carry` use."""
+
+    @property
+    def carried(self) -> CarriedStore: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +71,8 @@ class ActiveSlice:
       recompute  any forward inside a backward (activation checkpointing): the store is rewritten in place
       weight     a forward on behalf of a split weight-gradient pass: the store is read-only
       probe      a measurement: any slice may run at any time, even before its prefix
-    `extras` carries what the engine knows about the tokens (document ids, position ids).
+    `documents` says where documents begin in packed rows; None where each row is one document.
+    `extras` carries what else the engine knows about the tokens.
     """
 
     start: int
@@ -48,6 +82,7 @@ class ActiveSlice:
     slice_id: int = 0
     part_id: int = 0
     mode: str = "train"
+    documents: Documents | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
 
@@ -100,3 +135,27 @@ def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
                 "the stack of active slices was changed meanwhile; leave push_slice() blocks in reverse order"
             )
         del _stack[depth:]
+
+
+@contextmanager
+def documents(position_ids: Tensor) -> Iterator[Documents]:
+    """Have attention keep to the documents of packed rows for the body, outside the engine; yield them.
+
+    position_ids: [B, L] integers, the rows of the batch that the body runs whole. A document starts where an id is not
+    the one before + 1. Keep the block open for the backward too, where layers are recomputed in it.
+
+    Raises RuntimeError where a slice is running: the engine takes documents from the batch (`"documents"` in its
+    section).
+    """
+    if (active := active_slice()) is not None:
+        raise RuntimeError(
+            f"documents() was called while slice [{active.start}, {active.stop}) of {active.sequence_length} tokens "
+            "runs; the engine gives its slices the documents of the batch itself, by the key 'documents' of its section"
+        )
+    if position_ids.dim() != 2 or position_ids.is_floating_point() or position_ids.shape[1] == 0:
+        kind = f"{list(position_ids.shape)} of {position_ids.dtype}"
+        raise ValueError(f"documents() takes the position ids of whole rows, integers [B, L] with L > 0, got {kind}")
+    length = position_ids.shape[1]
+    edges = Documents(starts_of(position_ids), 0, length)
+    with push_slice(ActiveSlice(0, length, length, documents=edges)):
+        yield edges

@@ -1,102 +1,52 @@
 """Keep what later slices need of earlier ones, and the gradients that flow back.
 
-Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
-sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
-gradients of the prefix, so that those of a slice are complete when its own backward has run. Two frontiers per layer
-and micro-batch check that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other
-order raises an error at once, and never gives a wrong gradient.
+Kind "appended": a layer appends the keys and values of each slice to those before, and later slices read what is in
+their reach of [0, start). Backward runs over the slices in reverse and adds to the gradients of these keys and values,
+so that those of a slice are complete when its own backward has run. Two frontiers per layer and micro-batch check that
+order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other order raises an error at once,
+and never gives a wrong gradient. Kind "carried", one state per slice, is in `carry.states`.
 
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
   their gradients   2 * B * L * H_kv * D * max(4, itemsize)   from its last slice's backward to its first slice's
-Both come from a pool and return to it: a batch after the first one allocates nothing.
+With a window, or documents, what is out of reach is dropped: gradients take window + T tokens of a slice instead of L,
+and so do keys and values in evaluation, where no backward comes back to them.
+All come from a pool and return to it: a batch after the first one allocates nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
-
-TensorPair = tuple[torch.Tensor, torch.Tensor]
-
-
-class SliceStoreError(RuntimeError):
-    """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
-
-
-class BufferPool:
-    """Lends tensors of any shape, by dtype and device, from batch to batch. Their contents are undefined.
-
-    Free buffers are flat and lent to whatever fits in, so that lengths that change from batch to batch do not pile up
-    one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one. There
-    are never more buffers than were in use at once.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        self._lent: dict[int, torch.Tensor] = {}  # id of the lent view -> flat buffer
-        self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of that shape; give the same object back with `give`."""
-        numel = math.prod(shape)
-        # Not an inference tensor even where the caller evaluates: the next user may train.
-        with torch.inference_mode(False), torch.no_grad():
-            flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
-            if flat is None:
-                flat = torch.empty(numel, dtype=dtype, device=device)
-                self.reserved_bytes += flat.nbytes
-            lent = flat[:numel].view(shape)
-        self._lent[id(lent)] = flat
-        self.live_bytes += lent.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return lent
-
-    def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
-        free.sort(key=torch.Tensor.numel)
-        for place, flat in enumerate(free):
-            if flat.numel() >= numel:
-                return free.pop(place)
-        if free:
-            self.reserved_bytes -= free.pop().nbytes
-        return None
-
-    def give(self, lent: torch.Tensor) -> None:
-        """Take back a tensor that `take` lent."""
-        flat = self._lent.pop(id(lent))
-        self.live_bytes -= lent.nbytes
-        self._free.setdefault((flat.dtype, flat.device), []).append(flat)
-
-    def drop_free(self) -> None:
-        """Drop the buffers that are not lent now."""
-        self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
-        self._free.clear()
+from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreError  # who uses the store catches it
+from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
+from terapipe_ds.attention.carry.states import CarriedStates
+from terapipe_ds.attention.reach import Reach, reach_of
 
 
 class SliceEntry:
     """Keys, values and their gradients of one layer and micro-batch.
 
-    `kv` is [2, B, H_kv, L, D]; so is `grads`, which is None outside of the micro-batch's backward.
+    The gradients are taken only while the backwards of the micro-batch run. They hold what the slices after the
+    backward frontier have added to the tokens from `touched` on; those before have got nothing yet.
     """
 
-    def __init__(self, active: ActiveSlice, layer: Hashable, kv: torch.Tensor) -> None:
-        self.layer = layer
+    def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, pool: BufferPool) -> None:
+        self.layer, self.reach = layer, reach
         self.part_id = active.part_id
         self.micro_batch_id = active.micro_batch_id
         self.sequence_length = active.sequence_length
         self.mode = active.mode
-        self.kv = kv
-        self.grads: torch.Tensor | None = None
+        self.layout, self.dtype = layout_of(like, active.sequence_length), like[0].dtype
+        self.kept = TokenBuffer(pool, like, self.dtype)
+        self.grads = TokenBuffer(pool, like, torch.promote_types(self.dtype, torch.float32))
         self.filled = 0
-        self.frontier = active.sequence_length
+        self.frontier = self.touched = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
         self.kv_needs_grad = False
-        self.has_later = False  # `grads` hold the share of slices after the one whose backward runs
         self.closed = False
 
     def __str__(self) -> str:
@@ -104,69 +54,128 @@ class SliceEntry:
 
     def keys_values(self, start: int, stop: int) -> TensorPair:
         """Return views of the keys and values of the tokens [start, stop), [B, H_kv, stop - start, D] each."""
-        return self.kv[0, :, :, start:stop], self.kv[1, :, :, start:stop]
+        if not self.kept.holds(start, stop):
+            raise SliceStoreError(f"{self}: the keys of tokens [{start}, {stop}) are not kept; they are out of reach")
+        return self.kept.at(start, stop)
 
     def record(self, kv_needs_grad: bool) -> None:
         """Note that an autograd node was recorded for a slice: its backward has to come before `release`."""
         self.recorded = True
         self.kv_needs_grad = self.kv_needs_grad or kv_needs_grad
 
-    def add_grads(self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False) -> None:
+    def add_grads(
+        self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False, rows: slice | None = None
+    ) -> None:
         """Add the running backward's gradients to those of the keys and values from token `offset` on.
 
-        dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that it has given to
-        these tokens before. The pieces of the first backward are copied, so that nothing has to be zeroed.
+        dk, dv: [B, H_kv, n, D], or of some `rows` of the micro-batch. A backward covers [0, stop) in pieces of any
+        size; `again` says that it has given to these tokens before. The pieces of the first backward are copied, so
+        that nothing has to be zeroed. With a limited reach the pieces cover what they reach, and all are added.
         """
-        if self.grads is None:  # keys and values need no gradients
+        if not self.grads.is_taken:  # keys and values need no gradients
             return
-        for total, part in zip(self.grads, (dk, dv), strict=True):
-            target = total[:, :, offset : offset + part.shape[2]]
-            if self.has_later or again:
-                target.add_(part)
-            else:
+        is_first = self.touched > offset
+        for total, part in zip(self.grads.at(offset, offset + dk.shape[2]), (dk, dv), strict=True):
+            target = total if rows is None else total[rows]
+            if is_first and not again:
                 target.copy_(part)
+            else:
+                target.add_(part)
+
+    def accumulated(self, stop: int) -> tuple[int, TensorPair]:
+        """Return the first token that got gradients so far, and views of those of the tokens from there to `stop`."""
+        return self.touched, self.grads.at(self.touched, stop)
+
+    def make_room(self, active: ActiveSlice) -> None:
+        """Make room for the keys and values of a slice, and drop those before it that it does not reach.
+
+        A backward reads the keys and values of its slice again, so that only evaluation may drop some.
+        """
+        start, stop, length = active.start, active.stop, self.sequence_length
+        if self.kept.holds(start, stop):
+            return
+        if self.mode != "eval" or not self.reach.is_limited:
+            self.kept.reserve(0, length)
+            return
+        first, room = self.reach.first_key(start), self.kept.room
+        if self.reach.window is not None:
+            room = max(room, min(active.num_tokens + self.reach.window - 1, length - first))
+        elif stop - first > room:  # a document that goes on: not a little more for each of its slices
+            room = min(max(stop - first, 2 * room), length - first)
+        self.kept.reserve(first, room, (first, start) if self.kept.is_taken else (0, 0))
+
+    def make_room_for_grads(self, start: int, stop: int) -> None:
+        """Have gradients of all tokens that the slice [start, stop) reaches; those that got nothing yet are 0.
+
+        Where all tokens are in reach, its pieces are copied instead.
+        """
+        if self.mode == "probe":  # any slice may come next
+            if not self.grads.is_taken:
+                self.grads.reserve(0, self.sequence_length)
+                for total in self.grads.at(0, self.sequence_length):
+                    total.zero_()
+            # later slices never ran; adding to their share costs what it does in training
+            self.touched = 0 if stop < self.sequence_length or self.reach.is_limited else stop
+            return
+        first = self.reach.first_key(start)
+        if not self.grads.holds(first, stop):
+            room = max(self.grads.room, stop - first)
+            self.grads.reserve(max(0, stop - room), room, (self.touched, stop) if self.grads.is_taken else (0, 0))
+        if self.reach.is_limited:
+            for total in self.grads.at(first, max(first, self.touched)):
+                total.zero_()
+            self.touched = min(first, self.touched)
 
 
 class SliceStore:
     """The store of one engine, keyed by (part_id, layer, micro_batch_id).
 
-    `on_gradients`, where it is set, is told of each backward that has added to the gradients of the tokens [0, stop).
+    `on_gradients`, where it is set, is told of each backward that has added to gradients of the tokens before a stop.
     """
 
     def __init__(self) -> None:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
+        self.carried = CarriedStates(self._pool.count)
 
-    def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
+    def write(
+        self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> SliceEntry:
         """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
 
-        Mode "weight" only reads. Raises SliceStoreError where the slice does not continue the forward frontier (modes
-        train and eval), has not run yet (recompute, weight), or has another shape or dtype than those before it.
+        `window` says how far back the layer's tokens see, with their own. Mode "weight" only reads. Raises
+        SliceStoreError where the slice does not continue the forward frontier (modes train and eval), has not run yet
+        (recompute, weight), or has another shape, dtype or reach than those before it.
         """
-        entry = self._lookup(active, layer, k)
+        entry = self._lookup(active, layer, (k, v), reach_of(active, window))
         self._advance(entry, active)
         if active.mode != "weight":
-            keys, values = entry.keys_values(active.start, active.stop)
-            keys.copy_(k)
-            values.copy_(v)
+            entry.make_room(active)
+            for target, source in zip(entry.kept.at(active.start, active.stop), (k, v), strict=True):
+                target.copy_(source)
         return entry
 
-    def _lookup(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor) -> SliceEntry:
-        batch, heads, _, dim = k.shape
-        shape = (2, batch, heads, active.sequence_length, dim)
+    def _lookup(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach) -> SliceEntry:
         entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
         if entry is None:
-            entry = SliceEntry(active, layer, self._pool.take(shape, k.dtype, k.device))
+            entry = SliceEntry(active, layer, like, reach, self._pool)
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
-                entry.kv.fill_(0.5)
+                entry.make_room(active)
+                for x in entry.kept.at(0, active.sequence_length):
+                    x.fill_(0.5)
             self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
-        elif tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
-            _, *first = entry.kv.shape
+        elif entry.layout != (layout := layout_of(like, active.sequence_length)):
             raise SliceStoreError(
-                f"{entry}: slice [{active.start}, {active.stop}) brings keys for [B, H_kv, L, D] = {list(shape[1:])}, "
-                f"{k.dtype} on {k.device}, but the micro-batch began with {first}, {entry.kv.dtype} on "
-                f"{entry.kv.device}; all slices of a micro-batch need the same batch, heads, length, dtype and device"
+                f"{entry}: slice [{active.start}, {active.stop}) brings keys and values for {layout}, but the "
+                f"micro-batch began with {entry.layout}; all slices of a micro-batch need the same batch, heads, "
+                "length, dtype and device"
+            )
+        elif entry.reach != reach:
+            raise SliceStoreError(
+                f"{entry}: slice [{active.start}, {active.stop}) comes with window {reach.window} where the "
+                f"micro-batch began with {entry.reach.window}, or with other documents; all slices of a micro-batch "
+                "need the same"
             )
         return entry
 
@@ -186,19 +195,14 @@ class SliceStore:
             )
 
     def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
-        """Move the backward frontier over [start, stop) and have `grads` ready for `SliceEntry.add_grads`.
+        """Move the backward frontier over [start, stop) and have room for what `SliceEntry.add_grads` brings.
 
         Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
         """
         self._check_backward(entry, start, stop)
         entry.frontier = start
-        is_probe = entry.mode == "probe"  # later slices never ran; adding to their share costs what it does in training
-        entry.has_later = stop < entry.sequence_length if is_probe else entry.grads is not None
-        if entry.kv_needs_grad and entry.grads is None:
-            dtype = torch.float32 if entry.kv.element_size() < 4 else entry.kv.dtype
-            entry.grads = self._pool.take(tuple(entry.kv.shape), dtype, entry.kv.device)
-            if is_probe:
-                entry.grads.zero_()
+        if entry.kv_needs_grad:
+            entry.make_room_for_grads(start, stop)
 
     @staticmethod
     def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
@@ -210,7 +214,7 @@ class SliceStore:
                 f"out of order, the next one must end at token {entry.frontier}; run the backwards in reverse slice "
                 f"order, each slice once"
             )
-        elif entry.kv_needs_grad and entry.grads is None and stop < entry.sequence_length and not is_probe:
+        elif entry.kv_needs_grad and not entry.grads.is_taken and stop < entry.sequence_length and not is_probe:
             problem = (
                 "has keys or values that need gradients but did not in the slices after it, so that their share is "
                 "lost; let k and v require gradients in all slices of a micro-batch or in none"
@@ -224,13 +228,14 @@ class SliceStore:
 
         None where keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
         """
-        if entry.grads is None:
+        if not entry.grads.is_taken:
             return None
+        entry.touched = min(entry.touched, entry.reach.first_key(start))
         if self.on_gradients is not None:
             self.on_gradients(entry, stop)
-        dk, dv = (_copy_tokens_first(total[:, :, start:stop], entry.kv.dtype) for total in entry.grads)
+        dk, dv = (_copy_tokens_first(total, entry.dtype) for total in entry.grads.at(start, stop))
         if start == 0 and entry.mode != "probe":  # which runs others after it
-            self._give_grads(entry)
+            entry.grads.give_back()
         return dk, dv
 
     def release(self, part_id: int, micro_batch_id: int) -> None:
@@ -240,18 +245,21 @@ class SliceStore:
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             _check_drained(entry)
+        self.carried.check_drained(part_id, micro_batch_id)
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             self._close(entry)
+        self.carried.release(part_id, micro_batch_id)
 
     def reset(self) -> None:
         """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             self._close(entry)
         self._entries.clear()
+        self.carried.reset()
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        left = [str(entry) for entry in self._all()]
+        left = [str(entry) for entry in (*self._all(), *self.carried)]
         if left:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
@@ -260,14 +268,16 @@ class SliceStore:
             )
 
     def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
-        """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients."""
+        """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients.
+
+        The gradients count as those of all tokens, as they do where everything is in reach.
+        """
         layers = self._entries.get((part_id, micro_batch_id), {}).values()
-        keys = sum(entry.kv.nbytes for entry in layers)
-        grads = sum(entry.kv.numel() * max(4, entry.kv.element_size()) for entry in layers if entry.kv_needs_grad)
-        return keys, grads
+        grads = sum(entry.sequence_length * entry.grads.bytes_per_token for entry in layers if entry.kv_needs_grad)
+        return sum(entry.kept.nbytes for entry in layers), grads
 
     def live_bytes(self) -> int:
-        """Return the bytes of keys, values and gradients in use now."""
+        """Return the bytes of keys, values, their gradients and carried states in use now."""
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:
@@ -286,15 +296,11 @@ class SliceStore:
         for layers in self._entries.values():
             yield from layers.values()
 
-    def _close(self, entry: SliceEntry) -> None:
+    @staticmethod
+    def _close(entry: SliceEntry) -> None:
         entry.closed = True
-        self._pool.give(entry.kv)
-        self._give_grads(entry)
-
-    def _give_grads(self, entry: SliceEntry) -> None:
-        if entry.grads is not None:
-            self._pool.give(entry.grads)
-            entry.grads = None
+        entry.kept.give_back()
+        entry.grads.give_back()
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

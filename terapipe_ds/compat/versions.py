@@ -85,8 +85,9 @@ def has_apex() -> bool:
 
 
 def has_flash_attn() -> bool:
-    """Return whether flash-attn has the two functions that give and take the log-sum-exp."""
-    return _has("flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward")
+    """Return whether flash-attn has the functions that give and take the log-sum-exp, of rows and of packed rows."""
+    names = [f"_flash_attn_{kind}{way}" for kind in ("", "varlen_") for way in ("forward", "backward")]
+    return _has("flash_attn.flash_attn_interface", *names)
 
 
 def has_transformer_engine() -> bool:

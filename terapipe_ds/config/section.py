@@ -102,6 +102,9 @@ class TeraPipeConfig(_StrictModel):
     sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
         None, description="null, or a list of different integers >= 0 with at least one entry"
     )
+    documents: _Index | _Path = Field(
+        "off", description='"off", an index of a tuple of inputs >= 0, or the name of an entry of a dict of inputs'
+    )
     granularity_tokens: _Positive = Field(64, description="an integer >= 1")
     loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
         "mean_valid", description="one of mean_valid, mean, sum"
@@ -158,6 +161,9 @@ class TeraPipeConfig(_StrictModel):
             problems += error.problems
         if section.get("enabled") is True:
             problems += conflicts_in(ds_config)
+        elif not problems and config.documents != "off":
+            fix = f'set {_SECTION}.enabled to true, or documents to "off"'
+            problems.append(f"{_shown(config.documents, 'documents')}: DeepSpeed's own engine mixes documents; {fix}")
         if problems:
             raise TeraPipeConfigError(*problems)
         return config

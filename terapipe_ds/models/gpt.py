@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
-from terapipe_ds.models.positions import check_learned_positions, first_position, rotary_turns, rotate
+from terapipe_ds.models.positions import (
+    check_learned_positions,
+    first_position,
+    places_in_documents,
+    rotary_turns,
+    rotate,
+)
 
 IGNORE_INDEX = -100
 
@@ -153,7 +159,10 @@ def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids [B, T] int64 -> [B, T, hidden_size]. Where tied, `weight` is the output matrix as well."""
+    """Token ids [B, T] int64 -> [B, T, hidden_size]. Where tied, `weight` is the output matrix as well.
+
+    Of a tuple it takes the first tensor: packed rows come with position ids, which are read where documents are found.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -162,7 +171,8 @@ class TokenEmbedding(nn.Module):
         # with learned positions the sum of both embeddings is dropped out, by the next layer
         self.dropout = config.dropout if config.positions == "rope" else 0.0
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        tokens = inputs if torch.is_tensor(inputs) else inputs[0]
         return F.dropout(F.embedding(tokens, self.weight), self.dropout, self.training)
 
 
@@ -179,9 +189,13 @@ class PositionEmbedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
-        stop = (start := first_position()) + hidden.shape[1]
-        check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-        return F.dropout(hidden + self.weight[start:stop], self.dropout, self.training)
+        positions = places_in_documents()
+        if positions is None:
+            stop = (start := first_position()) + hidden.shape[1]
+            check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
+            return F.dropout(hidden + self.weight[start:stop], self.dropout, self.training)
+        check_learned_positions(int(positions.max()) + 1, self.weight.shape[0], GPTConfigError)
+        return F.dropout(hidden + F.embedding(positions.to(hidden.device), self.weight), self.dropout, self.training)
 
 
 class DecoderLayer(nn.Module):

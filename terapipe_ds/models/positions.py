@@ -16,6 +16,12 @@ def first_position() -> int:
     return 0 if active is None else active.start
 
 
+def places_in_documents() -> Tensor | None:
+    """Return each token's place in its document, int64 [B, T] on the CPU; None where each row is one document."""
+    active = active_slice()
+    return None if active is None or active.documents is None else active.documents.position_ids()
+
+
 def check_learned_positions(stop: int, known: int, error: type[ValueError]) -> None:
     """Raise `error` where a sequence of `stop` tokens or more needs learned positions that a table has not."""
     if stop > known:

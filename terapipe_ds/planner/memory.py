@@ -1,7 +1,8 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
-Every share is linear in tokens, so that a part is ten numbers (`PartMemory`), counted from model sizes or measured on a
-real stage. The peak of a schedule follows from its orders alone: `Replay.peak_bytes`.
+Every share is linear in tokens, but carried states come per slice, so that a part is eleven numbers (`PartMemory`),
+counted from model sizes or measured on a real stage. The peak of a schedule follows from its orders alone:
+`Replay.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].store_grad_bytes_per_token * sequence_length)
 
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """Return what a live slice keeps from its F to the end of its B."""
-        return math.ceil(self.parts[part_id].slice_bytes_per_token * tokens)
+        """Return what a live slice keeps from its F to the end of its B, with the carried states that it has read."""
+        part = self.parts[part_id]
+        return math.ceil(part.slice_bytes_per_token * tokens + (part.carried_bytes_per_slice if prefix else 0))
 
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return what its W needs, from its B to its W: inputs and output gradients of linear layers."""

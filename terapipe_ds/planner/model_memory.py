@@ -71,6 +71,7 @@ class PartMemory:
     gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
     weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
+    carried_bytes_per_slice: float = 0  # states that a live slice has read; the first one of a micro-batch has none
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -65,9 +65,10 @@ def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers:
         return None
     return (
         f"layers that mix the tokens of a sequence, and would see only those of a slice: {_first_four(names)}. Only "
-        "sliced_attention may do so; set terapipe.slices to 1 to train this model. A layer that is right on slices all "
-        "the same (it hands its state on itself, or mixes features and no tokens) says so by the attribute slice_safe "
-        "= True of its class, which goes for what it is made of as well."
+        "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
+        "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
+        "hands its state on, or mixes features and no tokens) says so by the attribute slice_safe = True of its class, "
+        "which goes for what it is made of as well."
     )
 
 

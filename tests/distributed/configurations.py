@@ -19,6 +19,7 @@ from tests.distributed.cases import MAX_LENGTH, Case
 COUNT = 200
 SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "dapple")
 """What is drawn: dapple is 1f1b by another name."""
+MIXERS = ("attention", "gated_linear_attention", "retention", "convolution", "gated_delta_rule")
 NUM_LAYERS = 7  # of the model, with embedding, norm and head
 _GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) by the number of ranks
 
@@ -83,7 +84,9 @@ def drawn() -> tuple[Case, ...]:
     def collect(configuration: Case) -> None:
         names = [name for name in SCHEDULES if _can_run(name, configuration.stages)]
         schedule = names[len(found) % len(names)]  # in turns: hypothesis likes the first values of a list best
-        found[replace(configuration, schedule=schedule)] = None
+        mixer = MIXERS[len(found) // 7 % len(MIXERS)]  # so does each schedule meet each of them
+        documents = len(found) // 5 % 3 == 0
+        found[replace(configuration, schedule=schedule, mixer=mixer, documents=documents)] = None
 
     collect()
     assert len(found) >= COUNT, f"only {len(found)} different configurations"

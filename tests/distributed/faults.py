@@ -24,6 +24,8 @@ SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
+MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
+PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 
 STORE = "attention.slice_store:SliceStore"
+STATE = "attention.carry.states:CarriedEntry"
+STATES = "attention.carry.states:CarriedStates"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
 SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
@@ -189,12 +193,15 @@ fault("store", UNEVEN, "dK is added to dV and dV to dK", ADD_GRADS)(
 def stale_keys_and_values() -> Iterator[None]:
     batches = []
 
-    def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any) -> Any:
+    def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any, window: Any = None) -> Any:
         if batches and active.start == 0:
-            entry = self._lookup(active, layer, k)
+            from terapipe_ds.attention.reach import reach_of
+
+            entry = self._lookup(active, layer, (k, v), reach_of(active, window))
             self._advance(entry, active)
+            entry.make_room(active)
             return entry
-        return write(self, active, layer, k, v)
+        return write(self, active, layer, k, v, window)
 
     def count(assert_drained: Any, self: Any) -> None:
         batches.append(1)
@@ -210,6 +217,85 @@ fault("store", ALL_FORWARD_FIRST, "micro-batches share one store", f"{STORE}.wri
     )
 )
 fault("store", UNEVEN, "a micro-batch is never released", f"{STORE}.release")(never_released=nothing)
+
+
+# -- carried states ----------------------------------------------------------------------------------------------------
+
+
+fault("store", MIXED, "a state's gradient does not reach the slice before", f"{STATE}.take_gradient")(
+    dropped_state_gradient=lambda take, self, active: nothing(take(self, active))
+)
+
+
+@fault("store", replace(MIXED, checkpointing="reentrant"), "a state's gradient counts once more where it is recomputed")
+def state_gradient_doubled_by_recompute() -> Iterator[None]:
+    again = set()
+
+    def noting_read(read: Any, self: Any, active: Any) -> Any:
+        if active.mode == "recompute":
+            again.add((id(self), active.start))
+        return read(self, active)
+
+    def doubled(take: Any, self: Any, active: Any) -> Any:
+        gradient = take(self, active)
+        return gradient if gradient is None or (id(self), active.stop) not in again else 2 * gradient
+
+    with replaced(noting_read, f"{STATE}.read"), replaced(doubled, f"{STATE}.take_gradient"):
+        yield
+
+
+@fault("store", MIXED, "every slice reads the state of the first", f"{STATE}.read")
+def state_of_the_first_slice(read: Any, self: Any, active: Any) -> Any:
+    state = read(self, active)
+    return state if state is None else self._kept[min(self._kept)].state
+
+
+@fault("store", MIXED, "a slice's backward takes the gradient of the state that it has read", f"{STATE}.take_gradient")
+def state_gradient_of_another_slice(take: Any, self: Any, active: Any) -> Any:
+    own = self._kept.get(active.start)
+    gradient = take(self, active)
+    return gradient if own is None or own.state is None else own.state.grad
+
+
+fault("store", replace(ALL_FORWARD_FIRST, mixer="retention"), "micro-batches share their states", f"{STATES}.write")(
+    one_state_for_all_micro_batches=lambda write, self, active, *rest: write(
+        self, active.replace(micro_batch_id=0), *rest
+    )
+)
+fault("layer", MIXED, "a state is not handed on", "attention.carry:read", in_layers=True)(
+    state_not_read=lambda read, layer, name: None
+)
+fault("layer", MIXED, "a kernel gives its last state without a gradient", "attention.carry:write", in_layers=True)(
+    state_without_gradient=lambda write, layer, name, state, output: write(layer, name, state.detach(), output)
+)
+fault(
+    "layer",
+    replace(MIXED, mixer="convolution"),
+    "a convolution hands on the inputs of one token earlier",
+    "attention.carry:write",
+    in_layers=True,
+)(
+    convolution_state_of_a_token_earlier=lambda write, layer, name, state, output: write(
+        layer, name, state.roll(1, 1), output
+    )
+)
+
+# -- packed rows -------------------------------------------------------------------------------------------------------
+
+
+fault("engine", PACKED, "the edges of one row are ignored", f"{RUNNER}:Documents")(
+    edges_of_one_row_ignored=lambda documents, starts, *span: documents(((0,), *starts[1:]), *span)
+)
+fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:from_numbers")(
+    edges_of_another_micro_batch=lambda read, numbers: read(numbers)[::-1]
+)
+
+
+@fault(
+    "engine", replace(PACKED, checkpointing="non_reentrant"), "no edges in recompute", f"{RUNNER}:PartRunner._active"
+)
+def no_edges_in_recompute(active: Any, self: Any, action: Any, mode: str) -> Any:
+    return active(self, action, mode).replace(**{"documents": None} if mode == "recompute" else {})
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
@@ -398,10 +484,12 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     of the batch."""
 
     def begin_with_zeros(begin_backward: Any, self: Any, entry: Any, start: int, stop: int) -> None:
-        fresh = entry.grads is None
+        if not entry.grads.is_taken:
+            entry.grads.reserve(0, entry.sequence_length)
+            entry.touched = 0
+            for total in entry.grads.at(0, entry.sequence_length):
+                total.zero_()
         begin_backward(self, entry, start, stop)
-        if fresh:
-            entry.grads.zero_()
 
     def release_in_evaluation(release: Any, self: Any, part_id: int, micro_batch_id: int) -> None:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):

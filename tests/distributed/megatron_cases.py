@@ -65,6 +65,7 @@ class Case:
     qk_norm: bool = False
     tied: bool = False
     positions: str = "rope"  # rope | rope_part (of a head, interleaved) | learned | learned_given (in the inputs)
+    documents: bool = False  # several in a row; position ids come with the tokens
     labels: str = "plain"  # plain | ignored (-100) | mask (a tuple with float weights)
     num_layers: int = NUM_LAYERS
     vocab_size: int = VOCAB_SIZE

@@ -120,6 +120,8 @@ def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, 
     labels: Any = text[:, 1:].clone()
     if case.positions == "learned_given":  # positions begin again after a document's end, and not at 0
         inputs = (inputs, (torch.arange(LENGTH) % 9 + torch.tensor([[3], [7]])).contiguous())
+    if case.documents:  # of nine tokens; the second row begins within one
+        inputs = (text[:, :-1].contiguous(), (torch.arange(LENGTH) + torch.tensor([[0], [4]])) % 9)
     if case.labels == "ignored":  # the first two slices have no label in some micro-batches, the rows differ
         labels[0, : 16 if index % 2 == 0 else 3] = IGNORE_INDEX
         labels[1, : 15 if index % 2 == 0 else 21] = IGNORE_INDEX
@@ -178,6 +180,9 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
     targets, mask = (labels, labels != IGNORE_INDEX) if torch.is_tensor(labels) else labels
     targets = targets.clamp_min(0)
     hidden_from = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]  # its own default is made on CUDA
+    if case.documents:
+        document = (positions == 0).cumsum(1)
+        hidden_from = hidden_from | (document[:, None, :, None] != document[:, None, None, :])
     if case.precision == "fp32_megatron":
         losses = model(tokens, positions, hidden_from, labels=targets)
     else:
@@ -247,6 +252,10 @@ def is_gated(case: Case) -> bool:
     return case.block != "gelu"
 
 
+def terapipe_section(case: Case) -> dict[str, Any]:
+    return section(schedule=case.schedule, slices=case.slices, documents=1 if case.documents else "off")
+
+
 def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
     """Return an engine of ours, or of DeepSpeed's own for `terapipe=None`. `changes` go into DeepSpeed's config."""
     ds_config = config(
@@ -259,7 +268,7 @@ def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
         gradient_clipping=CLIP_NORM if case.clipping else 0.0,
         **PRECISIONS[case.precision][1],
     )
-    ds_config |= {"terapipe": section(schedule=case.schedule, slices=case.slices), **changes}
+    ds_config |= {"terapipe": terapipe_section(case), **changes}
     start = terapipe_ds.initialize
     if ds_config["terapipe"] is None:
         start = deepspeed.initialize

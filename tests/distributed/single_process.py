@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
+from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.engines import torch_attention
@@ -37,7 +39,7 @@ EVALUATION_STEP = 1000  # from here on steps seed data that no training step see
 
 def layers(case: Case) -> list[Any]:
     """Layer specs, for weights of `draw_weights`."""
-    return gpt.gpt_layers(
+    specs = gpt.gpt_layers(
         gpt.GPTConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
@@ -53,6 +55,13 @@ def layers(case: Case) -> list[Any]:
             dtype="float64" if case.dtype == "fp64" else "float32",
         )
     )
+    if case.mixer == "attention":
+        return specs
+    dtype = torch.float64 if case.dtype == "fp64" else torch.float32
+    decoders = [index for index, spec in enumerate(specs) if spec.typename is gpt.DecoderLayer]
+    for index in decoders[1::2]:
+        specs[index] = LayerSpec(MixerLayer, case.mixer, index, 32, 4, dtype)
+    return specs
 
 
 def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -79,18 +88,18 @@ def draw_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             parameter.copy_(drawn.bfloat16())
 
 
-def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
+def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Any, Tensor]]:
     """Return what is evaluated after this step: something in between, which may not disturb training, and at the
     end."""
     return micro_batches(case, replica, EVALUATION_STEP + step) if step in (1, case.steps) else []
 
 
-def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and labels of one step of one replica, [rows, length] each."""
+def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Any, Tensor]]:
+    """Token ids (with documents: and position ids) and labels of one step of one replica, [rows, length] each."""
     return [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
 
 
-def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
+def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Any, Tensor]:
     seed = case.data_seed + 1_000_003 * replica + 1009 * step + index
     generator = torch.Generator().manual_seed(seed)
     shape = case.rows, case.length_of(step, index) + 1
@@ -102,7 +111,18 @@ def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Tenso
         hidden[:, :first] = True
         hidden[0, first] = False  # at least one label counts
         labels[hidden] = IGNORE_INDEX
-    return text[:, :-1].contiguous(), labels
+    tokens = text[:, :-1].contiguous()
+    return ((tokens, _position_ids(tokens, generator)) if case.documents else tokens), labels
+
+
+def _position_ids(tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Count anew from one to three places of each row on, so that no two rows need have the same documents."""
+    ids = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+    for row in ids:
+        places = 1 + torch.randperm(len(row) - 1, generator=generator)
+        for start in places[: int(torch.randint(1, 4, (), generator=generator))].sort().values.tolist():
+            row[start:] = torch.arange(len(row) - start)
+    return ids
 
 
 # -- the reference -------------------------------------------------------------------------------------------------
@@ -130,10 +150,19 @@ class Whole(nn.Module):
             for name, parameter in layer.named_parameters():
                 yield prefix + name, parameter
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Any) -> Tensor:
+        """Run whole rows; with position ids each document alone."""
+        if isinstance(inputs, tuple):
+            return torch.cat([self._alone(*row) for row in zip(*inputs, strict=True)])
         for call in self.calls:
             inputs = call(inputs)
+        assert torch.is_tensor(inputs)
         return inputs
+
+    def _alone(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        starts = (position_ids == 0).nonzero().flatten().tolist()
+        documents = tokens.tensor_split(starts[1:])
+        return torch.cat([self(document[None]) for document in documents], dim=1)
 
 
 def train_alone(case: Case) -> list[RankRecord]:

@@ -141,7 +141,9 @@ def test_a_kernel_that_is_wrong_is_seen(tmp_path: Path) -> None:
     settings = Settings("cpu", True, tmp_path)
     assert all(check.ok for check in attention.checks(settings))
     with mock.patch.object(CpuFlash, "run_backward", wrong):
-        assert not any(check.ok for check in attention.checks(settings))
+        failed = [check.name for check in attention.checks(settings) if not check.ok]
+    by_the_kernel = [check.name for check in attention.checks(settings) if "softcap" not in check.name]
+    assert failed == by_the_kernel  # caps are computed by plain torch on CPU
 
 
 def test_slices_that_are_slow_are_seen(tmp_path: Path) -> None:

@@ -68,6 +68,18 @@ def test_what_the_pairs_leave_out(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 
 
+DOCUMENTS = [
+    Case(layout="tp2_pp2_sp", heads="gqa", positions="learned_given", recompute="core_attn", documents=True),
+    Case(layout="pp2", schedule="seq1f1b-zb", accumulation=2, labels="ignored", documents=True),
+]
+
+
+@pytest.mark.parametrize("case", DOCUMENTS, ids=str)
+def test_packed_rows_equal_megatrons_own_model_with_a_mask(case: Case) -> None:
+    """Its mask of [B, 1, L, L] hides other documents."""
+    assert not violations(errors(case), case.limits())
+
+
 @pytest.mark.slow
 def test_eight_processes() -> None:
     case = Case(layout="tp2_pp2_dp2_sp", accumulation=2, heads="gqa", tied=True, labels="ignored", qk_norm=True)

@@ -110,8 +110,7 @@ def poisoned_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def spoilt_add_grads(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
     true_add_grads(self, offset, dk, dv, again)
     if POISON.acts(int(str(self.layer)), "accumulator"):
-        assert self.grads is not None
-        self.grads[1, 0, 0, 2, 0] = float("inf")
+        self.grads.at(2, 3)[1][0, 0, 0, 0] = float("inf")
 
 
 true_add_grads = SliceEntry.add_grads

@@ -48,7 +48,8 @@ def terapipe_section(case: Case) -> dict[str, Any]:
     slices = case.slices if isinstance(case.slices, int) else list(case.slices)
     chunks_per_stage = 2 if "interleaved" in case.schedule else 1
     of_schedule = {"schedule": case.schedule, "chunks_per_stage": chunks_per_stage}
-    return section(**of_schedule, slices=slices, loss_reduction=case.loss_reduction)
+    documents = 1 if case.documents else "off"
+    return section(**of_schedule, slices=slices, loss_reduction=case.loss_reduction, documents=documents)
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def options(case: Case) -> dict[str, Any]:
             "use_reentrant": case.checkpointing != "non_reentrant",
         }
     if case.checkpointing == "reentrant":
-        found["module"] = {"checkpointable_layers": ["DecoderLayer"]}
+        found["module"] = {"checkpointable_layers": ["DecoderLayer", "MixerLayer"]}
     return found
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.attention.backends import fused
+from terapipe_ds.attention.documents import Documents, Starts
 from tests.gpu_checks.checks import Check, Settings, at_most, equal
 
 MOST_OVER_UNSLICED = 2.0
@@ -32,6 +34,14 @@ SHAPES = {  # (batch, query heads, key heads, tokens, head dim): lengths of the 
     (1, 1, 1, 6000, 64): (5900, 60, 40),
     (8, 32, 8, 1536, 128): (1024, 256, 256),
 }
+PACKED, LOGITS = ((0, 120, 500), (0, 340)), (0.5, -1.0, 2.0, 0.0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 100}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": LOGITS},
+    "documents": {"starts": PACKED}, "narrow values": {"value_dim": 32},
+    "softcap and all": {"window": 90, "softcap": 5.0, "sinks": LOGITS, "starts": PACKED, "value_dim": 32},
+}  # fmt: skip
+OPTIONS_ERROR = 0.02
+"""The largest error of windows, caps, sinks and documents that is allowed in bf16, whose steps are 0.4 %."""
 TINY = {(2, 4, 2, 40, 16): (10, 20, 9, 1), (1, 2, 2, 33, 64): (1, 2, 30)}
 
 
@@ -57,6 +67,38 @@ def checks(settings: Settings) -> Iterator[Check]:
     inputs = _inputs((2, 4, 2, 200, 32), torch.float32, settings.device)
     found = _errors(in_slices(*inputs, (70, 100, 30)), in_fp64(*inputs))
     yield at_most("fp32: error against fp64", max(found), FP32_ERROR)
+    for name, options in OPTIONS.items():
+        for backend in (None, "flex") if on_device else (None,):
+            found = _errors(*_with_options(options, backend, settings.device))
+            yield at_most(f"{name}, {backend or 'the chosen kernel'}: error against fp64", max(found), OPTIONS_ERROR)
+
+
+def _with_options(options: dict[str, Any], backend: str | None, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return output and gradients of two packed rows in slices of bf16, and the same from all scores in fp64."""
+    lengths, (q, k, v, grad) = (300, 250, 99, 1), _inputs((2, 4, 2, 650, 64), torch.bfloat16, device)
+    value_dim = options.get("value_dim", 64)
+    v, grad = v[..., :value_dim].contiguous(), grad[..., :value_dim].contiguous()
+    starts, sinks = options.get("starts"), options.get("sinks")
+    logits = None if sinks is None else torch.tensor(sinks, device=device)
+    more = {"window": options.get("window"), "softcap": options.get("softcap"), "sinks": logits}
+    with _backend(backend):
+        found = in_slices(q, k, v, grad, lengths, starts, **more)
+    place = torch.arange(650, device=device)
+    ago = place[:, None] - place
+    sees = ((ago >= 0) & (ago < (options.get("window") or 650))).expand(2, 1, -1, -1)
+    if starts is not None:
+        document = torch.stack([torch.bucketize(place, torch.tensor(row, device=device), right=True) for row in starts])
+        sees = sees & (document[:, None, :, None] == document[:, None, None])
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(2, dim=1) for x in leaves[1:])
+    scores = leaves[0] @ keys.mT / math.sqrt(64)
+    if more["softcap"] is not None:
+        scores = more["softcap"] * torch.tanh(scores / more["softcap"])
+    scores = scores.masked_fill(~sees, -math.inf)
+    if logits is not None:
+        scores = torch.cat((scores, logits.double()[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    out = torch.softmax(scores, -1)[..., :650] @ values
+    return found, [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,15 +128,20 @@ def _row_in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def in_slices(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def in_slices(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: Sequence[int], starts: Starts | None = None, **options: Any
+) -> list[Tensor]:
     """Return the same by `sliced_attention`, with forwards in order and backwards in reverse."""
     store, cuts = SliceStore(), [0, *itertools.accumulate(lengths)]
-    slices = [ActiveSlice(a, b, cuts[-1], slice_id=i, store=store) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+    slices = [
+        ActiveSlice(*span, cuts[-1], slice_id=i, store=store, documents=starts and Documents(starts, *span))
+        for i, span in enumerate(itertools.pairwise(cuts))
+    ]
     parts = [[x[:, :, s.start : s.stop].clone().requires_grad_() for x in (q, k, v)] for s in slices]
     outs = []
     for active, inputs in zip(slices, parts, strict=True):
         with push_slice(active):
-            outs.append(sliced_attention(*inputs, layer=0))
+            outs.append(sliced_attention(*inputs, layer=0, **options))
     grads = []
     for i in reversed(range(len(slices))):
         with push_slice(slices[i].replace(mode="recompute")):
@@ -125,7 +172,7 @@ def _forced(way: str, on_device: bool) -> contextlib.AbstractContextManager[obje
 
 
 @contextlib.contextmanager
-def _backend(name: str) -> Iterator[None]:
+def _backend(name: str | None) -> Iterator[None]:
     set_backend(name)
     try:
         yield

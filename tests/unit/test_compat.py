@@ -185,7 +185,8 @@ def test_megatron_core_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 OPTIONAL = {
     "apex": (compat.has_apex, "apex.optimizers", "FusedAdam = object"),
     "flash_attn": (compat.has_flash_attn, "flash_attn.flash_attn_interface",
-                   "_flash_attn_forward = _flash_attn_backward = None"),
+                   "_flash_attn_forward = _flash_attn_backward = None\n"
+                   "_flash_attn_varlen_forward = _flash_attn_varlen_backward = None"),
     "transformer_engine": (compat.has_transformer_engine, "transformer_engine.pytorch", "DotProductAttention = object"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
 from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.backwards import Experts
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Residual, Weighted, scores_of, seeded, sliced_attention
+from tests.zoo.layers import HEADS, WIDTH, Embedding, Head, Mlp, Residual, Weighted, scores_of, seeded, sliced_attention
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
 
 attention = adding(lambda kind: {"layers": stack(LayerSpec(kind, 0), Mlp, LayerSpec(kind, 1))})
@@ -42,6 +42,24 @@ class GatedHeads(Sliced):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, k[:, :1], v[:, :1], self.index) * q.sigmoid()
+
+
+@attention()
+class Windows(Sliced):
+    """A window of three tokens in one layer, and of seven in the other."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k[:, :1], v[:, :1], self.index, window=3 + 4 * self.index)
+
+
+@attention()
+class SinksAndCaps(Sliced, sinks=(HEADS, 90)):
+    """A learned sink per head, scores that are capped, and values as wide as half of a key."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        narrow = v[..., : v.shape[-1] // 2]
+        out = sliced_attention(q, k, narrow, self.index, window=9, softcap=0.5, sinks=self.sinks)
+        return torch.cat((out, out), -1)
 
 
 @attention()
@@ -78,6 +96,10 @@ class AttentionOverHeads(Sliced):
         return super().attend(mixed.transpose(1, 2), k, v)
 
 
+REACHES = stack(LayerSpec(SinksAndCaps, 0), LayerSpec(Windows, 1))
+add("ReachesRecomputed", REACHES, engine=checkpointed(SinksAndCaps, Windows))
+for schedule in ("seq1f1b-zb", "zbv"):
+    add(f"Reaches {schedule}", REACHES, terapipe={"schedule": schedule})
 add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
 add("WholeDecoder", gpt_layers())
 add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))

@@ -1,10 +1,12 @@
 """Choose the kernel that computes sliced attention, automatically or as forced, and log the choice once.
 
 In order of preference:
-  flash_attn  the flash-attn package, where installed: CUDA, bf16 and fp16
-  cuda_flash  torch's FlashAttention kernel: CUDA, bf16 and fp16, head dims that are multiples of 8 up to 256
-  cpu_flash   torch's fused CPU kernel: fp64, fp32, bf16, fp16
-  reference   plain torch: everything else, and attention dropout
+  flash_attn  the flash-attn package, where installed: CUDA, bf16 and fp16; windows, softcaps, documents
+  cuda_flash  torch's FlashAttention kernel: CUDA, bf16 and fp16, head dims that are multiples of 8 to 256; documents
+  flex        torch's flex_attention, compiled: CUDA; windows, softcaps, documents, other head dims of values
+  cpu_flash   torch's fused CPU kernel: fp64, fp32, bf16, fp16; windows and documents
+  reference   plain torch: everything else, softcaps on CPU and attention dropout
+Sinks are merged into what a backend returns: all of them take sinks.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import logging
 
 import torch
 
-from terapipe_ds.attention.backends.base import Backend
-from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
+from terapipe_ds.attention.backends.base import Backend, Need
+from terapipe_ds.attention.backends.flash_attn import FlashAttn
+from terapipe_ds.attention.backends.flex import Flex
+from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
 from terapipe_ds.attention.backends.reference import Reference
 
 __all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "set_backend"]
 
 _log = logging.getLogger("terapipe_ds")
 
-_BACKENDS: tuple[Backend, ...] = (FlashAttn(), CudaFlash(), CpuFlash(), Reference())
+_BACKENDS: tuple[Backend, ...] = (FlashAttn(), CudaFlash(), Flex(), CpuFlash(), Reference())
 _forced: Backend | None = None
-_logged: set[tuple[str, str, torch.dtype, bool]] = set()
+_logged: set[tuple[str, str, torch.dtype, Need]] = set()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -48,34 +52,34 @@ def set_backend(name: str | None) -> None:
 
 
 def backend_name(q: torch.Tensor) -> str:
-    """Return the name of the backend that computes slices with queries like `q` ([B, H, T, D], without dropout)."""
-    return (_forced or _automatic_choice(q, 0.0)).name
+    """Return the name of the backend that computes plain slices with queries like `q` ([B, H, T, D])."""
+    return (_forced or _automatic_choice(q, Need())).name
 
 
-def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
-    """Return the forced backend, or the first that takes `q` and dropout; log it once per device, dtype and dropout.
+def choose_backend(q: torch.Tensor, need: Need) -> Backend:
+    """Return the forced backend, or the first that takes `q` and the need; log it once per device, dtype and need.
 
-    Raises ValueError where the forced backend refuses `q` or dropout.
+    Raises ValueError where the forced backend refuses `q` or the need.
     """
-    chosen = _forced or _automatic_choice(q, dropout_p)
-    if _forced is not None and (reason := _forced.refusal(q, dropout_p)) is not None:
+    chosen = _forced or _automatic_choice(q, need)
+    if _forced is not None and (reason := _forced.refusal(q, need)) is not None:
         raise ValueError(
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
-    key = (chosen.name, q.device.type, q.dtype, dropout_p > 0)
+    key = (chosen.name, q.device.type, q.dtype, need)
     if key not in _logged:
         _logged.add(key)
-        how, dropout = "automatic" if _forced is None else "forced", ", dropout" if dropout_p > 0 else ""
-        _log.info("sliced attention: %s backend %s for %s, %s%s", how, *key[:3], dropout)
+        how = "automatic" if _forced is None else "forced"
+        _log.info("sliced attention: %s backend %s for %s, %s%s", how, *key)
         if _forced is None and isinstance(chosen, Reference):
             fused = [b for b in _BACKENDS if b is not chosen and b.is_available()]
             _log.warning(
-                "sliced attention falls back to plain torch, slow and with a tensor of scores [B, H, T, P + T]: %s",
-                "; ".join(f"{b.name}: {b.refusal(q, dropout_p)}" for b in fused) or "no fused kernel is available",
+                "sliced attention falls back to plain torch, which is slow: %s",
+                "; ".join(f"{b.name}: {b.refusal(q, need)}" for b in fused) or "no fused kernel is available",
             )
     return chosen
 
 
-def _automatic_choice(q: torch.Tensor, dropout_p: float) -> Backend:
-    return next(b for b in _BACKENDS if b.refusal(q, dropout_p) is None and b.is_available())
+def _automatic_choice(q: torch.Tensor, need: Need) -> Backend:
+    return next(b for b in _BACKENDS if b.refusal(q, need) is None and b.is_available())

@@ -7,14 +7,34 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from terapipe_ds.attention.reach import Span
+
 Tensor = torch.Tensor
-AddGrads = Callable[..., None]  # SliceEntry.add_grads(offset, dk, dv, again=False)
+AddGrads = Callable[..., None]  # SliceEntry.add_grads(offset, dk, dv, again=False, rows=None)
+
+
+class Need(NamedTuple):
+    """What a call asks of a backend besides the device, dtype and head dim of its queries."""
+
+    dropout: bool = False
+    window: bool = False
+    softcap: bool = False
+    documents: bool = False
+    value_dim: int | None = None  # where the values have another head dim than queries and keys
+
+    def __str__(self) -> str:
+        """Return what is asked beyond plain causal attention, as the end of a list: ", window, dropout"."""
+        asked = [name for name in ("window", "softcap", "documents", "dropout") if getattr(self, name)]
+        asked += [f"head dim {self.value_dim} of values"] * (self.value_dim is not None)
+        return "".join(f", {name}" for name in asked)
 
 
 class Queries(NamedTuple):
-    """The queries of a slice and what they see: query i sees the keys [0, start + i].
+    """The queries of a slice and the keys in their reach: query i sees the keys (start + i - window, start + i].
 
-    `q` is [B, H, T, D]; `keys` and `values` are [B, H_kv, start + T, D], views of the slice store.
+    `q` is [B, H, T, D]; `keys` are [B, H_kv, start + T, D], `values` [B, H_kv, start + T, D_v], views of the store.
+    Where there is a `softcap`, a score s becomes softcap * tanh(s / softcap). A backend that takes documents is given
+    `spans`: which queries of which rows see keys from which one on. Their tokens count from the first key.
     """
 
     q: Tensor
@@ -23,10 +43,17 @@ class Queries(NamedTuple):
     start: int
     scale: float
     dropout_p: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
+    spans: tuple[Span, ...] = ()
+
+    def first_key(self, row: int) -> int:
+        """Return the first key that query `row` sees."""
+        return 0 if self.window is None else max(0, self.start + row + 1 - self.window)
 
 
 class Attended(NamedTuple):
-    """The result of a forward: the output [B, H, T, D] and the log-sum-exp of the scaled scores [B, H, T].
+    """The result of a forward: the output [B, H, T, D_v] and the log-sum-exp of the scaled scores [B, H, T].
 
     `state` is what a backward needs besides tensors: seeds, the random state of the kernel.
     """
@@ -40,18 +67,22 @@ class Backend(Protocol):
     """One way to attend with the queries of a slice to all tokens up to its end, causally."""
 
     name: str
+    takes_documents: bool  # in one call; else each span of a document is a call of its own
 
     def is_available(self) -> bool:
         """Return whether this machine can run the backend."""
 
-    def refusal(self, q: Tensor, dropout_p: float) -> str | None:
-        """Return why the backend refuses such queries, as the end of a sentence; None where it takes them."""
+    def refusal(self, q: Tensor, need: Need) -> str | None:
+        """Return why the backend refuses such queries or needs, as the end of a sentence; None where it takes them."""
 
     def forward(self, queries: Queries) -> Attended:
         """Attend; `backward` gets the same queries and the result back."""
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        """Return dQ; the gradients of the keys and values [0, start + T) go to `add_grads` in pieces."""
+        """Return dQ; the gradients of the keys and values [0, start + T) go to `add_grads` in pieces.
+
+        `attended` may have been merged with further keys since (a sink): they enter through output and log-sum-exp.
+        """
 
 
 def fold_groups(x: Tensor, num_kv_heads: int) -> Tensor:

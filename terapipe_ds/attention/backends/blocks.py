@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from terapipe_ds.attention.backends.base import (
     AddGrads,
@@ -34,18 +35,23 @@ TensorPair = tuple[Tensor, Tensor]
 
 
 class Block(NamedTuple):
-    """What one call of a kernel computes: all queries see all keys, or (`is_causal`) query i sees the keys [0, i]."""
+    """What one call of a kernel computes: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
+
+    A kernel that takes a `mask` adds it to the scores; it is [T, keys].
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     is_causal: bool
     scale: float
+    mask: Tensor | None = None
 
 
 class BlockKernel:
     """A backend made of calls of a fused kernel; a subclass says how to call it."""
 
+    takes_documents = False
     causal_tokens: int | None = None  # the largest causal block; None: all of a slice's own tokens at once
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
@@ -57,11 +63,29 @@ class BlockKernel:
         """Return dQ, dK, dV by the kernel's backward, given the merged output and log-sum-exp of the rows."""
         raise NotImplementedError
 
+    def attend(self, block: Block) -> Attended:
+        """Return `run` of a block. Of keys and values of different head dims the smaller ones get zeros behind."""
+        dim, value_dim = block.k.shape[3], block.v.shape[3]
+        if dim == value_dim:
+            return self.run(block)
+        attended = self.run(_widened(block, max(dim, value_dim)))
+        return attended._replace(out=attended.out[..., :value_dim])
+
+    def attend_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `run_backward` of a block of any head dims."""
+        dim, value_dim = block.k.shape[3], block.v.shape[3]
+        if dim == value_dim:
+            return self.run_backward(grad, block, attended)
+        widest = max(dim, value_dim)
+        grad, out = widen(grad, widest), widen(attended.out, widest)
+        dq, dk, dv = self.run_backward(grad, _widened(block, widest), attended._replace(out=out))
+        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
+
     def forward(self, queries: Queries) -> Attended:
         """Attend in pieces of `causal_tokens` rows, each with all keys before it."""
-        q, keys, values, start, scale, _ = queries
-        batch, heads, tokens, dim = q.shape
-        out = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+        q, keys, values, start, scale = queries[:5]
+        batch, heads, tokens, _ = q.shape
+        out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
         lse = q.new_empty(
             batch, tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
         ).transpose(1, 2)
@@ -69,14 +93,14 @@ class BlockKernel:
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = expand_heads(keys[:, :, own], heads), expand_heads(values[:, :, own], heads)
-            *diagonal, state = self.run(Block(rows, own_k, own_v, True, scale))
+            *diagonal, state = self.attend(Block(rows, own_k, own_v, True, scale))
             target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
             if own.start == 0:
                 target[0].copy_(diagonal[0])
                 target[1].copy_(diagonal[1])
                 continue
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
-            dense = self.run(Block(fold_groups(rows, keys.shape[1]), before_k, before_v, False, scale))
+            dense = self.attend(Block(fold_groups(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
             merge((diagonal[0], diagonal[1]), (dense_out, dense_lse), target)
         return Attended(out, lse, state)
@@ -141,11 +165,20 @@ class _BlockBackward:
         self.add_grads(start + row, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
 
     def _run(self, grad: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.kernel.run_backward(grad, block, Attended(out, lse, self.attended.state))
+        return self.kernel.attend_backward(grad, block, Attended(out, lse, self.attended.state))
 
     def _keys_values(self, column: int, column_stop: int) -> TensorPair:
         columns, dtype = slice(column, column_stop), self.dq.dtype
         return self.queries.keys[:, :, columns].to(dtype), self.queries.values[:, :, columns].to(dtype)
+
+
+def widen(x: Tensor, dim: int) -> Tensor:
+    """Return [..., D] with zeros behind up to `dim`."""
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+
+
+def _widened(block: Block, dim: int) -> Block:
+    return block._replace(q=widen(block.q, dim), k=widen(block.k, dim), v=widen(block.v, dim))
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:

@@ -60,8 +60,11 @@ class SlicedCoreAttention(MegatronModule):
         """
         for name, argument in {"attention_mask": attention_mask, **others}.items():
             if argument is not None:
-                why = "attention is causal over the whole sequence"
-                raise ValueError(f"{name} cannot be combined with token slices: {why}. Leave {name} out")
+                raise ValueError(
+                    f"{name} cannot be combined with token slices: attention is causal over the whole sequence, or "
+                    f"each document of packed rows. Leave {name} out; documents are those of the position ids that "
+                    "terapipe.documents names"
+                )
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
         dropout_p = self.dropout_p if self.training else 0.0
         # tensor-parallel ranks need different dropout for their heads; with sequence parallelism all of it differs

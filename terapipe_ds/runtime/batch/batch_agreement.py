@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
+from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
 from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
@@ -30,10 +32,14 @@ _SAME_SAMPLES = (
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What every stage must know of a micro-batch: its label rows (all dimensions but the sequence) and its tokens."""
+    """What every stage must know of a micro-batch: its label rows (all dimensions but the sequence) and its tokens.
+
+    `starts` says where documents start in its rows; None where each is one. The stage of the first part finds it.
+    """
 
     rows: int
     length: int
+    starts: Starts | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, labels: SliceableTensors) -> MicroBatchShape:
@@ -67,6 +73,7 @@ class PlaceInJob:
     Attributes:
         drawing: the stages that draw data.
         loss_stage: the stage whose labels decide on the shapes.
+        first_stage: the stage whose inputs say where documents start.
         control: the group of the pipeline on the CPU; None with one stage.
         world: the group of all ranks on the CPU; None for a single rank.
     """
@@ -80,6 +87,7 @@ class PlaceInJob:
     pipeline_id: int = 0
     num_pipelines: int = 1
     peers: TensorPeers | None = None
+    first_stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class StageReport:
 
     `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are those of the
     micro-batches, None on stages that draw no labels; `seen` are those of all labels that this rank was given.
+    `starts` are where documents start in the micro-batches whose inputs this rank has drawn.
     """
 
     training: bool
@@ -97,14 +106,16 @@ class StageReport:
     error: BaseException | None = None
     sums: DataSums = field(default_factory=DataSums)
     seen: Shapes = ()
+    starts: tuple[Starts | None, ...] = ()
 
 
 class _Header(NamedTuple):
-    """What the stages of a pipeline add up. The loss stage alone gives the last three."""
+    """What the stages of a pipeline add up. The loss stage alone gives what follows `edges`."""
 
     other_counts: int  # 0: all stages have the same number of micro-batches
     other_labels: int  # 0: the stages that draw were given labels of the same shapes
     without_labels: int  # stages that draw, and were given no labels
+    edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
     is_uniform: int = 0  # all micro-batches have the shape that follows
     rows: int = 0
     length: int = 0
@@ -152,6 +163,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
         share(digest(report.seen), place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0,
         draws and not report.seen,
+        len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
     )
     if place.stage_id == place.loss_stage and report.shapes:
         first = report.shapes[0]
@@ -168,6 +180,17 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
 
 
 def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
+    shapes = _sizes(report, place, header)
+    if not header.edges:
+        return shapes
+    numbers = torch.tensor(to_numbers(report.starts) if place.stage_id == place.first_stage else [0] * header.edges)
+    if place.control is not None:
+        torch_dist.broadcast(numbers, group=place.control, group_src=place.first_stage)
+    starts = from_numbers(numbers.tolist())
+    return tuple(replace(shape, starts=each) for shape, each in zip(shapes, starts, strict=True))
+
+
+def _sizes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     if header.is_uniform:
         return (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
     shapes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)

@@ -78,9 +78,9 @@ class BatchInFlight:
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return what decides which kernels run: the schedule, and the slices of each micro-batch."""
-        how = self.training, self.schedule.name
-        return frozenset((how, each.shape.rows, each.shape.length, each.plan.lengths) for each in self.micro_batches)
+        """Return what decides which kernels run: the schedule, the slices of each micro-batch, whether it is packed."""
+        how, all_ = (self.training, self.schedule.name), [(each.shape, each.plan) for each in self.micro_batches]
+        return frozenset((how, of.rows, of.length, of.starts is not None, plan.lengths) for of, plan in all_)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return what the shapes of activations depend on: (mode, rows, sequence length, slice length)."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import (
@@ -22,6 +23,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
+from terapipe_ds.runtime.batch.packed_rows import find_starts
 from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 
@@ -35,11 +37,15 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass
 class DrawnMicroBatch:
-    """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape."""
+    """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape.
+
+    `starts` says where documents start in the rows of the inputs.
+    """
 
     inputs: Any = None
     labels: SliceableTensors | None = None
     seen: MicroBatchShape | None = None
+    starts: Starts | None = None
 
 
 class BatchSource:
@@ -107,7 +113,8 @@ class BatchSource:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
-        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen)
+        starts = tuple(each.starts for each in drawn)
+        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
@@ -139,6 +146,8 @@ class BatchSource:
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
         if self._is_first:
             drawn.inputs = _copied(inputs)
+            if self._config.documents != "off":
+                drawn.starts = find_starts(drawn.inputs, self._config.documents, self._config.sequence_dim)
             if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
                 drawn.seen = MicroBatchShape.of(self._labels_of(labels))
                 self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
@@ -200,6 +209,14 @@ class BatchSource:
         dim, indices = self._config.sequence_dim, self._config.sliced_inputs
         is_whole = self._config.is_stock_order and not is_cut  # not with slices that were set by hand
         sliceable = SliceableTensors.of_inputs(inputs, shape.length, dim, indices, is_whole)
+        documents = self._config.documents
+        if isinstance(documents, int) and not sliceable.sliced[documents]:
+            ids = list(sliceable.tensors[documents].shape)
+            raise BatchError(
+                f"terapipe.documents = {documents}: the position ids {ids} are not cut with the tokens, which are "
+                f"{shape.length} in dimension {dim} (terapipe.sequence_dim): give one id for each token, and name them "
+                "in terapipe.sliced_inputs where that is set"
+            )
         if is_cut and indices is None and shape.length > 1:
             check_sizes(sliceable, shape.length, shape.rows)
         return sliceable

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.engine import (
 )
 
 from terapipe_ds.attention import ActiveSlice, push_slice
+from terapipe_ds.attention.documents import Documents
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
@@ -63,14 +64,17 @@ class PartRunner:
         return self._slices
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
-        plan = self._open().batch.micro_batches[action.micro_batch_id].plan
+        micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
+        plan, starts = micro_batch.plan, micro_batch.shape.starts
+        span = plan.span(action.slice_id)
         return ActiveSlice(
-            *plan.span(action.slice_id),
+            *span,
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
+            documents=None if starts is None else Documents(starts, *span),
             store=self._stage.store,
         )
 

@@ -20,6 +20,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, active_slice
+from terapipe_ds.attention.carry.states import CarriedEntry
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
 from terapipe_ds.runtime.layout.layer_names import module_of
@@ -95,6 +96,7 @@ class FiniteCheck:
                     self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
+            self._store.carried.on_gradient = self._look_at_state
             if self._collected:
                 handles += [p.register_hook(self._hook(*place)) for p, place in self._parameters.items()]
         try:
@@ -102,7 +104,7 @@ class FiniteCheck:
         finally:
             for chunk_id in each_part(self._module):
                 replace_layers(self._module, parts[chunk_id])
-            self._store.on_gradients = None
+            self._store.on_gradients = self._store.carried.on_gradient = None
             for handle in handles:
                 handle.remove()
             self._looks.clear()
@@ -168,10 +170,14 @@ class FiniteCheck:
                     self.look(layer, what, parameter.grad, is_backward=True)
 
     def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:
-        assert entry.grads is not None
-        for grads, name in zip(entry.grads, ("dK", "dV"), strict=True):
-            what = f"the accumulated {name} of tokens [0, {stop})"
-            self.look(f"attention layer {entry.layer!r}", what, grads[:, :, :stop], is_backward=True)
+        start, gradients = entry.accumulated(stop)
+        for grads, name in zip(gradients, ("dK", "dV"), strict=True):
+            what = f"the accumulated {name} of tokens [{start}, {stop})"
+            self.look(f"attention layer {entry.layer!r}", what, grads, is_backward=True)
+
+    def _look_at_state(self, entry: CarriedEntry, token: int, gradient: Tensor) -> None:
+        what = f"the gradient of the state {entry.name!r} at token {token}"
+        self.look(f"layer {entry.layer!r}", what, gradient, is_backward=True)
 
     def agree(self, step: int) -> None:
         """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""

@@ -92,7 +92,7 @@ class PipelineGroups:
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
         """Return where this rank is among those that agree on a batch."""
         stage = stage_id, len(self.ranks), layout.drawing_stages, layout.loss_stage
-        return PlaceInJob(*stage, self.control, self.world, self.index, self.count, self.peers)
+        return PlaceInJob(*stage, self.control, self.world, self.index, self.count, self.peers, layout.owner(0))
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
         """Send one number over each wire, all stages in one order, which cannot deadlock; return those of this stage.

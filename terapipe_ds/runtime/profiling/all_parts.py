@@ -280,6 +280,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
         weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,
+        carried_bytes_per_slice=timer.store.carried.bytes_of(timer.part_id, 0),
     )
 
 

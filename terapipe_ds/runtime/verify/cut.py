@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.loss import slice_counts
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
@@ -55,6 +56,13 @@ class Cut:
                 tensor = tensor.narrow(row_dim(batch), 0, self.rows)
             tensors.append(tensor.detach().clone())
         return replace(batch, tensors=tuple(tensors))
+
+    def of_starts(self, starts: Starts | None) -> Starts | None:
+        """Return where documents start in the window; its first token starts one in each row."""
+        if starts is None:
+            return None
+        stop = self.start + self.plan.sequence_length
+        return tuple((0, *(s - self.start for s in row if self.start < s < stop)) for row in starts[: self.rows])
 
 
 def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:

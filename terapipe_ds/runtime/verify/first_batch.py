@@ -215,7 +215,8 @@ class FirstBatchCheck:
                 outputs = None
                 if owner == engine.stage_id and inputs is not None:
                     activate(module, chunk_id)
-                    slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id)
+                    starts = cut.of_starts(micro_batch.shape.starts)
+                    slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id, starts=starts)
                     autocast = functools.partial(autocast_if_enabled, engine)
                     check = StageCheck(module, slicing, result, autocast, self._note)
                     outputs = check.check_layers(layers_of(module), inputs)

@@ -154,6 +154,7 @@ def compare_later(kept: LossCheck, labels: SliceableTensors) -> tuple[bool, str 
     if _are_even(weights_of(labels, cut.plan, config, None, "mean_valid"), cut.plan):
         return False, None
     slicing = replace(kept.slicing, plan=cut.plan, weights=weights_of(labels, cut.plan, config, None))
+    slicing = replace(slicing, starts=None)  # of other rows
     check = replace(kept, labels=labels.to(kept.outputs.tensors[0].device), slicing=slicing)
     with torch.enable_grad():
         difference = check.run()

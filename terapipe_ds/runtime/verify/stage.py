@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
 _SHOWN = 5  # findings in a report
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
+_CARRY = "hand them on by terapipe_ds.attention.carry (docs/carried_states.md), or set terapipe.slices to 1"
 
 
 class VerifyError(ValueError):
@@ -234,7 +235,8 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
     if not difference.what.startswith("output"):
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
-            "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled"
+            "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "
+            "(a kernel that gives its last state no gradient)"
         )
     elif first is None or tokens is None:
         meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"
@@ -242,11 +244,13 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
         meaning = f"early outputs change with later tokens, with how many there are, or from call to call: {_REMEDY}"
     elif not bool(tokens[next(last for last in last_of_slice if last >= first)]):
         meaning = (
-            f"the first tokens of a slice differ: they need the tokens before it (a convolution or shift): {_REMEDY}"
+            f"the first tokens of a slice differ: they need the tokens before it (a convolution or shift): {_CARRY}"
         )
     else:
         meaning = (
-            f"slices after the first differ: they see no tokens before them, or their positions start at 0: {_REMEDY}"
+            "slices after the first differ: they see no tokens before them, or their positions start at 0: use "
+            "sliced_attention and active_slice(), carry the state of a recurrence (docs/carried_states.md), or set "
+            "terapipe.slices to 1"
         )
     return f"{difference}: {meaning}"
 

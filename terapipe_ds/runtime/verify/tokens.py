@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, SliceStore
+from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.failures.trials import Trials
@@ -98,6 +99,7 @@ class Slicing:
     ranks: TensorRanks = field(default_factory=TensorRanks)
     part_id: int = 0
     store: SliceStore = field(default_factory=SliceStore)
+    starts: Starts | None = None  # where documents start in the rows
 
     def whole(self) -> Slicing:
         """Return the sequence in one slice."""
@@ -106,7 +108,9 @@ class Slicing:
     def active(self, slice_id: int, mode: str = "train") -> ActiveSlice:
         """Return what layers may ask about a slice."""
         span, length, store = self.plan.span(slice_id), self.plan.sequence_length, self.store
-        return ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
+        documents = None if self.starts is None else Documents(self.starts, *span)
+        active = ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
+        return active if documents is None else active.replace(documents=documents)
 
     def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
         """Return all layouts by which the shapes of `parts` are those of the slices of `whole`."""

@@ -13,27 +13,29 @@ import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
 
 from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
-from terapipe_ds.attention.backends import choose_backend, fused
-from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
+from terapipe_ds.attention.backends import choose_backend, flash_attn, fused
+from terapipe_ds.attention.backends.base import Need
+from terapipe_ds.attention.backends.flash_attn import FlashAttn
+from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
 from terapipe_ds.attention.backends.reference import dropout_factors
 
 
 def test_the_automatic_choice() -> None:
     q = torch.zeros(1, 1, 4, 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        assert choose_backend(q.to(dtype), 0.0).name == "cpu_flash"
-    assert choose_backend(q, 0.1).name == "reference"
-    assert choose_backend(q.to("meta"), 0.0).name == "reference"
+        assert choose_backend(q.to(dtype), Need()).name == "cpu_flash"
+    assert choose_backend(q, Need(dropout=True)).name == "reference"
+    assert choose_backend(q.to("meta"), Need()).name == "reference"
 
 
 def test_unknown_and_unavailable_backends() -> None:
-    with pytest.raises(ValueError, match="'flash'.*flash_attn, cuda_flash, cpu_flash, reference"):
+    with pytest.raises(ValueError, match="'flash'.*flash_attn, cuda_flash, flex, cpu_flash, reference"):
         set_backend("flash")
     if not torch.cuda.is_available():
-        for name in ("cuda_flash", "flash_attn"):
+        for name in ("cuda_flash", "flash_attn", "flex"):
             with pytest.raises(ValueError, match=f"'{name}' cannot run on this machine; available here: cpu_flash"):
                 set_backend(name)
-    assert choose_backend(torch.zeros(1, 1, 4, 8), 0.0).name == "cpu_flash"
+    assert choose_backend(torch.zeros(1, 1, 4, 8), Need()).name == "cpu_flash"
 
 
 def test_a_forced_backend_refuses_dropout() -> None:
@@ -52,13 +54,13 @@ def test_what_the_cuda_kernels_refuse(
     backend: Any, device: str, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
 ) -> None:
     q = types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 2, dim))
-    refusal = backend.refusal(q, dropout_p)
+    refusal = backend.refusal(q, Need(dropout=dropout_p > 0))
     assert refusal is None if reason is None else reason in refusal
 
 
 def test_what_the_cpu_kernel_refuses() -> None:
     q = torch.empty(1, 1, 2, 8)
-    assert "not on meta" in CpuFlash().refusal(q.to("meta"), 0.0) and "int32" in CpuFlash().refusal(q.int(), 0.0)
+    assert "not on meta" in CpuFlash().refusal(q.to("meta"), Need()) and "int32" in CpuFlash().refusal(q.int(), Need())
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +119,9 @@ def test_gradients_under_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, installed, expected in (((0, 0), True, False), ((8, 0), True, True), ((9, 0), False, False)):
-        monkeypatch.setattr(fused, "_cuda_capability", lambda value=capability: value)
-        monkeypatch.setattr(fused, "_has_flash_attn", lambda value=installed: value)
+        for module in (fused, flash_attn):
+            monkeypatch.setattr(module, "cuda_capability", lambda value=capability: value)
+        monkeypatch.setattr(flash_attn, "has_flash_attn", lambda value=installed: value)
         assert FlashAttn().is_available() is expected
         assert CudaFlash().is_available() is (capability >= (8, 0))
 
@@ -215,7 +218,7 @@ def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch
     package.__path__ = []  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(ops))
-    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, need: None)
     monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
     inputs = random_inputs((2, *heads, 20, 8))
     with forced("flash_attn"):
@@ -226,7 +229,7 @@ def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch
 def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
     fused._takes_slices.cache_clear()
     monkeypatch.setattr(fused, "_aten", ops)
-    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
     monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
     inputs = random_inputs((2, *heads, 20, 8))
     try:

@@ -16,7 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.backends import fused
+from terapipe_ds.attention.backends import flash_attn, fused
+from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.blocks import Block
 from terapipe_ds.models import positions
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
@@ -36,19 +37,19 @@ MODELS: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def _pretended(device: str, one_call: bool) -> Any:
     """`cuda_flash` is what computes attention on `device`; autocast does not know `meta`."""
-    asks, refusal = torch.is_autocast_enabled, fused._cuda_refusal
+    asks, refusal = torch.is_autocast_enabled, fused.cuda_refusal
 
-    def refuses(q: torch.Tensor, dropout_p: float) -> str | None:
-        return None if q.device.type == device and q.element_size() == 2 else refusal(q, dropout_p)
+    def refuses(q: torch.Tensor, need: Need) -> str | None:
+        return None if q.device.type == device and q.element_size() == 2 else refusal(q, need)
 
     with contextlib.ExitStack() as stack:
-        for name, stand_in in (
-            ("_cuda_capability", lambda: (9, 0)),
-            ("_has_flash_attn", lambda: False),
-            ("_cuda_refusal", refuses),
-            ("_takes_slices", lambda *key: one_call),
+        for module, name, stand_in in (
+            (fused, "cuda_capability", lambda: (9, 0)),
+            (flash_attn, "has_flash_attn", lambda: False),
+            (fused, "cuda_refusal", refuses),
+            (fused, "_takes_slices", lambda *key: one_call),
         ):
-            stack.enter_context(mock.patch.object(fused, name, stand_in))
+            stack.enter_context(mock.patch.object(module, name, stand_in))
         if device == "meta":
             off = mock.patch.object(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and asks(kind))
             stack.enter_context(off)

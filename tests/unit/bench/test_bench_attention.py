@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from terapipe_ds.attention.backends import backend_name, fused
+from terapipe_ds.attention.backends import backend_name, flash_attn, fused
 from terapipe_ds.bench import attention as bench
 
 
@@ -19,8 +19,9 @@ def test_both_sides_compute_the_same() -> None:
 
 def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would choose cuDNN's for whole sequences on Hopper."""
-    monkeypatch.setattr(fused, "_cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(fused, "_has_flash_attn", lambda: True)
+    monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: True)
     cuda = torch.backends.cuda
     enabled = (cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
     before = [ask() for ask in enabled]

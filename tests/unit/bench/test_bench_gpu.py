@@ -22,7 +22,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time, and measurements that are made up: a slice takes a millisecond, the whole two."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended device")
-    monkeypatch.setattr(fused, "_cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
 
     def measure(shape: attention.Shape, num_slices: int, repeats: int, device: str) -> attention.SlicingCost:
         assert device == "cuda" and shape.dtype == "bfloat16"

@@ -17,8 +17,9 @@ from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "schedule_options": {}, "slices": "auto",
-    "sequence_dim": 1, "sliced_inputs": None, "granularity_tokens": 64, "loss_reduction": "mean_valid",
-    "ignore_index": -100, "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
+    "sequence_dim": 1, "sliced_inputs": None, "documents": "off", "granularity_tokens": 64,
+    "loss_reduction": "mean_valid", "ignore_index": -100,
+    "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "verify": None, "check_finite": "off", "stall_timeout_s": 300,
     "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
@@ -54,7 +55,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
 def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
-        "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "granularity_tokens": 128,
+        "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "documents": 2,
+        "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
@@ -86,6 +88,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
         *(("granularity_tokens", value) for value in (0, 64.0)),
         ("loss_reduction", "average"),
+        *(("documents", value) for value in (-1, True, "", None, [1], 1.0)),
         *(("ignore_index", value) for value in ("none", True, 2**70)),
         *(("planner", value) for value in (None, "measure")),
         *(("checkpoints", value) for value in (None, True)),
@@ -405,9 +408,10 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "1a0b46983bffe141"  # in every process
+    assert fingerprint == "40d2d8d62385ebae"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
+        {"documents": 1}, {"documents": "position_ids"},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
@@ -416,3 +420,12 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     others = {read({**base, **change}).fingerprint() for change in changes}
     assert len(others) == len(changes)
     assert fingerprint not in others
+
+
+def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
+    assert read({"enabled": True, "documents": "position_ids"}).documents == "position_ids"
+    for section in ({"documents": 1}, {"enabled": False, "documents": 1}):
+        assert problem(section) == (
+            "terapipe.documents = 1: DeepSpeed's own engine mixes documents; "
+            'set terapipe.enabled to true, or documents to "off"'
+        )

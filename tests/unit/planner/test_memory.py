@@ -269,3 +269,11 @@ def test_the_closed_form_of_all_forwards_before_all_backwards(
     model, plan = MemoryModel.measured(parts), SlicePlan(tuple(lengths))
     walked = Replay(build(name, len(parts), num_micro_batches, len(lengths))).peak_bytes(plan, model)
     assert fill_drain_peak_bytes(plan, model, len(parts), num_micro_batches) == walked
+
+
+def test_a_slice_counts_the_states_that_it_has_read() -> None:
+    """The first slice has none, nor has a sequence in one slice; a part may have a share of a state after a cut."""
+    memory = MemoryModel((PartMemory(0, slice_bytes_per_token=2, carried_bytes_per_slice=10.5),))
+    assert [memory.slice_bytes(0, 4, prefix) for prefix in (0, 1, 8)] == [8, 19, 19]
+    replay = Replay.of(build("gpipe", 1, 2, 3))
+    assert replay.peak_bytes(SlicePlan((4, 4, 4)), memory) == (2 * (8 + 19 + 19),)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from studies import attention, planner
+from studies import attention, planner, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
@@ -34,6 +34,14 @@ def test_attention_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.splitlines()[-1].split()[0] == "2"
     assert "cpu_flash" in available_backends()
     assert backend_name(torch.empty(1, 1, 1, 8)) == "cpu_flash"  # what was forced is forced no more
+
+
+def test_windows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    windows.main([*SMALL, "--window", "8", "--slices", "8", "--without-flex", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    (row,) = result["rows"].values()
+    assert row["ratio"] > 0 and row["largest_difference"] < 1e-5
+    assert result["peak_tokens"] == {"train": 64 + 15, "eval": 15}  # gradients and evaluation: window - 1 + T
 
 
 def test_planner_as_json(capsys: pytest.CaptureFixture[str]) -> None:

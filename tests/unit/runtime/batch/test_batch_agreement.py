@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch import batch_agreement
 from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
+from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.unit.runtime.rank_threads import Ranks
 
@@ -64,6 +68,29 @@ def test_every_stage_learns_the_shapes_of_the_last_one(
     """One message of one size, and a second one for shapes that differ."""
     results, ranks = agreed(monkeypatch, [report(seen=shapes), report(), last(shapes=shapes, seen=shapes)])
     assert results == [shapes] * 3 and ranks.calls == [messages] * 3
+
+
+EDGES = (((0, 5), (0,)), None)
+
+
+@pytest.mark.parametrize(("shapes", "broadcasts"), [(SHAPES, 1), (MIXED, 2)])
+def test_every_stage_learns_where_documents_start(
+    shapes: Any, broadcasts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one message more, from the stage of the first part alone."""
+    in_job = [replace(place, first_stage=1) for place in places(3)]
+    reports = [report(seen=shapes), report(starts=EDGES), last(shapes=shapes, seen=shapes, starts=(None, None))]
+    results, ranks = agreed(monkeypatch, reports, in_job)
+    assert [tuple(shape.starts for shape in each) for each in results] == [EDGES] * 3
+    assert results == [shapes] * 3 and ranks.calls == [["all_reduce", *["broadcast"] * broadcasts]] * 3
+
+
+ROWS = st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3).map(tuple)
+
+
+@given(st.lists(st.none() | ROWS, max_size=4))
+def test_documents_as_numbers(batch: list[Any]) -> None:
+    assert from_numbers(to_numbers(batch)) == (batch if any(batch) else [])
 
 
 class TestErrors:

@@ -109,6 +109,49 @@ class TestWhatSizesDoNotTell:
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
 
+class TestDocuments:
+    IDS = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    STARTS = ((0, 5), (0,))
+
+    def test_they_are_found_where_position_ids_restart(self) -> None:
+        whole = torch.arange(12).expand(2, 12)
+        batches = [((TOKENS, ids), TOKENS) for ids in (self.IDS, whole, self.IDS.flip(0).int())]
+        _, shapes = of(*batches, documents=1).draw(3, training=True)
+        assert [shape.starts for shape in shapes] == [self.STARTS, None, self.STARTS[::-1]]
+        assert of(batches[0]).draw(1, training=True)[1][0].starts is None
+
+    def test_ids_of_few_bits_may_end_where_their_dtype_does(self) -> None:
+        """Their number + 1 would be the 0 that the next document starts with."""
+        ids = torch.cat([torch.arange(256), torch.arange(4)])[None].to(torch.uint8)
+        _, (shape,) = of(((ids.long(), ids), ids.long()), documents=1).draw(1, training=True)
+        assert shape.starts == ((0, 256),)
+
+    def test_tokens_may_come_first(self) -> None:
+        batch = (self.IDS.T, TOKENS.T), TOKENS.T
+        _, (shape,) = of(batch, documents=0, sequence_dim=0).draw(1, training=True)
+        assert shape.starts == self.STARTS
+
+    @pytest.mark.parametrize(
+        ("ids", "changes", "message"),
+        [
+            (IDS, {"documents": "position_ids"}, "names an entry of a dict, but .* 2 tensors: give the index"),
+            (IDS, {"documents": 2}, "documents = 2, but the batch has 2 input tensors"),
+            (IDS.double(), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of float64 \[2, 12\]"),
+            (IDS[0], {"documents": 1}, r"integers \[rows, tokens\], .* tensor of int64 \[12\]"),
+            (IDS[:1], {"documents": 1}, "the other inputs have 2 rows: give position ids for each row"),
+            (IDS[:, :7], {"documents": 1}, r"the position ids \[2, 7\] are not cut .* 12 in dimension 1"),
+            (IDS, {"documents": 1, "sliced_inputs": [0]}, "not cut with the tokens.*name them in terapipe.sliced_inp"),
+        ],
+    )
+    def test_what_is_no_row_of_position_ids(self, ids: torch.Tensor, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(BatchError, match=message):
+            of(((TOKENS, ids), TOKENS), **changes).draw(1, training=True)
+
+    def test_a_dict_is_no_batch_yet(self) -> None:
+        with pytest.raises(BatchError, match="a tensor or a tuple of tensors, got dict"):
+            of(({"input_ids": TOKENS, "position_ids": self.IDS}, TOKENS), documents="position_ids").draw(1, True)
+
+
 @pytest.mark.parametrize("stage_id", [0, 1])
 def test_tensor_parallel_ranks_compare_what_their_stage_uses(reports: list[StageReport], stage_id: int) -> None:
     place = at(stage_id, 2, peers=TensorPeers((0, 1), stage_id, 0, 1))

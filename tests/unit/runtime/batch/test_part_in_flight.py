@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,3 +129,15 @@ def test_the_index_of_a_computation_is_that_in_the_order_of_its_stage() -> None:
     indices = OrderIndex(schedule)
     for stage_id, order in enumerate(schedule.orders):
         assert [indices.find(stage_id, a.kind, a.part_id, a.unit) for a in order] == list(range(len(order)))
+
+
+def test_packed_rows_run_other_kernels() -> None:
+    """Two batches that differ in nothing else: the first of each kind may load kernels, which waits for the device."""
+
+    def kinds(starts: Any) -> Any:
+        shape = MicroBatchShape(1, 6, starts)
+        return BatchInFlight(
+            build("terapipe", 1, 1, PLAN.num_slices), 0, True, [MicroBatchInFlight(PLAN, shape)]
+        ).kinds()
+
+    assert kinds(((0, 2),)) == kinds(((0, 3),)) != kinds(None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.attention import ActiveSlice, SliceStore, carry, push_slice
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.layers.finite import FiniteCheck, Look, NonFiniteError
 
@@ -132,3 +132,33 @@ def test_a_module_at_two_places_is_named_by_both() -> None:
 
 def multiplied(module: nn.Module, inputs: Tensor, factor: float = 1.0) -> Tensor:
     return inputs * factor
+
+
+class OverflowingState(nn.Module):
+    """The backward of a slice gives the state that it has read a gradient that is not finite, and no other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = carry.read(7, "recurrent")
+        if before is not None:
+            before.register_hook(lambda gradient: gradient / 0)
+            x = x + before
+        return carry.write(7, "recurrent", x[:, -1:] * 1, x)
+
+
+def test_the_gradient_of_a_carried_state_is_a_place() -> None:
+    """It is the slice that gave it that is named, and not the one before, which takes it."""
+    store, stage = SliceStore(), Stage(OverflowingState())
+    check = check_of(stage, store=store)
+    slices = [ActiveSlice(2 * i, 2 * i + 2, 4, slice_id=i, store=store) for i in range(2)]
+    leaves = [torch.ones(1, 2, requires_grad=True) for _ in slices]
+    with check.watching():
+        outs = []
+        for active, leaf in zip(slices, leaves, strict=True):
+            with push_slice(active):
+                outs.append(stage(leaf * 1))
+        for active, out in reversed([*zip(slices, outs, strict=True)]):
+            with push_slice(active.replace(mode="recompute")):
+                out.sum().backward()
+        text = said(check)
+    assert "layer 7" in text and "slice 1" in text and "the gradient of the state 'recurrent' at token 2 is" in text
+    assert store.carried.on_gradient is None

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from terapipe_ds.attention.documents import Documents
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
@@ -151,6 +152,17 @@ def test_what_measures_or_is_of_torch_changes_nothing() -> None:
     own[1].register_forward_hook(hook)
     own[1].feed_forward.activation = partial(nn.functional.silu, inplace=False)
     assert are_own(own)
+
+
+def test_a_window_has_the_documents_of_its_rows_and_tokens() -> None:
+    cut = Cut(SlicePlan((4, 2, 6)), 20, start=5, rows=2, of_rows=3)
+    starts = cut.of_starts(((0, 3, 9), (0, 5, 16, 17), (0, 6)))
+    assert starts == ((0, 4), (0, 11)) and cut.of_starts(None) is None
+    slicing = Slicing(cut.plan, (1.0,) * 3, starts=starts)
+    for each, tokens in ((slicing, (6, 12)), (slicing.whole(), (0, 12))):
+        active = each.active(each.plan.num_slices - 1, "recompute")
+        assert active.documents == Documents(starts, *tokens) and active.mode == "recompute"
+    assert Slicing(cut.plan, (1.0,) * 3).active(0).documents is None
 
 
 # -- where the tokens of a tensor are, and what counts as equal --------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Lend the memory of the slice store: tensors from batch to batch, and keys and values of a range of tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+TensorPair = tuple[torch.Tensor, torch.Tensor]
+
+
+class BufferPool:
+    """Lends tensors of any shape, by dtype and device, from batch to batch. Their contents are undefined.
+
+    Free buffers are flat and lent to whatever fits in, so that lengths that change from batch to batch do not pile up
+    one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one. There
+    are never more buffers than were in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._lent: dict[int, torch.Tensor] = {}  # id of the lent view -> flat buffer
+        self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of that shape; give the same object back with `give`."""
+        numel = math.prod(shape)
+        # Not an inference tensor even where the caller evaluates: the next user may train.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
+            if flat is None:
+                flat = torch.empty(numel, dtype=dtype, device=device)
+                self.reserved_bytes += flat.nbytes
+            lent = flat[:numel].view(shape)
+        self._lent[id(lent)] = flat
+        self.live_bytes += lent.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return lent
+
+    def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
+        free.sort(key=torch.Tensor.numel)
+        for place, flat in enumerate(free):
+            if flat.numel() >= numel:
+                return free.pop(place)
+        if free:
+            self.reserved_bytes -= free.pop().nbytes
+        return None
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Take back a tensor that `take` lent."""
+        flat = self._lent.pop(id(lent))
+        self.live_bytes -= lent.nbytes
+        self._free.setdefault((flat.dtype, flat.device), []).append(flat)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that are in use and not of the pool; fewer where `num_bytes` is negative."""
+        self.live_bytes += num_bytes
+        self.reserved_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drop_free(self) -> None:
+        """Drop the buffers that are not lent now."""
+        self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
+        self._free.clear()
+
+
+class Layout(NamedTuple):
+    """What the keys and values of all slices of a micro-batch have in common."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        of_values = "" if self.value_dim == self.dim else f" and D = {self.value_dim} of values"
+        return f"[B, H_kv, L, D] = {[*self[:4]]}{of_values}, {self.dtype} on {self.device}"
+
+
+def layout_of(pair: TensorPair, length: int) -> Layout:
+    """Return the layout of keys and values of a slice, [B, H_kv, T, D], of sequences of `length` tokens."""
+    (batch, heads, _, dim), value_dim = pair[0].shape, pair[1].shape[3]
+    return Layout(batch, heads, length, dim, value_dim, pair[0].dtype, pair[0].device)
+
+
+class TokenBuffer:
+    """A pair of tensors [B, H_kv, tokens, D] of the pool for the tokens [first, first + room) of a sequence.
+
+    The two may differ in D. There is no memory until the first `reserve`.
+    """
+
+    def __init__(self, pool: BufferPool, like: TensorPair, dtype: torch.dtype) -> None:
+        self._pool, self._dtype, self._device = pool, dtype, like[0].device
+        self._shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in like]
+        self._pair: TensorPair | None = None
+        self.first = self.room = 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether there is memory."""
+        return self._pair is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are taken now."""
+        return self.room * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the bytes of one token in both tensors."""
+        return sum(math.prod(shape) for shape in self._shapes) * self._dtype.itemsize
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether there is room for the tokens [start, stop)."""
+        return self._pair is not None and self.first <= start and stop <= self.first + self.room
+
+    def at(self, start: int, stop: int) -> TensorPair:
+        """Return views of the tokens [start, stop), which must be held."""
+        assert self._pair is not None and self.first <= start and stop <= self.first + self.room
+        keys, values = self._pair
+        if self.first == 0 and start == 0 and stop == self.room:
+            return keys, values
+        tokens = slice(start - self.first, stop - self.first)
+        return keys[:, :, tokens], values[:, :, tokens]
+
+    def reserve(self, first: int, room: int, kept: tuple[int, int] = (0, 0)) -> None:
+        """Make room for the tokens [first, first + room); the contents of the tokens `kept` stay, all others go."""
+        if kept[0] == kept[1] and self.room < room:
+            self.give_back()
+        old, is_large_enough = self._pair, self.room >= room
+        moved: tuple[torch.Tensor, ...] = self.at(*kept) if old is not None else ()
+        if old is not None and is_large_enough:
+            room, moved = self.room, tuple(x.clone() for x in moved)  # the two ranges may overlap
+        else:
+            self._pair = self._take(room)
+        self.first, self.room = first, room
+        if moved:
+            for target, source in zip(self.at(*kept), moved, strict=True):
+                target.copy_(source)
+        if old is not None and not is_large_enough:
+            self._give(old)
+
+    def give_back(self) -> None:
+        """Give the memory back to the pool."""
+        if self._pair is not None:
+            self._give(self._pair)
+        self._pair, self.first, self.room = None, 0, 0
+
+    def _take(self, room: int) -> TensorPair:
+        keys, values = (
+            self._pool.take((batch, heads, room, dim), self._dtype, self._device) for batch, heads, dim in self._shapes
+        )
+        return keys, values
+
+    def _give(self, pair: TensorPair) -> None:
+        for lent in pair:
+            self._pool.give(lent)

@@ -1,0 +1,283 @@
+"""Keep the states that layers hand from slice to slice: the second kind of the slice store, "carried".
+
+The slice that ends at token b writes the state of boundary b; the slice that begins there reads it. The state is then a
+leaf of that slice's graph, and autograd leaves its gradient there. Backward runs over the slices in reverse, so the
+gradient is complete when the backward of the slice that wrote the state takes it. Two frontiers check that order as
+for keys and values: `filled` grows with the forwards, `frontier` shrinks with the backwards.
+
+Memory per layer: one state per boundary in training, from the forward of the slice that writes it to its backward; in
+evaluation the newest one alone. States have memory of their own and none of the pool's: a graph, or what waits for a
+split weight gradient, may hold them longer than the store does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError
+
+
+class _Kept(NamedTuple):
+    """Hold the state of one boundary: its leaf (None where a document starts in each row) and the rows set to zero."""
+
+    state: Tensor | None
+    version: int = 0
+    begun: tuple[int, ...] = ()
+
+
+class CarriedEntry:
+    """Hold the states of one layer, name and micro-batch by boundary."""
+
+    def __init__(self, active: ActiveSlice, layer: Hashable, name: str, owner: CarriedStates) -> None:
+        self.layer, self.name = layer, name
+        self.part_id = active.part_id
+        self.micro_batch_id = active.micro_batch_id
+        self.sequence_length = active.sequence_length
+        self.mode = active.mode
+        self.filled = 0
+        self.frontier = active.sequence_length
+        self.recorded = False  # an autograd node waits for its backward
+        self.closed = False
+        self._owner = owner
+        self._kept: dict[int, _Kept] = {}
+
+    def __str__(self) -> str:
+        return f"state {self.name!r} of layer {self.layer!r} (part {self.part_id}, micro-batch {self.micro_batch_id})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the states that are kept now."""
+        return sum(kept.state.nbytes for kept in self._kept.values() if kept.state is not None)
+
+    def read(self, active: ActiveSlice) -> Tensor | None:
+        """Return the state of the boundary where the slice starts."""
+        if active.mode == "probe":
+            return self._made_up(active)
+        self._check_read(active)
+        if active.start == 0:
+            return None
+        kept = self._kept.get(active.start)
+        if kept is None:
+            raise SliceStoreError(
+                f"{self}: mode {active.mode!r} reads the state at token {active.start} again, but the slice before has "
+                "run its backward, which ends the state; read it before that, and cut all passes alike"
+            )
+        if kept.state is not None and kept.state._version != kept.version:
+            raise SliceStoreError(
+                f"{self}: the state at token {active.start} was changed in place after carry.read() gave it; the layer "
+                "may run again in its backward, so compute the new state in a tensor of its own"
+            )
+        return kept.state
+
+    def _check_read(self, active: ActiveSlice) -> None:
+        start, stop = active.start, active.stop
+        if active.mode in ("train", "eval"):
+            if start == self.filled:
+                return
+            if start > self.filled:
+                why = f"but only [0, {self.filled}) has written it; every slice writes it, in slice order"
+            else:
+                why = f"but [0, {self.filled}) has written it already: {_SECOND_TIME.format(mode=active.mode)}"
+        elif stop > self.filled:
+            why = f"in mode {active.mode!r}, but only [0, {self.filled}) has run; the first forward needs mode 'train'"
+        else:
+            return
+        raise SliceStoreError(f"{self}: slice [{start}, {stop}) reads it {why}")
+
+    def _made_up(self, active: ActiveSlice) -> Tensor | None:
+        """Return what a probe reads, whose slice before never ran: the last state written, as a leaf of its own."""
+        kept = next(iter(self._kept.values()), None)
+        if active.start == 0 or kept is None or kept.state is None:
+            return None
+        return kept.state.detach().requires_grad_(kept.state.requires_grad)
+
+    def write(self, active: ActiveSlice, state: Tensor) -> None:
+        """Keep a copy of the state at the boundary where the slice ends.
+
+        A forward that runs again writes nothing: the slice after, which read the state, has run its backward.
+        """
+        start, stop = active.start, active.stop
+        if active.mode in ("recompute", "weight"):
+            if stop > self.filled:
+                raise SliceStoreError(
+                    f"{self}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {self.filled}) has "
+                    "run; the first forward of a slice needs mode 'train'"
+                )
+            return
+        if active.mode == "probe":
+            self.filled = self.frontier = stop
+        elif start != self.filled:
+            raise SliceStoreError(self._write_message(active))
+        self.filled = stop
+        if active.mode != "train":
+            self._drop_all()
+        if stop < active.sequence_length or active.mode == "probe":
+            self._kept[stop] = self._copy(active, state)
+
+    def _write_message(self, active: ActiveSlice) -> str:
+        if active.start > self.filled:
+            why = f"but only [0, {self.filled}) has; every slice writes it, in slice order and without gaps"
+        else:
+            why = f"but [0, {self.filled}) has already: {_SECOND_TIME.format(mode=active.mode)}"
+        return f"{self}: slice [{active.start}, {active.stop}) writes it, {why}"
+
+    def _copy(self, active: ActiveSlice, state: Tensor) -> _Kept:
+        begun: tuple[int, ...] = ()
+        if active.documents is not None:
+            starts = active.documents.starts
+            begun = tuple(row for row, of_row in enumerate(starts) if active.stop in of_row)
+            if len(begun) == len(starts):
+                return _Kept(None)
+            if begun and (state.dim() == 0 or len(state) != len(starts)):
+                raise SliceStoreError(
+                    f"{self}: a document starts at token {active.stop} in {len(begun)} of {len(starts)} rows, whose "
+                    f"state has to be zero, but the state is {list(state.shape)}; give it the rows as dimension 0"
+                )
+        # Not an inference tensor, whatever the caller does; and no view, which would keep what it is a view of.
+        with torch.inference_mode(False), torch.no_grad():
+            kept = state.detach().clone()
+            if begun:
+                kept[list(begun)] = 0
+        differentiable = kept.is_floating_point() or kept.is_complex()
+        # Without gradients in training it is the first forward of a reentrant checkpoint, which does not tell.
+        needs_grad = differentiable and (state.requires_grad or not torch.is_grad_enabled())
+        if needs_grad and active.mode != "eval":
+            kept.requires_grad_().register_post_accumulate_grad_hook(self._gradient_hook(active.stop))
+        self._owner.count(kept.nbytes)
+        return _Kept(kept, kept._version, begun)
+
+    def _gradient_hook(self, boundary: int) -> Callable[[Tensor], None]:
+        """Return what is called when autograd has added to the gradient of the state at `boundary`."""
+
+        def look(leaf: Tensor) -> None:
+            if self.closed or self.frontier < boundary:
+                raise SliceStoreError(
+                    f"{self}: the state at token {boundary} got a gradient after the slice before had run its "
+                    "backward; run the backwards in reverse slice order, each slice once"
+                )
+            if self._owner.on_gradient is not None and leaf.grad is not None:
+                self._owner.on_gradient(self, boundary, leaf.grad)
+
+        return look
+
+    def take_gradient(self, active: ActiveSlice) -> Tensor | None:
+        """Move the backward frontier over the slice and return the gradient of the state that it wrote.
+
+        It is None where no later slice gave one. Raises SliceStoreError unless the slice is the next one in reverse.
+        """
+        start, stop = active.start, active.stop
+        if self.closed:
+            problem = "after the micro-batch was released; release it after its last backward"
+        elif active.mode == "probe":
+            return None
+        elif stop != self.frontier:
+            problem = (
+                f"out of order, the next one must end at token {self.frontier}; run the backwards in reverse slice "
+                "order, each slice once, and use the tensor that carry.write() returns in every slice"
+            )
+        else:
+            self.frontier = start
+            kept = self._kept.pop(stop, _Kept(None))
+            if kept.state is None:
+                return None
+            self._owner.count(-kept.state.nbytes)
+            gradient = kept.state.grad
+            if gradient is not None and kept.begun:
+                gradient = gradient.clone()
+                gradient[list(kept.begun)] = 0
+            return gradient
+        raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
+
+    def check_drained(self) -> None:
+        """Raise SliceStoreError where the micro-batch's slices or their backwards have not all run."""
+        if self.mode == "probe":
+            return
+        if self.filled < self.sequence_length:
+            what = f"after [0, {self.filled}) of {self.sequence_length} tokens had written it; every slice writes it"
+        elif 0 < self.frontier < self.sequence_length:
+            what = f"with the gradients of [0, {self.frontier}) still waiting; run the backward of every slice first"
+        elif self.frontier and self.recorded:
+            what = (
+                "before any backward although its output needs gradients; use the tensor that carry.write() returns, "
+                "and run the backward of every slice first, or freeze the layer if the loss does not use it"
+            )
+        else:
+            return
+        raise SliceStoreError(f"{self}: released {what}")
+
+    def close(self) -> None:
+        """Let go of all states; a backward that still comes is an error."""
+        self.closed = True
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        self._owner.count(-self.num_bytes)
+        self._kept.clear()
+
+
+_SECOND_TIME = (
+    "two layers of this part share the name (give each its own), or the layer reads after it writes, or a forward "
+    "inside a backward runs in mode {mode!r} (use 'recompute'), or the micro-batch before was not released"
+)
+
+
+class CarriedStates:
+    """Hold the carried states of one engine.
+
+    `count` is told of the bytes that come and go; `on_gradient`, where it is set, of each gradient that a slice's
+    backward has left for the state at a token.
+    """
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.count = count
+        self.on_gradient: Callable[[CarriedEntry, int, Tensor], None] | None = None
+        self._entries: dict[tuple[int, int], dict[tuple[Hashable, str], CarriedEntry]] = {}
+
+    def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None:
+        """Return the state that the slice reads; see `carry.read`."""
+        entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get((layer, name))
+        if entry is not None:
+            return entry.read(active)
+        if active.start == 0 or active.mode == "probe":
+            return None
+        raise SliceStoreError(
+            f"layer {layer!r} (part {active.part_id}, micro-batch {active.micro_batch_id}): slice [{active.start}, "
+            f"{active.stop}) reads the state {name!r}, which no slice before it has written; every slice calls "
+            "carry.write() with the same layer and name, the first one too, and slices run in order"
+        )
+
+    def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> CarriedEntry:
+        """Keep the state that the slice writes; see `carry.write`."""
+        of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
+        entry = of_micro_batch.get((layer, name))
+        if entry is None:
+            entry = of_micro_batch[layer, name] = CarriedEntry(active, layer, name, self)
+        entry.write(active, state)
+        return entry
+
+    def check_drained(self, part_id: int, micro_batch_id: int) -> None:
+        """Raise SliceStoreError where a state of the micro-batch is only partly drained."""
+        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+            entry.check_drained()
+
+    def release(self, part_id: int, micro_batch_id: int) -> None:
+        """Let go of the states of a micro-batch."""
+        for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
+            entry.close()
+
+    def reset(self) -> None:
+        """Let go of all states, whatever they wait for."""
+        for part_id, micro_batch_id in list(self._entries):
+            self.release(part_id, micro_batch_id)
+
+    def bytes_of(self, part_id: int, micro_batch_id: int) -> int:
+        """Return the bytes of the states that a micro-batch keeps now on all layers of a part."""
+        return sum(entry.num_bytes for entry in self._entries.get((part_id, micro_batch_id), {}).values())
+
+    def __iter__(self) -> Iterator[CarriedEntry]:
+        for of_micro_batch in self._entries.values():
+            yield from of_micro_batch.values()

@@ -1,0 +1,61 @@
+"""Say where the documents of packed rows begin, and what a slice of such rows sees of them.
+
+A row of a micro-batch may hold several documents one after another. A token sees the tokens of its own document alone,
+so that training on the row equals training on each document alone. Edges are plain numbers on the host: every layer and
+every kernel asks for them, and none may wait for a device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Starts = tuple[tuple[int, ...], ...]
+"""For each row of a micro-batch where its documents start, in tokens; the first one is 0."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch's rows, as the slice [start, stop) sees them.
+
+    `starts` are those of the whole rows: the same for all slices of a micro-batch.
+    """
+
+    starts: Starts
+    start: int
+    stop: int
+
+    def first_token(self, row: int) -> int:
+        """Return where the document begins that is open at the slice's start: the first key that the slice sees."""
+        starts = self.starts[row]
+        return starts[bisect_right(starts, self.start) - 1]
+
+    def edges(self, row: int) -> tuple[int, ...]:
+        """Return where documents of a row begin within the slice, after its first token."""
+        starts = self.starts[row]
+        return starts[bisect_right(starts, self.start) : bisect_right(starts, self.stop - 1)]
+
+    def cu_seqlens(self, row: int) -> torch.Tensor:
+        """Return the cumulative lengths of the parts of documents in the slice: int32, from 0 to T."""
+        edges = [self.start, *self.edges(row), self.stop]
+        return torch.tensor([edge - self.start for edge in edges], dtype=torch.int32)
+
+    def position_ids(self) -> torch.Tensor:
+        """Return each token's place in its document: int64 [B, T]."""
+        tokens = torch.arange(self.start, self.stop)
+        starts = [torch.tensor(row) for row in self.starts]
+        return torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
+
+
+def starts_of(position_ids: torch.Tensor) -> Starts:
+    """Return where documents start in rows of position ids ([B, L]): where one is not the one before + 1."""
+    edges = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return tuple((0, *(int(i) + 1 for i in row.nonzero().flatten())) for row in edges)
+
+
+def have_edges(starts: Sequence[Sequence[int]]) -> bool:
+    """Return whether any row holds more than one document."""
+    return any(len(row) > 1 for row in starts)

@@ -1,0 +1,82 @@
+"""Say which keys the queries of a slice see: as far back as a window allows, and not beyond their document's start.
+
+A query sees the keys [first, its own place]. The first one never moves back from one query to the next, so what lies
+before the first key of a slice is out of reach for all later slices, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from terapipe_ds.attention.active_slice import ActiveSlice
+from terapipe_ds.attention.documents import Documents, Starts, have_edges
+
+
+class Span(NamedTuple):
+    """The queries [start, stop) of some rows of a micro-batch: they are of one document.
+
+    They see no key before `first_key`. All tokens count from the start of the sequence.
+    """
+
+    rows: slice
+    first_key: int
+    start: int
+    stop: int
+
+    def counted_from(self, token: int) -> Span:
+        """Return the span with tokens that count from `token`."""
+        return Span(self.rows, self.first_key - token, self.start - token, self.stop - token)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back the tokens of a layer see: `window` tokens with their own, or all; `starts` are their documents'.
+
+    Each is None where it takes nothing away.
+    """
+
+    window: int | None = None
+    starts: Starts | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether some token does not see all tokens before it."""
+        return self.window is not None or self.starts is not None
+
+    def first_key(self, token: int) -> int:
+        """Return the first key that any row sees from `token` on."""
+        if self.starts is None:
+            return self._in_window(0, token)
+        documents = Documents(self.starts, token, token + 1)
+        return self._in_window(min(documents.first_token(row) for row in range(len(self.starts))), token)
+
+    def spans(self, start: int, stop: int, batch: int) -> tuple[Span, ...]:
+        """Return the queries of a slice, document by document; rows with the same edges go together."""
+        if self.starts is None:
+            return (Span(slice(0, batch), self._in_window(0, start), start, stop),)
+        return tuple(self._spans_of_documents(Documents(self.starts, start, stop)))
+
+    def _spans_of_documents(self, documents: Documents) -> Iterator[Span]:
+        def edges_of(row: int) -> tuple[int, ...]:
+            return documents.first_token(row), documents.start, *documents.edges(row)
+
+        for (first_token, *begins), group in itertools.groupby(range(len(documents.starts)), key=edges_of):
+            rows = list(group)
+            for begin, end in itertools.pairwise([*begins, documents.stop]):
+                first = first_token if begin == documents.start else begin
+                yield Span(slice(rows[0], rows[-1] + 1), self._in_window(first, begin), begin, end)
+
+    def _in_window(self, first: int, token: int) -> int:
+        return first if self.window is None else max(first, token - self.window + 1)
+
+
+def reach_of(active: ActiveSlice, window: int | None) -> Reach:
+    """Return what tokens of the active slice's sequences see in a layer with that window."""
+    documents = active.documents
+    return Reach(
+        None if window is None or window >= active.sequence_length else window,
+        documents.starts if documents is not None and have_edges(documents.starts) else None,
+    )

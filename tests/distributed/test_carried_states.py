@@ -1,0 +1,126 @@
+"""Models with carried states, and with a head that predicts ahead, train as a plain loop or the stock engine does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.costs.profile import Profile
+from tests.carried_layers import MIXERS, Ahead, AheadLoss, MixerLayer
+from tests.distributed import compare, engines
+from tests.distributed.cases import Case
+from tests.distributed.compare import RankRecord
+from tests.distributed.harness import rank_pool
+from tests.distributed.single_process import train_alone
+from tests.distributed.training import DrawnModule, train_case
+
+SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq")
+CASES = [
+    Case(stages, slices=(7, 1, 4), mixer=mixer, schedule=schedule, checkpointing=checkpointing, masked=True)
+    for stages in (2, 3)
+    for checkpointing in ("off", "reentrant", "non_reentrant")
+    for mixer in MIXERS
+    for schedule in SCHEDULES
+    if stages == 2 or schedule != "chimera-seq"  # which wants an even number
+]
+
+
+@functools.cache
+def reference(case: Case) -> list[RankRecord]:
+    return train_alone(case)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
+    """Without slices, pipeline or engine: loss, gradients, parameters and evaluation, to 1e-10."""
+    run = rank_pool(case.world_size).run(train_case, case=case)
+    alone = reference(Case(slices=case.slices, mixer=case.mixer, masked=True))
+    assert compare.contract(case)["gradient"] <= 1e-10
+    assert not compare.violations(compare.errors(run, alone), compare.contract(case))
+
+
+# -- a head that predicts further ahead ------------------------------------------------------------------------------
+
+
+class DoubleAhead(Ahead):  # type: ignore[misc, valid-type]
+    """In fp64, on hidden states of `engines.gpt_layers`."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__(9, 16, engines.VOCAB_SIZE, ahead)
+        self.double()
+
+
+def layers_with_a_head_ahead(ahead: int) -> list[Any]:
+    mixer = LayerSpec(MixerLayer, "gated_delta_rule", 3, 16, 4, torch.float64)
+    return [*engines.gpt_layers()[:-2], mixer, LayerSpec(DoubleAhead, ahead)]
+
+
+def train_ahead(ahead: int, **section: Any) -> dict[str, float]:
+    """The largest errors of a training in slices."""
+    layers = functools.partial(layers_with_a_head_ahead, ahead)
+    return errors_of(layers, engines.section(**section), loss_fn=AheadLoss(ahead))
+
+
+def errors_of(layers: Callable[[], list[Any]], terapipe: dict[str, Any], **options: Any) -> dict[str, float]:
+    """The largest errors on this rank against the stock engine, which has one stage: it knows all losses."""
+    data, options = engines.batches(2), {"module_class": DrawnModule, **options}
+    stock = engines.run_training(layers, None, data, stages=1, **options)
+    return engines.differences(engines.run_training(layers, terapipe, data, **options), stock)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b-zb", "zbv"])
+def test_a_head_ahead_equals_the_stock_engine(schedule: str) -> None:
+    """The second slice is shorter than the head looks ahead."""
+    errors = rank_pool(2).run(train_ahead, ahead=3, schedule=schedule, slices=[9, 2, 12])
+    assert not engines.violations(errors)
+
+
+class LooksAhead(nn.Module):
+    """Shifts to the left what it has, as heads that are written for whole sequences do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.roll(-1, 1)
+
+
+def refusal_of_a_shift_to_the_left() -> tuple[str, str]:
+    first, *others = engines.gpt_layers()
+    with engines.engine_of([first, LayerSpec(LooksAhead), *others], engines.section()) as engine:
+        return engines.step_error(engine)
+
+
+def test_a_head_that_needs_later_tokens_is_refused() -> None:
+    for kind, text in rank_pool(2).run(refusal_of_a_shift_to_the_left):
+        assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
+
+
+# -- measured and planned ----------------------------------------------------------------------------------------------
+
+
+def layers_with_states() -> list[Any]:
+    first, *decoder, norm, head = engines.gpt_layers()
+    mixers = [LayerSpec(MixerLayer, kind, index, 16, 4, torch.float64) for index, kind in enumerate(MIXERS, 10)]
+    return [first, *mixers, decoder[0], norm, head]
+
+
+def train_with_measured_slices(folder: str) -> dict[str, float]:
+    """The largest errors of a training whose slices are planned from what was measured in place."""
+    planned = engines.section(slices="auto", granularity_tokens=4, planner={"cache_dir": folder})
+    return errors_of(layers_with_states, planned)
+
+
+def test_a_measured_profile_knows_the_bytes_of_states(tmp_path: Path) -> None:
+    """Probes run slices whose prefix never ran, and leave nothing behind for the training that follows."""
+    errors = rank_pool(2).run(train_with_measured_slices, folder=str(tmp_path))
+    assert not engines.violations(errors)
+    (file,) = tmp_path.glob("profile-*.json")
+    rows, recurrent, convolution = 2, 4 * 4 * 4 * 8, 3 * 16 * 8  # bytes: heads * D * D or taps * width, in fp64
+    memory = [part.memory and part.memory["carried_bytes_per_slice"] for part in Profile.load(file).parts]
+    assert memory == [rows * (2 * recurrent + convolution), rows * recurrent]

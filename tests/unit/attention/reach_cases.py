@@ -1,0 +1,190 @@
+"""What the tests of windows, caps, sinks, documents and head dims share: the formula, and a run over slices."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from attention_cases import forced
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
+from terapipe_ds.attention.backends.bands import BandKernel
+from terapipe_ds.attention.backends.fused import CpuFlash
+from terapipe_ds.attention.backends.reference import Reference
+from terapipe_ds.attention.documents import Documents, Starts
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence in slices, and what its attention asks."""
+
+    lengths: tuple[int, ...] = (9, 10, 1)
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    value_dim: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    with_sinks: bool = False
+    starts: Starts | None = None
+    recompute: bool = False
+    reentrant: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Return L."""
+        return sum(self.lengths)
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v, the gradient of the output, and the sinks where there are some."""
+        generator = torch.Generator().manual_seed(self.seed)
+        sizes = [(self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.value_dim)]
+        shapes: list[tuple[int, ...]] = [(self.batch, h, self.length, d) for h, d in sizes]
+        shapes += [(self.batch, self.heads, self.length, self.value_dim), *([(self.heads,)] if self.with_sinks else [])]
+        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
+
+    def slices(self, store: SliceStore | None, mode: str = "train") -> list[ActiveSlice]:
+        """The active slices of one micro-batch, in order."""
+        spans = itertools.pairwise(itertools.accumulate(self.lengths, initial=0))
+        return [
+            ActiveSlice(
+                *span, self.length, slice_id=i, mode=mode, store=store,
+                documents=None if self.starts is None else Documents(self.starts, *span),
+            )
+            for i, span in enumerate(spans)
+        ]  # fmt: skip
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Call sliced attention with the case's options."""
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        return sliced_attention(q, k, v, "layer", scale=self.scale, **options)
+
+
+def visible(case: Case) -> Tensor:
+    """Return which keys each query sees, [B, 1, L, L]."""
+    place = torch.arange(case.length)
+    ago = place[:, None] - place
+    sees = (ago >= 0) & (ago <= (case.length if case.window is None else case.window - 1))
+    starts = case.starts or ((0,),) * case.batch
+    document = torch.stack([sum(((place >= start).long() for start in row), torch.zeros_like(place)) for row in starts])
+    return (sees & (document[:, :, None] == document[:, None])).unsqueeze(1)
+
+
+def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax."""
+    groups = case.heads // case.kv_heads
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.mT * (1 / math.sqrt(case.dim) if case.scale is None else case.scale)
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~visible(case), -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    return torch.softmax(scores, -1)[..., : case.length] @ v
+
+
+def run_formula(case: Case) -> list[Tensor]:
+    """Output, dQ, dK, dV and the sinks' gradient in fp64."""
+    q, k, v, grad, *sinks = (x.double().requires_grad_() for x in case.inputs())
+    out = formula(case, q, k, v, *sinks)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), grad.detach())]
+
+
+def run_in_slices(case: Case, store: SliceStore | None = None) -> list[Tensor]:
+    """The same by sliced attention: forwards in order, backwards in reverse, layers recomputed if the case says so."""
+    store = store or SliceStore()
+    q, k, v, grad, *sinks = case.inputs()
+    sink = sinks[0].requires_grad_() if sinks else None
+    parts, outs = [], []
+    for active in case.slices(store):
+        leaves = [x[:, :, active.start : active.stop].clone().requires_grad_() for x in (q, k, v)]
+        parts.append(leaves)
+        with push_slice(active):
+            if case.recompute:
+                outs.append(checkpoint(case.attend, *leaves, sink, use_reentrant=case.reentrant))
+            else:
+                outs.append(case.attend(*leaves, sink))
+    for active, out in reversed(list(zip(case.slices(store), outs, strict=True))):
+        with push_slice(active.replace(mode="recompute")):
+            out.backward(grad[:, :, active.start : active.stop])
+    store.release(0, 0)
+    store.assert_drained()
+    grads = [torch.cat([x.grad for x in column if x.grad is not None], 2) for column in zip(*parts, strict=True)]
+    of_sinks = [] if sink is None or sink.grad is None else [sink.grad]
+    return [torch.cat([out.detach() for out in outs], dim=2), *grads, *of_sinks]
+
+
+def run_whole(case: Case, active: ActiveSlice | None) -> list[Tensor]:
+    """The same in one call: with a slice that is the whole sequence, or with none."""
+    q, k, v, grad, *sinks = (x.requires_grad_() for x in case.inputs())
+    with contextlib.nullcontext() if active is None else push_slice(active):
+        out = case.attend(q, k, v, sinks[0] if sinks else None)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), grad.detach())]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error over the tensors, ||a - b|| / ||b||.
+
+    A gradient may be 0 where its terms are not, as with a window of one token: then it counts against their size.
+    """
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    least = 0.05 * max(float(b.norm()) for b in expected)
+    return max(float((a.double() - b).norm() / b.norm().clamp(least)) for a, b in zip(found, expected, strict=True))
+
+
+@contextlib.contextmanager
+def small_blocks(backend: str | None, tokens: int) -> Iterator[None]:
+    """Force a backend and make its tiles, bands and causal blocks so small that a short slice has several."""
+    with forced(backend):
+        sizes = Reference.tile_tokens, BandKernel.most_band_tokens, CpuFlash.causal_tokens
+        Reference.tile_tokens = BandKernel.most_band_tokens = CpuFlash.causal_tokens = tokens
+        try:
+            yield
+        finally:
+            Reference.tile_tokens, BandKernel.most_band_tokens, CpuFlash.causal_tokens = sizes
+
+
+@st.composite
+def starts_of_rows(draw: st.DrawFn, batch: int, length: int) -> Starts:
+    """Document starts, different ones for each row, now and then the same."""
+    row = st.sets(st.integers(1, max(1, length - 1)), max_size=5).map(
+        lambda starts: (0, *sorted(start for start in starts if start < length))
+    )
+    first = draw(row)
+    return tuple(first if draw(st.booleans()) else draw(row) for _ in range(batch))
+
+
+@st.composite
+def cases(draw: st.DrawFn, softcap: bool = True) -> Case:
+    """Any options together, over random sizes; slices of one token and more."""
+    lengths = tuple(draw(st.lists(st.sampled_from((1, 1, 2, 3, 5, 8, 13, 40)), min_size=2, max_size=6)))
+    batch, kv_heads, length = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2))), sum(lengths)
+    return Case(
+        lengths=lengths,
+        batch=batch,
+        heads=kv_heads * draw(st.sampled_from((1, 2, 3))),
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from((4, 8, 5))),
+        value_dim=draw(st.sampled_from((8, 4, 12))),
+        window=draw(st.one_of(st.none(), st.integers(1, length + 2))),
+        softcap=draw(st.sampled_from((None, 0.7, 5.0))) if softcap else None,
+        with_sinks=draw(st.booleans()),
+        starts=draw(st.one_of(st.none(), starts_of_rows(batch, length))),
+        recompute=draw(st.booleans()),
+        reentrant=draw(st.booleans()),
+        scale=draw(st.sampled_from((None, 0.3))),
+        seed=draw(st.integers(0, 9)),
+    )

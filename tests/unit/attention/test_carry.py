@@ -1,0 +1,376 @@
+"""Carried states: what each mode reads and writes, wrong orders, memory and the end of life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from carry_cases import active_slices
+from torch import Tensor
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice
+from terapipe_ds.attention.documents import Starts
+
+LENGTHS = (3, 1, 4)
+
+
+class Sums:
+    """A running sum over tokens, with a state of [B, D], slice by slice."""
+
+    def __init__(self, rows: int = 2, lengths: Sequence[int] = LENGTHS, starts: Starts | None = None) -> None:
+        self.store = SliceStore()
+        self.slices = active_slices(lengths, self.store, starts)
+        self.leaves = [torch.ones(rows, each.num_tokens, 2, requires_grad=True) for each in self.slices]
+        self.outs: list[Tensor] = []
+        self.states: list[Tensor | None] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        before = carry.read("sums", "recurrent")
+        self.states.append(before)
+        out = x.cumsum(1) if before is None else x.cumsum(1) + before[:, None]
+        return carry.write("sums", "recurrent", out[:, -1], out)
+
+    def forward(self, i: int, mode: str = "train", run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        with push_slice(self.slices[i].replace(mode=mode)):
+            out = (run or self)(self.leaves[i])
+        self.outs.append(out)
+        return out
+
+    def forward_all(self, mode: str = "train") -> None:
+        for i in range(len(self.slices)):
+            self.forward(i, mode)
+
+    def backward(self, i: int, **options: Any) -> None:
+        with push_slice(self.slices[i].replace(mode="recompute")):
+            self.outs[i].sum().backward(**options)
+
+
+# -- what the modes do ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_slice_and_on_a_whole_one() -> None:
+    x, store = torch.ones(1, 4, 2), SliceStore()
+    assert carry.read(0, "tokens") is None and carry.write(0, "tokens", x[:, -1], x) is x
+    with push_slice(ActiveSlice(0, 4, 4, store=store)):
+        assert carry.read(0, "tokens") is None and carry.write(0, "tokens", x[:, -1], x) is x
+    store.assert_drained()
+
+
+def test_a_slice_without_a_store() -> None:
+    with (
+        push_slice(ActiveSlice(0, 2, 4)),
+        pytest.raises(SliceStoreError, match=r"state 'tokens'.*needs a slice store"),
+    ):
+        carry.read(0, "tokens")
+
+
+def test_a_state_is_a_leaf_with_memory_of_its_own() -> None:
+    sums = Sums()
+    sums.forward(0)
+    sums.forward(1)
+    state = sums.states[1]
+    assert state is not None and state.is_leaf and state.requires_grad and state.tolist() == [[3.0, 3.0]] * 2
+    assert state.untyped_storage().nbytes() == state.nbytes  # the layer wrote a view of its whole output
+    assert sums.store.live_bytes() == 2 * state.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
+    first, second, _ = active_slices(LENGTHS, SliceStore())
+    x = torch.ones(2, 3, requires_grad=True)
+    with push_slice(first):
+        carry.write(0, "any", torch.full((2, 2), 5, dtype=dtype), x)
+    with push_slice(second):
+        state = carry.read(0, "any")
+    assert state is not None and state.dtype == dtype and state.unique().tolist() == [5]
+    assert not state.requires_grad  # nothing in what was written does
+
+
+def test_a_state_may_be_a_number() -> None:
+    first, second, _ = active_slices(LENGTHS, SliceStore())
+    x = torch.ones(2, 3)
+    with push_slice(first):
+        carry.write(0, "any", x.sum(), x)
+    with push_slice(second):
+        state = carry.read(0, "any")
+    assert state is not None and state.item() == 6.0
+
+
+def test_in_evaluation_the_newest_state_alone_is_kept() -> None:
+    sums = Sums()
+    with torch.no_grad():
+        sums.forward(0, "eval")
+        live = sums.store.live_bytes()
+        sums.forward(1, "eval")
+        assert sums.store.live_bytes() == sums.store.peak_bytes() == live == 2 * 2 * 4
+        sums.forward(2, "eval")
+    assert sums.outs[2][0, :, 0].tolist() == [5.0, 6.0, 7.0, 8.0]
+    sums.store.release(0, 0)
+    sums.store.assert_drained()
+    assert sums.store.live_bytes() == 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "weight"])
+def test_a_forward_that_runs_again_reads_the_same_and_writes_nothing(mode: str) -> None:
+    sums = Sums()
+    sums.forward_all()
+    live = sums.store.live_bytes()
+    for i in (1, 0, 2):
+        sums.forward(i, mode, lambda x: sums(7 * x))
+        assert sums.states[-1] is sums.states[i]
+    assert sums.store.live_bytes() == live
+    for i in (2, 1, 0):
+        sums.backward(i)
+    assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [8.0, 5.0, 4.0]
+
+
+def test_the_backward_of_a_weight_pass_is_an_error() -> None:
+    sums = Sums()
+    sums.forward_all()
+    sums.backward(2)
+    again = sums.forward(2, "weight")
+    with pytest.raises(SliceStoreError, match="out of order"):
+        again.sum().backward()
+
+
+def test_a_probe_may_run_any_slice_at_any_time() -> None:
+    store, leaf = SliceStore(), torch.ones(2, 2, 2, requires_grad=True)
+    sums = Sums()
+    for start in (4, 4, 0, 6, 2):
+        with push_slice(ActiveSlice(start, start + 2, 8, store=store, mode="probe")):
+            out = sums(leaf)
+            out.sum().backward()
+        assert store.live_bytes() == store.peak_bytes() == 2 * 2 * 4
+    assert [state is None for state in sums.states] == [True, False, True, False, False]
+    assert all(state.requires_grad for state in sums.states if state is not None)
+    assert store.carried.bytes_of(0, 0) == 16
+    store.release(0, 0)
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_begin_a_document_read_zeros_and_give_no_gradient() -> None:
+    sums = Sums(rows=3, starts=((0, 3), (0,), (0, 3, 4)))
+    sums.forward_all()
+    first, second = sums.states[1:]
+    assert first is not None and first[:, 0].tolist() == [0.0, 3.0, 0.0]
+    assert second is not None and second[:, 0].tolist() == [1.0, 4.0, 0.0]
+    for i in (2, 1, 0):
+        sums.backward(i)
+    gradients = [leaf.grad[:, -1, 0].tolist() for leaf in sums.leaves if leaf.grad is not None]
+    assert gradients == [[1.0, 6.0, 1.0], [5.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def test_a_document_that_begins_in_all_rows_reads_none() -> None:
+    sums = Sums(starts=((0, 3), (0, 3)))
+    sums.forward_all()
+    assert sums.states[1] is None and sums.states[2] is not None
+    assert sums.store.live_bytes() == sums.states[2].nbytes
+    for i in (2, 1, 0):
+        sums.backward(i)
+    sums.store.release(0, 0)
+
+
+def test_a_state_without_rows_at_an_edge() -> None:
+    first, *_ = active_slices(LENGTHS, SliceStore(), ((0, 3), (0,)))
+    x = torch.ones(2, 3)
+    with push_slice(first), pytest.raises(SliceStoreError, match=r"token 3 in 1 of 2 rows.*is \[5, 2\]; give it"):
+        carry.write(0, "convolution", x.new_zeros(5, 2), x)
+
+
+# -- wrong orders -----------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_no_slice_before_has_written() -> None:
+    sums = Sums()
+    with pytest.raises(SliceStoreError, match=r"slice \[3, 4\) reads the state 'recurrent', which no slice before"):
+        sums.forward(1)
+
+
+def test_a_state_that_a_slice_leaves_out() -> None:
+    sums = Sums()
+    sums.forward(0)
+    sums.forward(1, run=lambda x: x)
+    with pytest.raises(SliceStoreError, match=r"slice \[4, 8\) reads it but only \[0, 3\) has written it; every"):
+        sums.forward(2)
+    with pytest.raises(SliceStoreError, match=r"slice \[4, 8\) writes it, but only \[0, 3\) has; every slice"):
+        sums.forward(2, run=lambda x: carry.write("sums", "recurrent", x[:, -1], x))
+
+
+def test_a_state_that_is_read_after_it_is_written() -> None:
+    sums = Sums()
+    sums.forward(0)
+    with pytest.raises(SliceStoreError, match=r"\[0, 3\) has written it already: .*reads after it writes"):
+        sums.forward(0, run=lambda x: (carry.read("sums", "recurrent"), x)[1])
+
+
+def test_a_state_that_is_written_twice() -> None:
+    sums = Sums()
+    with pytest.raises(SliceStoreError, match=r"\[0, 3\) has already: two layers of this part share the name"):
+        sums.forward(0, run=lambda x: carry.write("sums", "recurrent", x[:, -1], sums(x)))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "weight"])
+def test_a_slice_that_runs_again_before_it_has_run(mode: str) -> None:
+    sums = Sums()
+    sums.forward(0)
+    with pytest.raises(SliceStoreError, match=r"but only \[0, 3\) has run"):
+        sums.forward(1, mode)
+    with pytest.raises(SliceStoreError, match=r"but only \[0, 3\) has run"):
+        sums.forward(1, mode, lambda x: carry.write("sums", "recurrent", x[:, -1], x))
+
+
+@pytest.mark.parametrize("order", [(0,), (1,), (2, 0), (2, 2), (2, 1, 1), (2, 1, 0, 0)])
+def test_a_backward_out_of_order(order: tuple[int, ...]) -> None:
+    sums = Sums()
+    sums.forward_all()
+    for i in order[:-1]:
+        sums.backward(i, retain_graph=True)
+    with pytest.raises(SliceStoreError, match="out of order, the next one must end at token"):
+        sums.backward(order[-1])
+
+
+def test_a_state_that_is_read_again_after_its_end() -> None:
+    sums = Sums()
+    sums.forward_all()
+    for i in (2, 1, 0):
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match=r"reads the state at token 4 again, but the slice before has run"):
+        sums.forward(2, "weight")
+
+
+def test_a_gradient_that_comes_too_late() -> None:
+    """It passes by the output that is tied: the layer hands on a second one."""
+    sums, late = Sums(), []
+
+    def with_a_second_output(x: Tensor) -> Tensor:
+        out = sums(x)
+        late.append(sums.states[-1])
+        return out
+
+    for i in range(3):
+        sums.forward(i, run=with_a_second_output)
+    assert late[2] is not None
+    second = late[2] * 2
+    for i in (2, 1):
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match="the state at token 4 got a gradient after"):
+        second.sum().backward()
+
+
+def test_a_state_that_is_changed_in_place() -> None:
+    sums = Sums()
+    sums.forward(0)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():  # as in the first forward of a reentrant checkpoint
+            state = carry.read("sums", "recurrent")
+            assert state is not None
+            return carry.write("sums", "recurrent", state.add_(1), x)
+
+    sums.forward(1, run=run)
+    with pytest.raises(SliceStoreError, match="token 3 was changed in place.*a tensor of its own"):
+        sums.forward(1, "recompute")
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    sums = Sums()
+    for i in range(3):
+        sums.forward(i, run=lambda x: sums(x).mul_(2))
+    for i in (2, 1, 0):
+        sums.backward(i)
+    assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [16.0, 10.0, 8.0]
+
+
+# -- end of life ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backwards", "message"),
+    [
+        ((), r"before any backward.*use the tensor that carry.write\(\) returns"),
+        ((2,), r"gradients of \[0, 4\) still waiting"),
+        ((2, 1), r"gradients of \[0, 3\) still waiting"),
+    ],
+)
+def test_release_of_a_micro_batch_that_is_not_drained(backwards: tuple[int, ...], message: str) -> None:
+    sums = Sums()
+    sums.forward_all()
+    for i in backwards:
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match=message):
+        sums.store.release(0, 0)
+
+
+def test_an_output_that_goes_on_untied() -> None:
+    sums = Sums()
+
+    def forgetful(x: Tensor) -> Tensor:
+        sums(x)
+        return x
+
+    for i in range(3):
+        sums.forward(i, run=forgetful)
+    for i in (2, 1, 0):
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match=r"use the tensor that carry.write\(\) returns"):
+        sums.store.release(0, 0)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_release_of_a_state_that_some_slices_wrote(mode: str) -> None:
+    sums = Sums()
+    with torch.no_grad():
+        sums.forward(0, mode)
+        sums.forward(1, mode)
+    with pytest.raises(SliceStoreError, match=r"released after \[0, 4\) of 8 tokens had written it"):
+        sums.store.release(0, 0)
+
+
+def test_memory_comes_and_goes_with_the_slices() -> None:
+    sums, one = Sums(), 2 * 2 * 4
+    sums.forward_all()
+    assert sums.store.live_bytes() == sums.store.reserved_bytes() == sums.store.carried.bytes_of(0, 0) == 2 * one
+    live = []
+    for i in (2, 1, 0):
+        sums.backward(i)
+        live.append(sums.store.live_bytes())
+    assert live == [2 * one, one, 0]
+    sums.store.release(0, 0)
+    assert sums.store.peak_bytes() == 2 * one and sums.store.reserved_bytes() == 0
+
+
+def test_the_end_of_a_batch_names_what_is_left() -> None:
+    sums = Sums()
+    sums.forward(0)
+    with pytest.raises(SliceStoreError, match=r"state 'recurrent' of layer 'sums' \(part 0, micro-batch 0\)"):
+        sums.store.assert_drained()
+
+
+def test_reset_after_an_exception() -> None:
+    """What is left of the old graph can no longer reach the states of the next batch."""
+    sums = Sums()
+    sums.forward_all()
+    sums.backward(2)
+    sums.store.reset()
+    sums.store.assert_drained()
+    assert sums.store.live_bytes() == 0
+    with pytest.raises(SliceStoreError, match="after the micro-batch was released"):
+        sums.backward(1)
+
+
+def test_micro_batches_and_parts_have_states_of_their_own() -> None:
+    store = SliceStore()
+    first, second, _ = active_slices(LENGTHS, store)
+    changes = [{}, {"micro_batch_id": 1}, {"part_id": 1}]
+    x = torch.ones(1, 1)
+    for value, change in enumerate(changes):
+        with push_slice(first.replace(**change)):
+            carry.write(0, "any", x * value, x)
+    for value, change in enumerate(changes):
+        with push_slice(second.replace(**change)):
+            state = carry.read(0, "any")
+        assert state is not None and state.item() == value

@@ -52,7 +52,11 @@ class Documents:
 
 def starts_of(position_ids: torch.Tensor) -> Starts:
     """Return where documents start in rows of position ids ([B, L]): where one is not the one before + 1."""
-    edges = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return starts_at(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def starts_at(edges: torch.Tensor) -> Starts:
+    """Return where documents start by `edges` ([B, L - 1]), which tells it of each token after the first."""
     return tuple((0, *(int(i) + 1 for i in row.nonzero().flatten())) for row in edges)
 
 

@@ -41,11 +41,14 @@ class Case:
     data_seed: int = 0
     decoder_layers: int = 4
     documents: bool = False  # rows hold several; position ids come with the tokens
+    batch: str = "tuple"  # or one of `dict_batches.FORMS`, where all but "plain" come with `documents`
     mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`
 
     def __post_init__(self) -> None:
         if isinstance(self.slices, tuple):
             object.__setattr__(self, "length", sum(self.slices))
+        if self.batch == "flattened":
+            object.__setattr__(self, "rows", 1)
 
     @property
     def world_size(self) -> int:

@@ -26,6 +26,7 @@ REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
 MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
 PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
+DICTS = replace(PACKED, batch="position_ids")
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ FIRST_POSITION = "models.gpt:first_position"
 ATTENTION = "models.gpt:sliced_attention"
 MERGE = "attention.backends.blocks:merge"
 RUNNER = "runtime.engine.part_runner"
+DICT_BATCH = "runtime.batch.dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
 LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
@@ -296,6 +298,20 @@ fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch
 )
 def no_edges_in_recompute(active: Any, self: Any, action: Any, mode: str) -> Any:
     return active(self, action, mode).replace(**{"documents": None} if mode == "recompute" else {})
+
+
+fault("engine", DICTS, "labels of a dict are not shifted", f"{DICT_BATCH}:_shifted")(
+    labels_of_a_dict_as_they_are=lambda shifted, labels, starts, ignore_index: labels
+)
+fault("engine", DICTS, "the last of a document is trained on the next one's first", f"{DICT_BATCH}:_shifted")(
+    labels_over_edges=lambda shifted, labels, starts, ignore_index: shifted(labels, ((0,),) * len(starts), ignore_index)
+)
+fault("engine", DICTS, "labels of padding count", f"{DICT_BATCH}:_without_padding")(
+    labels_of_padding=lambda without, labels, lengths, ignore_index: labels
+)
+fault("engine", DICTS, "the documents of a dict are lost", f"{DICT_BATCH}:have_edges")(
+    edges_of_a_dict_ignored=lambda have_edges, starts: False
+)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------

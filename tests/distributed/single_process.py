@@ -19,6 +19,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
+from tests import dict_batches
 from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
@@ -112,7 +113,15 @@ def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Any, 
         hidden[0, first] = False  # at least one label counts
         labels[hidden] = IGNORE_INDEX
     tokens = text[:, :-1].contiguous()
-    return ((tokens, _position_ids(tokens, generator)) if case.documents else tokens), labels
+    is_packed = case.documents and case.batch != "plain"
+    ids = _position_ids(tokens, generator) if is_packed else torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+    if case.batch != "tuple":
+        if (
+            is_packed and index == 0 and ids.shape[1] > 8
+        ):  # of one token at the start and at an edge of slices (7, 1, 4)
+            ids[0] = torch.cat([torch.arange(count) for count in (1, 6, 1, ids.shape[1] - 8)])
+        dict_batches.ignore_ends(case.batch, labels, ids)
+    return ((tokens, ids) if case.documents else tokens), labels
 
 
 def _position_ids(tokens: Tensor, generator: torch.Generator) -> Tensor:

@@ -23,10 +23,12 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.dict_batches import flattened
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
+    IGNORE_INDEX,
     LENGTH,
     WARMUP,
     ZERO1,
@@ -39,7 +41,9 @@ from tests.distributed.engines import (
     error_of,
     fp32_layers,
     gpt_layers,
+    logged,
     micro_batch,
+    record_gradients,
     run_training,
     section,
     step_error,
@@ -225,6 +229,10 @@ def dataset() -> Dataset[Any]:
     return TensorDataset(torch.cat(tokens), torch.cat(labels))
 
 
+def loader_in_process(*args: Any, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(*args, **{**kwargs, "num_workers": 0})  # a rank may not have child processes
+
+
 def job_training_data() -> list[float]:
     """Train on `deepspeed.initialize(training_data=...)` for longer than an epoch, then by a function for batches."""
 
@@ -234,13 +242,46 @@ def job_training_data() -> list[float]:
         data: Any = [[dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in batches(2)]
         return [losses, vars(train(engine, data))]
 
-    def loader(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-        return DataLoader(*args, **{**kwargs, "num_workers": 0})  # a rank may not have child processes
-
-    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader):
+    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader_in_process):
         (loader_losses, by_function), (ours_losses, ours) = both(run, initialize={"training_data": dataset()})
     exact = [error_of(ours[kind], by_function[kind]) for kind in ("losses", "gradients", "parameters")]
     return [error_of([ours_losses, ours["returned"]], [loader_losses, by_function["returned"]]), *exact]
+
+
+def samples(count: int) -> list[dict[str, list[int]]]:
+    """Documents of one length, so that the stock engine can train them as rows; some labels do not count."""
+    drawn = [micro_batch(seed, length=6, rows=1, masked=False) for seed in range(count)]
+    return [
+        {"input_ids": tokens[0].tolist(), "labels": [IGNORE_INDEX] * (seed % 3) + tokens[0].tolist()[seed % 3 :]}
+        for seed, (tokens, _) in enumerate(drawn)
+    ]
+
+
+def rows_of(documents: list[dict[str, list[int]]]) -> MicroBatch:
+    tokens = torch.tensor([document["input_ids"] for document in documents])
+    labels = [[*document["labels"][1:], IGNORE_INDEX] for document in documents]
+    return tokens, torch.tensor(labels)
+
+
+def job_flattened(verify: str) -> dict[str, Any]:
+    """Train flattened documents by DeepSpeed's own loader; the stock engine has one document in each row."""
+    found = {}
+
+    documents = section(slices=[5, 6, 1], documents="position_ids", verify=verify)
+    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader_in_process), logged() as said:
+        for terapipe, collate in ((None, rows_of), (documents, flattened)):
+            given = {"training_data": samples(8), "collate_fn": collate}
+            with engine_of(gpt_layers(), terapipe, initialize=given) as engine:
+                gradients: list[Any] = []
+                record_gradients(engine, gradients.append)
+                losses = [float(engine.train_batch()) for _ in range(3)]  # longer than an epoch
+                found[terapipe is None] = losses, gradients
+    (losses, gradients), (stock_losses, stock_gradients) = found[False], found[True]
+    return {
+        "losses": error_of(losses, stock_losses),
+        "gradients": error_of(gradients, stock_gradients),
+        "said": sum("labels of dict batches are shifted here" in line for line in said),
+    }
 
 
 def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +312,14 @@ class TestData:
         for returned, *exact in on_ranks(job_training_data):
             assert returned <= FP32_SCALAR
             assert max(exact) <= EXACT
+
+    @pytest.mark.parametrize("verify", ["off", "first_batch"])
+    def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self, verify: str) -> None:
+        results = on_ranks(job_flattened, verify=verify)
+        for rank in results:
+            assert rank["losses"] <= FP32_SCALAR
+            assert rank["gradients"] <= EXACT
+        assert sum(rank["said"] for rank in results) == 1
 
     @pytest.mark.parametrize("options", [{}, BF16, FP16_ZERO1], ids=["fp64", "bf16", "fp16_zero1"])
     def test_nothing_of_a_failed_batch_stays(self, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutation_check
+from tests import dict_batches, mutation_check
 from tests.distributed import compare
 from tests.distributed.cases import FULL, Case
 from tests.distributed.compare import RankRecord
@@ -34,6 +34,21 @@ SAMPLE = [
     replace(PACKED, stages=1, data_parallel=2),
     replace(PACKED, schedule="seq1f1b-zb", mixer="gated_delta_rule", checkpointing="reentrant"),
 ]
+DICTS = replace(PACKED, masked=False, batch="position_ids")
+DICT_CASES = [
+    replace(DICTS, batch=form, stages=stages, slices=slices, schedule=schedule, positions=positions)
+    for form in dict_batches.FORMS
+    for stages, schedule in ((2, "seq1f1b"), (3, "seq1f1b-zb"), (2, "zbv"), (2, "chimera-seq"), (2, "1f1b"))
+    for slices in ((7, 1, 4), 3, 1)
+    for positions in ("rope", "learned")
+]
+DICT_SAMPLE = [
+    DICTS,
+    replace(DICTS, batch="cu_seq_lens_q", stages=1, data_parallel=2, checkpointing="non_reentrant"),
+    replace(DICTS, batch="seq_idx", schedule="1f1b", slices=1, positions="learned"),
+    replace(DICTS, batch="flattened", stages=3, schedule="seq1f1b-zb", micro_batches=3),
+    replace(DICTS, batch="plain"),
+]
 
 
 @functools.cache
@@ -43,10 +58,13 @@ def reference(case: Case) -> list[RankRecord]:
 
 def of_alone(case: Case) -> Case:
     """What of a case the plain loop knows."""
-    return replace(PACKED, data_parallel=case.data_parallel, positions=case.positions, mixer=case.mixer)
+    same = {
+        name: getattr(case, name) for name in ("data_parallel", "positions", "mixer", "masked", "batch", "documents")
+    }
+    return replace(PACKED, rows=case.rows, micro_batches=case.micro_batches, **same)
 
 
-@pytest.mark.parametrize("case", dict.fromkeys([*SAMPLE, *CASES] if FULL else SAMPLE), ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys([*SAMPLE, *DICT_SAMPLE, *(CASES + DICT_CASES if FULL else ())]), ids=str)
 def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     """Loss, gradients, parameters and evaluation, to 1e-10."""
     run = rank_pool(case.world_size).run(train_case, case=case)
@@ -62,7 +80,13 @@ def test_slices_are_planned_from_measured_rows_of_one_document(tmp_path: Path) -
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 
-@pytest.mark.parametrize("fault", ["edges_of_one_row_ignored", "edges_of_another_micro_batch", "no_edges_in_recompute"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "edges_of_one_row_ignored", "edges_of_another_micro_batch", "no_edges_in_recompute",
+        "labels_of_a_dict_as_they_are", "labels_over_edges", "labels_of_padding", "edges_of_a_dict_ignored",
+    ],
+)  # fmt: skip
 def test_wrong_edges_are_seen(fault: str) -> None:
     assert mutation_check.is_right(FAULTS[fault].configuration)
     assert mutation_check.caught_by(FAULTS[fault]).net != mutation_check.SURVIVED

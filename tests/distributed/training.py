@@ -8,7 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
+from tests import dict_batches
 from tests.distributed.cases import CLIP_NORM, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.engines import engine_of, record_gradients, section
@@ -48,7 +50,8 @@ def terapipe_section(case: Case) -> dict[str, Any]:
     slices = case.slices if isinstance(case.slices, int) else list(case.slices)
     chunks_per_stage = 2 if "interleaved" in case.schedule else 1
     of_schedule = {"schedule": case.schedule, "chunks_per_stage": chunks_per_stage}
-    documents = 1 if case.documents else "off"
+    by_dict = "off" if case.batch == "plain" else "position_ids"
+    documents = "off" if not case.documents else 1 if case.batch == "tuple" else by_dict
     return section(**of_schedule, slices=slices, loss_reduction=case.loss_reduction, documents=documents)
 
 
@@ -95,13 +98,20 @@ class DoublingModule(DrawnModule):
             parameter.grad *= 2  # type: ignore[operator]
 
 
+def _batches(case: Case, drawn: list[tuple[Any, Tensor]]) -> list[Any]:
+    """Return micro-batches in the form of the case."""
+    if case.batch == "tuple":
+        return list(drawn)
+    return [dict_batches.of(case.batch, *rows, labels) for rows, labels in drawn]
+
+
 def _train(engine: PipelineEngine, case: Case) -> RankRecord:
     replica = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, replica, type(engine).__name__)
     snapshots: list[dict[str, Any]] = []
     record_gradients(engine, lambda gradients: snapshots.append(to_numpy(gradients)))
     for step in range(1, case.steps + 1):
-        returned = engine.train_batch(iter(micro_batches(case, replica, step)))
+        returned = engine.train_batch(iter(_batches(case, micro_batches(case, replica, step))))
         # the last stage returns fp64, the others what they were sent
         record.returned.append(float(np.float32(float(returned))))
         assert len(snapshots) == step, f"{len(snapshots)} optimizer steps in {step} batches"
@@ -110,7 +120,7 @@ def _train(engine: PipelineEngine, case: Case) -> RankRecord:
         if engine.is_last_stage():
             record.losses.append(float(engine.total_loss) / case.micro_batches)
         if data := evaluation_data(case, replica, step):
-            evaluation = engine.eval_batch(iter(data), bcast_loss=False)
+            evaluation = engine.eval_batch(iter(_batches(case, data)), bcast_loss=False)
             record.evaluations += [float(evaluation)] if engine.is_last_stage() else []
     record.gradients = dict(enumerate(snapshots, 1))
     record.parameters = to_numpy(dict(engine.module.named_parameters()))

@@ -21,8 +21,8 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
     tensors, what = as_tuple(inputs, "the inputs"), f"terapipe.documents = {documents!r}"
     if isinstance(documents, str):
         raise BatchError(
-            f"{what} names an entry of a dict, but the inputs of this batch are {len(tensors)} tensors: give the index "
-            "of the position ids among them"
+            f"{what} names an entry of a dict, but this batch is a tuple with {len(tensors)} input tensors: give the "
+            "index of the position ids among them, or dict batches"
         )
     if documents >= len(tensors):
         raise BatchError(

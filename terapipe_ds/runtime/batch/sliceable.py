@@ -31,7 +31,8 @@ def as_tuple(tensors: Any, what: str) -> Tensors:
         return (tensors,)
     if isinstance(tensors, (tuple, list)) and tensors and all(torch.is_tensor(t) for t in tensors):
         return tuple(tensors)
-    raise BatchError(f"{what} of a batch must be a tensor or a tuple of tensors, got {type(tensors).__name__}")
+    fix = ". Give the dict as the batch, with its labels in it" if (type(tensors), what) == (dict, "the inputs") else ""
+    raise BatchError(f"{what} of a batch must be a tensor or a tuple of tensors, got {type(tensors).__name__}{fix}")
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:

@@ -23,6 +23,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
+from terapipe_ds.runtime.batch.dict_batch import ReadBatch, read_dict
 from terapipe_ds.runtime.batch.packed_rows import find_starts
 from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
@@ -79,7 +80,7 @@ class BatchSource:
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
         self._is_last = place.stage_id in layout.stages_with_end(first=False)
         self._is_cut, self._length_multiple = is_cut, length_multiple
-        self._tells = tells  # once
+        self._tells = self._tells_of_labels = tells  # once each
         self._look_at, self._check, self._require = look_at, check, require
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
@@ -121,7 +122,9 @@ class BatchSource:
         """Return the checksums of what this stage uses: the inputs on the first, the labels on the last."""
         values = [each.value if isinstance(each, UncutLabels) else each.tensors for each in labels]
         return DataSums(
-            checksum([as_tuple(each.inputs, "the inputs") for each in drawn]) if self._is_first else None,
+            checksum([(as_tuple(each.inputs, "the inputs"), each.starts) for each in drawn])
+            if self._is_first
+            else None,
             checksum(values) if self._is_last else None,
         )
 
@@ -140,18 +143,38 @@ class BatchSource:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
-        inputs, labels = _split(batch, has_more=self._config.is_stock_order)
+        inputs, labels, starts = self._read(batch, needs_labels)
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
         if self._is_first:
-            drawn.inputs = _copied(inputs)
-            if self._config.documents != "off":
-                drawn.starts = find_starts(drawn.inputs, self._config.documents, self._config.sequence_dim)
+            drawn.inputs, drawn.starts = _copied(inputs), starts
             if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
                 drawn.seen = MicroBatchShape.of(self._labels_of(labels))
                 self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
         return drawn
+
+    def _read(self, batch: Any, needs_labels: bool) -> ReadBatch:
+        """Return the batch of the data iterator, a dict or a tuple, as inputs, labels, and where documents start."""
+        documents = self._config.documents
+        if not isinstance(batch, Mapping):
+            inputs, labels = _split(batch, has_more=self._config.is_stock_order)
+            has_starts = self._is_first and documents != "off"
+            starts = find_starts(inputs, documents, self._config.sequence_dim) if has_starts else None
+            return ReadBatch(inputs, labels, starts)
+        read = read_dict(batch, self._config)
+        if read.labels is None and self._is_last and needs_labels:
+            raise BatchError(
+                "a dict batch has neither labels nor shift_labels: give labels, which may be the input_ids themselves; "
+                "only eval_batch(compute_loss=False) goes without"
+            )
+        if self._tells_of_labels and read.labels is not None and batch.get("shift_labels") is None:
+            self._tells_of_labels = False
+            logger.info(
+                "labels of dict batches are shifted here: each token is trained on the label of the next one, and the "
+                "last of a row or document on none"
+            )
+        return read
 
     def _tells_nothing(self, labels: Any) -> bool:
         """Return whether labels say nothing of the sequences. In DeepSpeed's own order they may be of any kind."""
@@ -228,7 +251,8 @@ def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:
         return batch[0], batch[1]
     size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
     raise BatchError(
-        f"the data iterator must give (inputs, labels), got {type(batch).__name__}{size}; see DeepSpeed's train_batch()"
+        f"the data iterator must give (inputs, labels), got {type(batch).__name__}{size}; see DeepSpeed's "
+        "train_batch(). Or a dict with input_ids and labels"
     )
 
 

@@ -134,7 +134,7 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("ids", "changes", "message"),
         [
-            (IDS, {"documents": "position_ids"}, "names an entry of a dict, but .* 2 tensors: give the index"),
+            (IDS, {"documents": "position_ids"}, "names an entry of a dict, but .* 2 input tensors: give the index"),
             (IDS, {"documents": 2}, "documents = 2, but the batch has 2 input tensors"),
             (IDS.double(), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of float64 \[2, 12\]"),
             (IDS[0], {"documents": 1}, r"integers \[rows, tokens\], .* tensor of int64 \[12\]"),
@@ -147,9 +147,65 @@ class TestDocuments:
         with pytest.raises(BatchError, match=message):
             of(((TOKENS, ids), TOKENS), **changes).draw(1, training=True)
 
-    def test_a_dict_is_no_batch_yet(self) -> None:
-        with pytest.raises(BatchError, match="a tensor or a tuple of tensors, got dict"):
+    def test_a_dict_is_a_batch_and_no_inputs(self) -> None:
+        with pytest.raises(BatchError, match="a tensor or a tuple of tensors, got dict. Give the dict as the batch"):
             of(({"input_ids": TOKENS, "position_ids": self.IDS}, TOKENS), documents="position_ids").draw(1, True)
+
+
+class TestDicts:
+    """What becomes of the entries themselves is in `test_dict_batch.py`."""
+
+    IDS, STARTS = TestDocuments.IDS, TestDocuments.STARTS
+    SHIFTED = torch.cat([TOKENS[:, 1:], torch.full((2, 1), -100)], dim=1)
+
+    @pytest.mark.parametrize("section", [{}, {"slices": 1}, WHOLE])
+    def test_all_that_follows_sees_tuples(self, section: dict[str, Any]) -> None:
+        memory = {"input_ids": TOKENS.clone(), "labels": TOKENS.clone(), "position_ids": self.IDS.clone()}
+        one = of(memory, documents="position_ids", **section)
+        (drawn,), (shape,) = one.draw(1, training=True)
+        memory["input_ids"].zero_(), memory["labels"].zero_()  # which a loader may use again
+        assert (shape.rows, shape.length, shape.starts) == (2, 12, self.STARTS)
+        expected = self.SHIFTED.clone()
+        expected[0, 4] = -100
+        assert drawn.labels is not None and torch.equal(drawn.labels.part(0, 12), expected)
+        inputs = one.slice_inputs(drawn.inputs, shape, PLAN if not section else SlicePlan((12,)))
+        assert torch.equal(inputs.tensors[0], TOKENS) and torch.equal(inputs.tensors[1], self.IDS)
+        assert inputs.sliced == (True, True)
+
+    @pytest.mark.parametrize("section", [{}, WHOLE])
+    def test_labels_are_needed_for_a_loss_alone(self, section: dict[str, Any]) -> None:
+        with pytest.raises(BatchError, match="a dict batch has neither labels nor shift_labels"):
+            of({"input_ids": TOKENS}, **section).draw(1, training=True)
+        _, (shape,) = of({"input_ids": TOKENS}, **section).draw(1, training=False, needs_labels=False)
+        assert shape.length == 12
+
+    def test_the_shift_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        batch = {"input_ids": TOKENS, "labels": TOKENS}
+        with caplog.at_level("INFO", "terapipe_ds"):
+            of(*[{**batch, "shift_labels": TOKENS}] * 2).draw(2, training=True)
+            assert "shifted" not in caplog.text
+            of(*[batch] * 3).draw(3, training=True)
+        assert caplog.text.count("labels of dict batches are shifted here") == 1
+
+    @pytest.mark.parametrize("stage_id", [0, 2])
+    def test_both_ends_see_the_documents(self, stage_id: int, reports: list[StageReport]) -> None:
+        """The first stage tells them to all; the last one shifts its labels by its own copy."""
+        numbers = (torch.arange(12) < torch.tensor([[5], [12]])).int()
+        batch = {"input_ids": TOKENS, "labels": TOKENS, "seq_idx": numbers}
+        source = Source(config(documents="position_ids"), iter([batch]).__next__, at(stage_id, 3))
+        (drawn,), _ = source.draw(1, training=True)
+        if stage_id == 0:
+            assert reports[0].starts == (self.STARTS,) and torch.equal(drawn.inputs, TOKENS)
+        else:
+            assert drawn.labels is not None and drawn.labels.part(0, 12)[0, 4] == -100
+
+    def test_tensor_parallel_ranks_compare_where_documents_start(self, reports: list[StageReport]) -> None:
+        place = at(0, 2, peers=TensorPeers((0, 1), 0, 0, 1))
+        for edge in (5, 5, 6):
+            batch = {"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, edge, 12, 24])}
+            Source(config(documents="position_ids"), iter([batch]).__next__, place).draw(1, training=True)
+        one, same, other = (report.sums.inputs for report in reports)
+        assert one == same != other
 
 
 @pytest.mark.parametrize("stage_id", [0, 1])
@@ -169,7 +225,8 @@ class TestErrors:
             (None, "there is no data: give train_batch.. a data_iter"),
             (TOKENS, r"must give \(inputs, labels\), got Tensor"),
             ((TOKENS, TOKENS, TOKENS), r"must give \(inputs, labels\), got tuple of 3 elements"),
-            ({"tokens": TOKENS}, "got dict"),
+            ({"tokens": TOKENS}, "the entry tokens of a dict batch .* nothing reads it"),
+            ({}, "a dict batch needs input_ids, and has no entry"),
             ((TOKENS, None), "there are no labels, from which come the sequence length.*compute_loss=False"),
             ((TOKENS[:, :5], TOKENS), r"length 12 .* the inputs have shapes \[2, 5\]"),
             ((TOKENS[:, :0], TOKENS[:, :0]), r"labels of shape \[2, 0\] has no tokens"),

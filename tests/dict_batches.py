@@ -19,10 +19,14 @@ FORMS = (*PADDED, "cu_seq_lens_q", "seq_idx", "flattened")  # `plain` rows are o
 
 def ignore_ends(form: str, labels: Tensor, position_ids: Tensor) -> None:
     """Give no (shifted) label to the last tokens of documents, and to those whose next one is padding."""
-    labels[:, -1] = IGNORE_INDEX
-    labels[:, :-1][position_ids[:, 1:] == 0] = IGNORE_INDEX
+    ends = torch.ones_like(labels, dtype=torch.bool)
+    ends[:, :-1] = position_ids[:, 1:] == 0
     if form in PADDED:
-        labels[0, -1 - PADDING :] = IGNORE_INDEX
+        ends[0, -1 - PADDING :] = True
+    labels[ends] = IGNORE_INDEX
+    if bool((labels == IGNORE_INDEX).all()):  # at least one counts
+        row, token = (~ends).nonzero()[0]
+        labels[row, token] = 0
 
 
 def of(form: str, tokens: Tensor, position_ids: Tensor, labels: Tensor) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def drawn() -> tuple[Case, ...]:
         mixer = MIXERS[len(found) // 7 % len(MIXERS)]  # so does each schedule meet each of them
         documents = len(found) // 5 % 3 == 0
         one = replace(configuration, schedule=schedule, mixer=mixer, documents=documents)
-        if documents and not (one.masked or one.mixed):  # with which no label may be left
+        if documents and not one.mixed:  # short rows may have no document of two tokens, and so no label
             one = replace(one, batch=BATCHES[len(found) % len(BATCHES)])
         found[one] = None
 
@@ -112,10 +112,10 @@ def covering(count: int) -> tuple[Case, ...]:
 
 
 def _pairs(configuration: Case) -> set[Any]:
-    """What stands together in a configuration; numbers of tokens and the seed do not matter."""
+    """What stands together in a configuration; numbers of tokens, the seed and the form do not matter."""
     values = {f.name: getattr(configuration, f.name) for f in fields(configuration)}
     listed = isinstance(values.pop("slices"), tuple)
-    for name in ("length", "data_seed", "steps", "rows"):
+    for name in ("length", "data_seed", "steps", "rows", "batch"):
         del values[name]
     items = sorted({**values, "listed": listed}.items())
     return {(one, other) for index, one in enumerate(items) for other in items[:index]}

@@ -263,11 +263,11 @@ def rows_of(documents: list[dict[str, list[int]]]) -> MicroBatch:
     return tokens, torch.tensor(labels)
 
 
-def job_flattened(verify: str) -> dict[str, Any]:
+def job_flattened() -> dict[str, Any]:
     """Train flattened documents by DeepSpeed's own loader; the stock engine has one document in each row."""
     found = {}
 
-    documents = section(slices=[5, 6, 1], documents="position_ids", verify=verify)
+    documents = section(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
     with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader_in_process), logged() as said:
         for terapipe, collate in ((None, rows_of), (documents, flattened)):
             given = {"training_data": samples(8), "collate_fn": collate}
@@ -313,9 +313,9 @@ class TestData:
             assert returned <= FP32_SCALAR
             assert max(exact) <= EXACT
 
-    @pytest.mark.parametrize("verify", ["off", "first_batch"])
-    def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self, verify: str) -> None:
-        results = on_ranks(job_flattened, verify=verify)
+    def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self) -> None:
+        """The check of the first batch runs as well."""
+        results = on_ranks(job_flattened)
         for rank in results:
             assert rank["losses"] <= FP32_SCALAR
             assert rank["gradients"] <= EXACT

@@ -72,11 +72,12 @@ def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     assert not compare.violations(compare.errors(run, reference(of_alone(case))), compare.contract(case))
 
 
-def test_slices_are_planned_from_measured_rows_of_one_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [PACKED, DICTS], ids=["tuple", "dict"])
+def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_path: Path) -> None:
     """What measures slices has position ids cut with the tokens, and leaves nothing behind for the training."""
     planned = {"slices": "auto", "granularity_tokens": 4, "planner": {"cache_dir": str(tmp_path)}}
-    run = rank_pool(2).run(train_case, case=PACKED, **planned)
-    assert not compare.violations(compare.errors(run, reference(of_alone(PACKED))), compare.contract(PACKED))
+    run = rank_pool(2).run(train_case, case=case, **planned)
+    assert not compare.violations(compare.errors(run, reference(of_alone(case))), compare.contract(case))
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 

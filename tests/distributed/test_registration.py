@@ -93,6 +93,8 @@ def job_other_engines() -> dict[str, Any]:
         partition_activations = mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", True)
         with partition_activations:
             found["partition_activations"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
+        stock = config(terapipe=section(enabled=False, documents="position_ids"))
+        found["documents"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), stock))[1]
     with engine_of(fp32_layers(), section()) as engine, partition_activations:
         found["partition_activations later"] = step_error(engine)[1]
     return found
@@ -111,6 +113,7 @@ class TestRegistration:
         for rank in rank_pool(2).run(job_other_engines):
             assert rank["no pipeline"] is True
             assert rank["DualPipeV without section"] is True
+            assert "terapipe.documents = 'position_ids': DeepSpeed's own engine mixes documents" in rank["documents"]
             for name in ("partition_activations", "partition_activations later"):
                 assert re.search("partition_activations.*to false", rank[name])
 

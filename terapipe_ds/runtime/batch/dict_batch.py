@@ -12,11 +12,9 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.runtime.batch.sliceable import BatchError
 
-_POSITION_IDS, _CUMULATIVE, _LONGEST = (
-    "position_ids",
-    ("cu_seq_lens_q", "cu_seq_lens_k"),
-    ("max_length_q", "max_length_k"),
-)
+_POSITION_IDS = "position_ids"
+_CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
 _BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # besides the position ids
 _OTHERS = (*_BY_TOKEN, *_CUMULATIVE, *_LONGEST)
 
@@ -85,9 +83,9 @@ def _name_of_position_ids(config: TeraPipeConfig) -> str:
 
 
 def _is_integer(value: Any) -> bool:
-    return (
-        torch.is_tensor(value) and value.dtype != torch.bool and not (value.is_floating_point() or value.is_complex())
-    )
+    if not torch.is_tensor(value) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _check_entries(given: Mapping[Any, Any], position_ids: str) -> None:
@@ -205,7 +203,7 @@ def _edges(key: str, value: Any) -> torch.Tensor:
 def _is_at_least(value: Any, longest: int) -> bool:
     try:
         return int(value) >= longest
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
 
 

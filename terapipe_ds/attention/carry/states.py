@@ -205,6 +205,11 @@ class CarriedEntry:
                 "before any backward although its output needs gradients; use the tensor that carry.write() returns, "
                 "and run the backward of every slice first, or freeze the layer if the loss does not use it"
             )
+        elif any(kept.state is not None and kept.state.grad is not None for kept in self._kept.values()):
+            what = (
+                "with gradients of its states that no backward has taken: carry.write() was called without gradients; "
+                "call it outside of torch.no_grad(), and use the tensor that it returns"
+            )
         else:
             return
         raise SliceStoreError(f"{self}: released {what}")

@@ -207,6 +207,14 @@ def test_a_state_that_is_read_after_it_is_written() -> None:
         sums.forward(0, run=lambda x: (carry.read("sums", "recurrent"), x)[1])
 
 
+@pytest.mark.parametrize("state_and_output", [(None, torch.ones(2)), (torch.ones(2), (torch.ones(2),))])
+def test_a_state_or_an_output_that_is_no_tensor(state_and_output: Any) -> None:
+    """As of a kernel that was not asked for its last state, or that gives more than one tensor."""
+    message = r"layer 3, state 's': carry.write\(\) takes .* one tensor each, got .*(NoneType|tuple).*; ask the kernel"
+    with push_slice(ActiveSlice(0, 5, 10, store=SliceStore())), pytest.raises(TypeError, match=message):
+        carry.write(3, "s", *state_and_output)
+
+
 def test_a_state_that_is_written_twice() -> None:
     sums = Sums()
     with pytest.raises(SliceStoreError, match=r"\[0, 3\) has already: two layers of this part share the name"):
@@ -317,6 +325,25 @@ def test_an_output_that_goes_on_untied() -> None:
     for i in (2, 1, 0):
         sums.backward(i)
     with pytest.raises(SliceStoreError, match=r"use the tensor that carry.write\(\) returns"):
+        sums.store.release(0, 0)
+
+
+def test_a_state_that_is_written_without_gradients() -> None:
+    """The forwards of reentrant checkpoints do that too, but their second run ties the output."""
+    sums = Sums()
+
+    def untied(x: Tensor) -> Tensor:
+        state = carry.read("sums", "s")
+        out = x.cumsum(1) if state is None else x.cumsum(1) + state[:, None]
+        with torch.no_grad():
+            carry.write("sums", "s", out[:, -1], out)
+        return out
+
+    for i in range(3):
+        sums.forward(i, run=untied)
+    for i in (2, 1, 0):
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match=r"gradients of its states that no backward has taken.*no_grad"):
         sums.store.release(0, 0)
 
 

@@ -47,7 +47,10 @@ def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
             "output_final_state=True), and write one tensor of a tuple of outputs"
         )
     entry = _states(active, layer, name).write(active, layer, name, state)
-    if not (torch.is_grad_enabled() and (output.requires_grad or state.requires_grad)):
+    if not torch.is_grad_enabled():
+        return output
+    if not (output.requires_grad or state.requires_grad):
+        entry.pass_over(active)
         return output
     entry.recorded = True
     tied: Tensor = _Tie.apply(output, state, entry, active)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from carry_cases import active_slices
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice
 from terapipe_ds.attention.documents import Starts
@@ -345,6 +346,25 @@ def test_a_state_that_is_written_without_gradients() -> None:
         sums.backward(i)
     with pytest.raises(SliceStoreError, match=r"gradients of its states that no backward has taken.*no_grad"):
         sums.store.release(0, 0)
+
+
+@pytest.mark.parametrize("starts", [None, ((0, 3), (0, 3)), ((0, 4), (0, 4)), ((0, 3, 4), (0, 2))])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_state_that_needs_no_gradient_in_a_checkpoint(reentrant: bool, starts: Starts | None) -> None:
+    """Only what comes after it does. A reentrant checkpoint tells no earlier than in its second run."""
+    sums, weight = Sums(starts=starts), torch.ones(2, requires_grad=True)
+
+    def frozen(x: Tensor) -> Tensor:
+        with_gradients: Tensor = checkpoint(lambda y, w: sums(y) * w, x.detach(), weight, use_reentrant=reentrant)
+        return with_gradients
+
+    for i in range(3):
+        sums.forward(i, run=frozen)
+    for i in (2, 1, 0):
+        sums.backward(i)
+    assert weight.grad is not None and torch.equal(weight.grad, sum(out.detach().sum((0, 1)) for out in sums.outs))
+    sums.store.release(0, 0)
+    sums.store.assert_drained()
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from terapipe_ds.attention.documents import Documents, starts_of
+from terapipe_ds.attention.documents import Documents, are_position_ids, starts_of
 
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
@@ -152,9 +152,9 @@ def documents(position_ids: Tensor) -> Iterator[Documents]:
             f"documents() was called while slice [{active.start}, {active.stop}) of {active.sequence_length} tokens "
             "runs; the engine gives its slices the documents of the batch itself, by the key 'documents' of its section"
         )
-    if position_ids.dim() != 2 or position_ids.is_floating_point() or position_ids.shape[1] == 0:
+    if not are_position_ids(position_ids):
         kind = f"{list(position_ids.shape)} of {position_ids.dtype}"
-        raise ValueError(f"documents() takes the position ids of whole rows, integers [B, L] with L > 0, got {kind}")
+        raise ValueError(f"documents() takes the position ids of whole rows, integers [B, L] and some, got {kind}")
     length = position_ids.shape[1]
     edges = Documents(starts_of(position_ids), 0, length)
     with push_slice(ActiveSlice(0, length, length, documents=edges)):

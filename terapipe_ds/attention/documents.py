@@ -50,8 +50,15 @@ class Documents:
         return torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
 
 
+def are_position_ids(x: torch.Tensor) -> bool:
+    """Return whether a tensor may be position ids of rows: integers [B, L], at least one."""
+    is_real = x.is_floating_point() or x.is_complex()
+    return x.dim() == 2 and x.numel() > 0 and not is_real and x.dtype != torch.bool
+
+
 def starts_of(position_ids: torch.Tensor) -> Starts:
     """Return where documents start in rows of position ids ([B, L]): where one is not the one before + 1."""
+    position_ids = position_ids.detach().to("cpu", torch.int64)  # in few bits the one before + 1 may wrap to 0
     return starts_at(position_ids[:, 1:] != position_ids[:, :-1] + 1)
 
 

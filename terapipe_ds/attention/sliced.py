@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ def sliced_attention(
         tokens = q.shape[2] if q.dim() == 4 else 1
         active = ActiveSlice(0, tokens, tokens)
     _check_inputs(q, k, v, active, layer, dropout_p)
-    _check_options(q, active, layer, window, softcap, sinks)
+    options = _Options(1 / math.sqrt(q.shape[-1]) if scale is None else scale, dropout_p, window, softcap)
+    _check_options(q, active, layer, options, sinks)
     q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels take this for granted
     if is_whole:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -78,7 +80,6 @@ def sliced_attention(
     reach = reach_of(active, window)
     value_dim = None if v.shape[3] == q.shape[3] else v.shape[3]
     need = Need(dropout_p > 0, reach.window is not None, softcap is not None, reach.starts is not None, value_dim)
-    options = _Options(1 / math.sqrt(q.shape[-1]) if scale is None else scale, dropout_p, window, softcap)
     store = _Whole() if is_whole or active.store is None else active.store
     call = _Call(active, store, layer, choose_backend(q, need), reach, options)
     with torch.autocast(q.device.type, enabled=False):
@@ -312,14 +313,15 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: H
     raise ValueError(f"layer {layer!r}: {problem}")
 
 
-def _check_options(
-    q: Tensor, active: ActiveSlice, layer: Hashable, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
+def _check_options(q: Tensor, active: ActiveSlice, layer: Hashable, options: _Options, sinks: Tensor | None) -> None:
+    scale, _, window, softcap = options
     rows = None if active.documents is None else len(active.documents.starts)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         problem = f"window must be a number of tokens >= 1, its own included, or None for all, got {window!r}"
-    elif softcap is not None and not 0.0 < softcap < math.inf:
-        problem = f"softcap must be a finite number > 0, or None, got {softcap!r}"
+    elif not _is_positive(scale):
+        problem = f"scale must be a finite number > 0, or None, got {scale!r}; multiply q by any other"
+    elif softcap is not None and not _is_positive(softcap):
+        problem = f"softcap must be a finite number > 0, or None, got {softcap!r}; a tensor would get no gradient"
     elif sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         problem = f"sinks must be one number per query head, [{q.shape[1]}], got {list(sinks.shape)} of {sinks.dtype}"
     elif sinks is not None and sinks.device != q.device:
@@ -329,3 +331,7 @@ def _check_options(
     else:
         return
     raise ValueError(f"layer {layer!r}: {problem}")
+
+
+def _is_positive(x: float) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and 0.0 < x < math.inf

@@ -25,6 +25,7 @@ from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.models.positions import (
     check_learned_positions,
+    check_position_ids,
     first_position,
     places_in_documents,
     rotary_turns,
@@ -161,7 +162,8 @@ def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class TokenEmbedding(nn.Module):
     """Token ids [B, T] int64 -> [B, T, hidden_size]. Where tied, `weight` is the output matrix as well.
 
-    Of a tuple it takes the first tensor: packed rows come with position ids, which are read where documents are found.
+    Of a tuple it takes the first tensor. The second one are position ids of packed rows, [B, T]: the documents of the
+    active slice say what they say, and ids that count anew without documents are an error.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -172,7 +174,9 @@ class TokenEmbedding(nn.Module):
         self.dropout = config.dropout if config.positions == "rope" else 0.0
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        tokens = inputs if torch.is_tensor(inputs) else inputs[0]
+        tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
+        if others:
+            check_position_ids(tokens, others, GPTConfigError)
         return F.dropout(F.embedding(tokens, self.weight), self.dropout, self.training)
 
 

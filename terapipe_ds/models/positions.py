@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.attention.documents import are_position_ids
 
 
 def first_position() -> int:
@@ -27,6 +29,27 @@ def check_learned_positions(stop: int, known: int, error: type[ValueError]) -> N
     if stop > known:
         problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
         raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+
+
+def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[ValueError]) -> None:
+    """Raise `error` unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
+
+    Where no documents are known, layers count the positions of the whole row.
+    """
+    if len(others) != 1 or others[0].shape != tokens.shape or not are_position_ids(others[0]):
+        shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
+        problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
+        raise error(f"{problem}, and no more, got {shapes}: leave other inputs out")
+    active = active_slice()
+    if active is not None and (active.documents is not None or active.mode == "probe"):
+        return
+    offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
+    if bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
+        raise error(
+            "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
+            "to the index of the position ids among the inputs (outside of the engine: run the rows within "
+            "terapipe_ds.attention.documents(position_ids)), or leave the position ids out"
+        )
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.attention.documents import Documents
 from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
@@ -299,3 +301,41 @@ def test_dropout_is_active_in_training_only(positions: str, rates: dict[str, flo
     model.modules.eval()
     assert torch.equal(model(tokens), Model(plain)(tokens))
     assert GPTConfig(dropout=0.1).attention_dropout == 0.1
+
+
+# -- position ids beside the tokens ------------------------------------------------------------------------------------
+
+EMBEDDING = gpt.TokenEmbedding(GPTConfig(**SMALL))
+TOKENS, IDS = torch.zeros(2, 12, dtype=torch.int64), torch.arange(12).repeat(2, 1)
+RESTARTED = torch.cat([IDS[:, :5], IDS[:, :7]], 1)
+
+
+@pytest.mark.parametrize("span", [(0, 12), (0, 6), (5, 12)], ids=str)
+def test_position_ids_that_count_anew_need_documents(span: tuple[int, int]) -> None:
+    """Also where they do so with the slice. Else attention would see all of the row, without a word."""
+    tokens, ids = TOKENS[:, slice(*span)], RESTARTED[:, slice(*span)]
+    active = ActiveSlice(*span, 12, store=SliceStore())
+    with push_slice(active), pytest.raises(ValueError, match=r"count anew within a row.*set terapipe.documents"):
+        EMBEDDING((tokens, ids))
+    edges = Documents(((0, 5),) * 2, *span)
+    for known in (active.replace(documents=edges), active.replace(mode="probe")):
+        with push_slice(known):
+            assert torch.equal(EMBEDDING((tokens, ids)), EMBEDDING(tokens))
+    with pytest.raises(ValueError, match="count anew") if span != (5, 12) else contextlib.nullcontext():
+        EMBEDDING((tokens, ids))  # without the engine, a row that starts anywhere
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS + 7, IDS.int()])
+def test_position_ids_of_one_document_per_row(ids: Tensor) -> None:
+    assert torch.equal(EMBEDDING((TOKENS, ids)), EMBEDDING(TOKENS))
+    with push_slice(ActiveSlice(4, 12, 12, store=SliceStore())):
+        EMBEDDING((TOKENS[:, 4:], ids[:, 4:]))
+
+
+@pytest.mark.parametrize("others", [(), (IDS, IDS), (IDS[:, :7],), (IDS.float(),), (IDS == 0,)])
+def test_other_inputs_are_not_left_out_in_silence(others: tuple[Tensor, ...]) -> None:
+    """Such as a mask."""
+    with (
+        pytest.raises(ValueError, match="position ids, integers of that shape") if others else contextlib.nullcontext()
+    ):
+        EMBEDDING((TOKENS, *others))

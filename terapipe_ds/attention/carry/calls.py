@@ -34,13 +34,23 @@ def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
     The backward of the returned tensor adds the gradient that the next slice has left for `state`. Rows of the batch
     are dimension 0 of `state`; its dtype is kept. Every slice writes, the last one too.
 
-    Raises SliceStoreError where slices run in an order that cannot be right, or without a store.
+    Raises SliceStoreError where slices run in an order that cannot be right, or without a store, TypeError where state
+    or output is no tensor.
     """
     active = active_slice()
     if active is None or active.is_whole:
         return output
+    if not (torch.is_tensor(state) and torch.is_tensor(output)):
+        raise TypeError(
+            f"layer {layer!r}, state {name!r}: carry.write() takes a state and an output that are one tensor each, got "
+            f"{type(state).__name__} and {type(output).__name__}; ask the kernel for its last state (of fla: "
+            "output_final_state=True), and write one tensor of a tuple of outputs"
+        )
     entry = _states(active, layer, name).write(active, layer, name, state)
-    if not (torch.is_grad_enabled() and (output.requires_grad or state.requires_grad)):
+    if not torch.is_grad_enabled():
+        return output
+    if not (output.requires_grad or state.requires_grad):
+        entry.pass_over(active)
         return output
     entry.recorded = True
     tied: Tensor = _Tie.apply(output, state, entry, active)

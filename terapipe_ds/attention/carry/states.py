@@ -41,6 +41,7 @@ class CarriedEntry:
         self.filled = 0
         self.frontier = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
+        self._is_told_later = False  # what needs gradients, by the second run of a reentrant checkpoint
         self.closed = False
         self._owner = owner
         self._kept: dict[int, _Kept] = {}
@@ -108,6 +109,7 @@ class CarriedEntry:
                     "run; the first forward of a slice needs mode 'train'"
                 )
             return
+        self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
         if active.mode == "probe":
             self.filled = self.frontier = stop
         elif start != self.filled:
@@ -192,6 +194,11 @@ class CarriedEntry:
             return gradient
         raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
 
+    def pass_over(self, active: ActiveSlice) -> None:
+        """Move the backward frontier over a slice that ran again, and whose state and output need no gradient."""
+        if self._is_told_later and active.mode == "recompute" and active.stop == self.frontier:
+            self.take_gradient(active)
+
     def check_drained(self) -> None:
         """Raise SliceStoreError where the micro-batch's slices or their backwards have not all run."""
         if self.mode == "probe":
@@ -204,6 +211,11 @@ class CarriedEntry:
             what = (
                 "before any backward although its output needs gradients; use the tensor that carry.write() returns, "
                 "and run the backward of every slice first, or freeze the layer if the loss does not use it"
+            )
+        elif any(kept.state is not None and kept.state.grad is not None for kept in self._kept.values()):
+            what = (
+                "with gradients of its states that no backward has taken: carry.write() was called without gradients; "
+                "call it outside of torch.no_grad(), and use the tensor that it returns"
             )
         else:
             return

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
-from terapipe_ds.attention.documents import Starts, have_edges, starts_of
+from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.runtime.batch.sliceable import BatchError, as_tuple
 
 
@@ -24,21 +22,21 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
             f"{what} names an entry of a dict, but this batch is a tuple with {len(tensors)} input tensors: give the "
             "index of the position ids among them, or dict batches"
         )
-    if documents >= len(tensors):
+    if documents >= len(tensors) or len(tensors) == 1:
         raise BatchError(
             f"{what}, but the batch has {len(tensors)} input tensors: give ((tokens, position_ids), labels), and the "
             "index of the position ids"
         )
     ids = tensors[documents]
     kind = f"a tensor of {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
-    if ids.dim() != 2 or dim > 1 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if dim > 1 or not are_position_ids(ids):
         raise BatchError(f"{what}: position ids are integers [rows, tokens], and the input is {kind}")
     ids = ids.movedim(dim, 1)
     others = (t for i, t in enumerate(tensors) if i != documents and t.dim() > 1 and t.size(dim) == ids.shape[1])
     rows = next((t.size(1 - dim) for t in others), len(ids))
     if rows != len(ids):
         raise BatchError(f"{what} is {kind}, but the other inputs have {rows} rows: give position ids for each row")
-    starts = starts_of(ids.detach().to("cpu", torch.int64))
+    starts = starts_of(ids)
     return starts if have_edges(starts) else None
 
 

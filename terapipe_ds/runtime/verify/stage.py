@@ -236,7 +236,7 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
             "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "
-            "(a kernel that gives its last state no gradient)"
+            "(a kernel that gives its last state no gradient, a result of carry.write() that is not used)"
         )
     elif first is None or tokens is None:
         meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"

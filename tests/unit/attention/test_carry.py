@@ -9,6 +9,7 @@ import pytest
 import torch
 from carry_cases import active_slices
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice
 from terapipe_ds.attention.documents import Starts
@@ -207,6 +208,14 @@ def test_a_state_that_is_read_after_it_is_written() -> None:
         sums.forward(0, run=lambda x: (carry.read("sums", "recurrent"), x)[1])
 
 
+@pytest.mark.parametrize("state_and_output", [(None, torch.ones(2)), (torch.ones(2), (torch.ones(2),))])
+def test_a_state_or_an_output_that_is_no_tensor(state_and_output: Any) -> None:
+    """As of a kernel that was not asked for its last state, or that gives more than one tensor."""
+    message = r"layer 3, state 's': carry.write\(\) takes .* one tensor each, got .*(NoneType|tuple).*; ask the kernel"
+    with push_slice(ActiveSlice(0, 5, 10, store=SliceStore())), pytest.raises(TypeError, match=message):
+        carry.write(3, "s", *state_and_output)
+
+
 def test_a_state_that_is_written_twice() -> None:
     sums = Sums()
     with pytest.raises(SliceStoreError, match=r"\[0, 3\) has already: two layers of this part share the name"):
@@ -318,6 +327,44 @@ def test_an_output_that_goes_on_untied() -> None:
         sums.backward(i)
     with pytest.raises(SliceStoreError, match=r"use the tensor that carry.write\(\) returns"):
         sums.store.release(0, 0)
+
+
+def test_a_state_that_is_written_without_gradients() -> None:
+    """The forwards of reentrant checkpoints do that too, but their second run ties the output."""
+    sums = Sums()
+
+    def untied(x: Tensor) -> Tensor:
+        state = carry.read("sums", "s")
+        out = x.cumsum(1) if state is None else x.cumsum(1) + state[:, None]
+        with torch.no_grad():
+            carry.write("sums", "s", out[:, -1], out)
+        return out
+
+    for i in range(3):
+        sums.forward(i, run=untied)
+    for i in (2, 1, 0):
+        sums.backward(i)
+    with pytest.raises(SliceStoreError, match=r"gradients of its states that no backward has taken.*no_grad"):
+        sums.store.release(0, 0)
+
+
+@pytest.mark.parametrize("starts", [None, ((0, 3), (0, 3)), ((0, 4), (0, 4)), ((0, 3, 4), (0, 2))])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_state_that_needs_no_gradient_in_a_checkpoint(reentrant: bool, starts: Starts | None) -> None:
+    """Only what comes after it does. A reentrant checkpoint tells no earlier than in its second run."""
+    sums, weight = Sums(starts=starts), torch.ones(2, requires_grad=True)
+
+    def frozen(x: Tensor) -> Tensor:
+        with_gradients: Tensor = checkpoint(lambda y, w: sums(y) * w, x.detach(), weight, use_reentrant=reentrant)
+        return with_gradients
+
+    for i in range(3):
+        sums.forward(i, run=frozen)
+    for i in (2, 1, 0):
+        sums.backward(i)
+    assert weight.grad is not None and torch.equal(weight.grad, sum(out.detach().sum((0, 1)) for out in sums.outs))
+    sums.store.release(0, 0)
+    sums.store.assert_drained()
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -208,12 +208,25 @@ def test_documents_in_a_slice_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    "position_ids", [torch.zeros(5, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(1, 0).long()]
+    "position_ids",
+    [
+        torch.zeros(5).long(),
+        torch.zeros(1, 5),
+        torch.zeros(1, 0).long(),
+        torch.zeros(1, 5) == 0,
+        torch.zeros(1, 5) * 1j,
+    ],
 )
 def test_position_ids_that_are_none(position_ids: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"integers \[B, L\] with L > 0, got \["):
+    with pytest.raises(ValueError, match=r"integers \[B, L\] and some, got \["):
         with documents(position_ids):
             pass
+
+
+def test_position_ids_of_few_bits() -> None:
+    """The number after the last one would be the 0 that the next document starts with."""
+    with documents(torch.cat([torch.arange(256), torch.arange(4)])[None].to(torch.uint8)) as edges:
+        assert edges.starts == ((0, 256),)
 
 
 # -- values that cannot be right ------------------------------------------------------------------------------------
@@ -227,6 +240,10 @@ def test_position_ids_that_are_none(position_ids: torch.Tensor) -> None:
         ({"window": True}, "got True"),
         ({"softcap": 0.0}, "softcap must be a finite number > 0, or None, got 0.0"),
         ({"softcap": float("inf")}, "got inf"),
+        ({"softcap": torch.tensor(2.0, requires_grad=True)}, "softcap must be.*got tensor.*would get no gradient"),
+        ({"scale": torch.tensor(2.0, requires_grad=True), "window": 3}, "scale must be a finite number > 0, or None"),
+        ({"scale": 0.0, "window": 3}, "scale must be.*got 0.0; multiply q by any other"),  # NaN on CPU
+        ({"scale": -1.0, "window": 3}, "scale must be.*got -1.0"),
         ({"sinks": torch.zeros(3)}, r"one number per query head, \[4\], got \[3\]"),
         ({"sinks": torch.zeros(4, dtype=torch.int64)}, "of torch.int64"),
         ({"sinks": torch.zeros(4, device="meta")}, "on the device of q, cpu, not on meta"),

@@ -147,6 +147,12 @@ class TestDocuments:
         with pytest.raises(BatchError, match=message):
             of(((TOKENS, ids), TOKENS), **changes).draw(1, training=True)
 
+    def test_tokens_alone_are_no_position_ids(self) -> None:
+        with pytest.raises(
+            BatchError, match=r"documents = 0, but the batch has 1 input tensors: give \(\(tokens, posi"
+        ):
+            of((TOKENS, TOKENS), documents=0).draw(1, training=True)
+
     def test_a_dict_is_a_batch_and_no_inputs(self) -> None:
         with pytest.raises(BatchError, match="a tensor or a tuple of tensors, got dict. Give the dict as the batch"):
             of(({"input_ids": TOKENS, "position_ids": self.IDS}, TOKENS), documents="position_ids").draw(1, True)

@@ -41,7 +41,7 @@ class Case:
     data_seed: int = 0
     decoder_layers: int = 4
     documents: bool = False  # rows hold several; position ids come with the tokens
-    mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`
+    mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`, or "experts"
 
     def __post_init__(self) -> None:
         if isinstance(self.slices, tuple):

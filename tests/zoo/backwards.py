@@ -176,6 +176,13 @@ class CarriedZ(Experts):
         return super().forward(x), (x @ self.router).logsumexp(-1).square().mean()
 
 
+class CarriedSum(Experts):
+    """Hands on a sum over the tokens of a call."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), (x @ self.router).logsumexp(-1).square().sum()
+
+
 class SharesHandedOn(Experts):
     """Hands on what each token adds to a z-loss."""
 
@@ -204,10 +211,7 @@ add(
     ),
     terapipe={"loss_reduction": "mean"},
 )
-add(
-    "SharesHandedOn",
-    [Embedding, Mlp, SharesHandedOn, HeadBesideLoss],
-    loss_fn=loss_with_shares,
-    terapipe={"loss_reduction": "sum"},
-)
+for kind in (SharesHandedOn, CarriedSum):
+    handing_on = [Embedding, Mlp, kind, HeadBesideLoss]
+    add(kind.__name__, handing_on, loss_fn=loss_with_shares, terapipe={"loss_reduction": "sum"})
 add("BalanceHandedOn", [Embedding, Mlp, CarriedLoss, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)

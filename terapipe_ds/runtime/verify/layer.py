@@ -24,6 +24,7 @@ from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLay
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
+_ADDS_A_LOSS = "MoEAuxLossAutoScaler"  # Megatron's
 _NOTHING = 1e-9  # of the largest gradient: without output gradients, less than that is rounding
 _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
@@ -339,14 +340,14 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:
-    """Return whether the graph has an `autograd.Function` of the user, whose backward may clip as hooks do."""
+    """Return whether the graph has an `autograd.Function` of the user, or Megatron's that adds a loss."""
     nodes, seen = [tensor.grad_fn for tensor in outputs], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
             function = getattr(node, "_forward_cls", None)
-            if function is not None and is_the_users(function):
+            if function is not None and (is_the_users(function) or function.__name__ == _ADDS_A_LOSS):
                 return True
             nodes += [each for each, _ in node.next_functions]
     return False

@@ -130,6 +130,13 @@ def test_a_faint_loss_that_a_layer_adds_is_compared_by_itself(dtype: torch.dtype
     assert not verify([FaintlyBalanced(by_tokens=True).to(dtype)], checkpoint=checkpoint).findings
 
 
+def test_a_faint_loss_that_megatron_adds_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatrons = type("MoEAuxLossAutoScaler", (faulty_layers.AddAuxiliary,), {"__module__": "megatron.core.moe"})
+    monkeypatch.setattr(faulty_layers, "AddAuxiliary", megatrons)
+    [found] = verify([FaintlyBalanced(by_tokens=False).bfloat16()]).findings
+    assert "adds a loss of its own in the backward" in found.problem
+
+
 class AlwaysNoisy(nn.Module):
     """Draws by an operation that is not known."""
 

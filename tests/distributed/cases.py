@@ -42,7 +42,7 @@ class Case:
     decoder_layers: int = 4
     documents: bool = False  # rows hold several; position ids come with the tokens
     batch: str = "tuple"  # or one of `dict_batches.FORMS`, where all but "plain" come with `documents`
-    mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`
+    mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`, or "experts"
 
     def __post_init__(self) -> None:
         if isinstance(self.slices, tuple):

@@ -25,6 +25,7 @@ CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
 MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
+EXPERTS = Case(slices=(5, 4, 3), masked=True, mixer="experts", loss_reduction="sum")
 PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 DICTS = replace(PACKED, batch="position_ids")
 
@@ -279,6 +280,65 @@ fault(
 )(
     convolution_state_of_a_token_earlier=lambda write, layer, name, state, output: write(
         layer, name, state.roll(1, 1), output
+    )
+)
+
+# -- losses that layers add --------------------------------------------------------------------------------------------
+
+
+fault(
+    "layer", EXPERTS, "a balance loss has the counts of the last slice alone", "attention.carry:read", in_layers=True
+)(balance_of_the_last_slice=lambda read, layer, name: None)
+fault("layer", EXPERTS, "a balance loss trains on the last slice alone", "attention.carry:write", in_layers=True)(
+    balance_without_gradient=lambda write, layer, name, state, output: write(layer, name, state.detach(), output)
+)
+
+
+@fault("layer", EXPERTS, "each slice has losses of its own, means over its tokens", in_layers=True)
+def losses_of_each_slice() -> Iterator[None]:
+    from tests.auxiliary_layers import CODE
+
+    def alone() -> Any:
+        active = original()
+        tokens = active and active.num_tokens
+        return active and active.replace(start=0, stop=tokens, sequence_length=tokens)
+
+    original = CODE["active_slice"]
+    with mock.patch.dict(CODE, active_slice=alone):
+        yield
+
+
+@fault("layer", replace(EXPERTS, checkpointing="reentrant"), "an added loss counts twice where it is recomputed")
+def added_loss_doubled_by_recompute() -> Iterator[None]:
+    from tests.auxiliary_layers import CODE, RoutedExperts
+
+    def doubled(self: Any, inputs: Any) -> Any:
+        hidden, added = forward(self, inputs)
+        active = CODE["active_slice"]()
+        is_again = active is not None and active.mode == "recompute"
+        return hidden, 2 * added - added.detach() if is_again else added
+
+    forward = RoutedExperts.forward
+    with mock.patch.object(RoutedExperts, "forward", doubled):
+        yield
+
+
+@fault("loss", EXPERTS, "added losses are not divided by the accumulation steps")
+def added_loss_of_each_micro_batch() -> Iterator[None]:
+    from tests.auxiliary_layers import LossWithAdded
+
+    def unscaled(self: Any, outputs: Any, labels: Any) -> Any:
+        added = outputs[1].sum()
+        return call(self, outputs, labels) + (EXPERTS.micro_batches - 1) * (added - added.detach())
+
+    call = LossWithAdded.__call__
+    with mock.patch.object(LossWithAdded, "__call__", unscaled):
+        yield
+
+
+fault("engine", EXPERTS, "only the first tensor of a tuple gets a gradient", f"{RUNNER}:PartRunner._input_gradients")(
+    gradient_of_one_tensor_alone=lambda gradients, self, action: tuple(
+        0 * gradient if index else gradient for index, gradient in enumerate(gradients(self, action))
     )
 )
 

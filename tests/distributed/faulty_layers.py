@@ -171,7 +171,7 @@ LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, and what tha
     HiddenPlainAttention: ("output of tokens 8..", "they see no tokens before them"),
     Bidirectional: ("output of tokens 0..", "early outputs change with later tokens"),
     RunningSum: ("output of tokens 8..", "slices after the first differ"),
-    BalancedExperts: ("input gradient of tokens 0..", "outputs agree, so look at the backward"),
+    BalancedExperts: ("input gradient of tokens 0..", "the layer adds a loss of its own in the backward"),
     DetachedPrefix: ("input gradient of tokens 0..", "gradients from later slices to earlier tokens are lost"),
     WrongOwnBackward: ("input gradient of tokens 0..", "an autograd.Function"),
     Pooled: ("output without tokens", "a pooled state, an auxiliary loss"),

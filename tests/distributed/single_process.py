@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
 from tests import dict_batches
+from tests.auxiliary_layers import LossWithAdded, plain_experts, with_experts, with_shares
 from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
@@ -60,6 +61,8 @@ def layers(case: Case) -> list[Any]:
         return specs
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     decoders = [index for index, spec in enumerate(specs) if spec.typename is gpt.DecoderLayer]
+    if case.mixer == "experts":
+        return with_experts(specs, decoders[1::2], 32, dtype)
     for index in decoders[1::2]:
         specs[index] = LayerSpec(MixerLayer, case.mixer, index, 32, 4, dtype)
     return specs
@@ -68,6 +71,11 @@ def layers(case: Case) -> list[Any]:
 def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Cross entropy, reduced as `terapipe.loss_reduction` names it."""
     return functools.partial(_loss, reduction=reduction)
+
+
+def loss_of(case: Case) -> Callable[..., Tensor]:
+    """Return `loss_fn` of a case."""
+    return LossWithAdded() if case.mixer == "experts" else loss_function(case.loss_reduction)
 
 
 def _loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
@@ -89,15 +97,16 @@ def draw_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             parameter.copy_(drawn.bfloat16())
 
 
-def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Any, Tensor]]:
+def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Any, Any]]:
     """Return what is evaluated after this step: something in between, which may not disturb training, and at the
     end."""
     return micro_batches(case, replica, EVALUATION_STEP + step) if step in (1, case.steps) else []
 
 
-def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Any, Tensor]]:
+def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Any, Any]]:
     """Token ids (with documents: and position ids) and labels of one step of one replica, [rows, length] each."""
-    return [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
+    batch = [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
+    return [(x, with_shares(y)) for x, y in batch] if case.mixer == "experts" else batch
 
 
 def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Any, Tensor]:
@@ -165,8 +174,7 @@ class Whole(nn.Module):
             return torch.cat([self._alone(*row) for row in zip(*inputs, strict=True)])
         for call in self.calls:
             inputs = call(inputs)
-        assert torch.is_tensor(inputs)
-        return inputs
+        return inputs  # type: ignore[no-any-return]
 
     def _alone(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         starts = (position_ids == 0).nonzero().flatten().tolist()
@@ -176,12 +184,12 @@ class Whole(nn.Module):
 
 def train_alone(case: Case) -> list[RankRecord]:
     """The training in this process, as one record per replica: each has losses of its own, all else is common."""
-    with torch_attention():
+    with torch_attention(), plain_experts():
         return _train(case)
 
 
 def _train(c: Case) -> list[RankRecord]:
-    model, loss_of = Whole(layers(c)), loss_function(c.loss_reduction)
+    model, loss_fn = Whole(layers(c)), loss_of(c)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS, weight_decay=WEIGHT_DECAY)
     records = [RankRecord(replica, 0, replica, "alone") for replica in range(c.data_parallel)]
     share = 1.0 / (c.micro_batches * c.data_parallel)
@@ -190,7 +198,7 @@ def _train(c: Case) -> list[RankRecord]:
         for record in records:
             losses = []
             for inputs, labels in micro_batches(c, record.data_parallel_id, step):
-                loss = loss_of(model(inputs), labels)
+                loss = loss_fn(model(inputs), labels)
                 (loss * share).backward()
                 losses.append(loss.item())
             record.losses.append(sum(losses) / c.micro_batches)
@@ -225,7 +233,7 @@ def _finish_gradients(c: Case, model: Whole, records: list[RankRecord], step: in
 def _evaluated(c: Case, model: Whole, replica: int, step: int) -> float:
     with torch.no_grad():
         batch = evaluation_data(c, replica, step)
-        return sum(loss_function(c.loss_reduction)(model(x), y).item() for x, y in batch) / c.micro_batches
+        return sum(loss_of(c)(model(x), y).item() for x, y in batch) / c.micro_batches
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.floating]]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
-from deepspeed.pipe import LayerSpec
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.verify.loss import LossCheck
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     CHECKPOINTING,
@@ -30,12 +35,14 @@ from tests.distributed.engines import (
     fp32_layers,
     gpt_layers,
     micro_batch,
+    raised_by,
     run_training,
     section,
     train,
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.distributed.single_process import loss_function
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
@@ -179,6 +186,78 @@ def test_additional_losses_are_reported() -> None:
     assert violations(errors) == {}
     assert reported[0] <= FP32_SCALAR and reported[1] <= EXACT
     assert names == (["language", "size"],) * 2
+
+
+REPORTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean_valid": lambda each, valid: each[valid].mean(),
+    "mean": lambda each, valid: each.mean(),
+    "sum": lambda each, valid: each.sum() / 16,
+    "largest": lambda each, valid: each.max(),
+}
+
+
+class AlsoReports(PipelineModule):
+    """Reports a number about all logits beside the loss."""
+
+    def __init__(self, *args: Any, reduction: str, report: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reported, self.reduction, self.report = torch.tensor(float("nan")), reduction, report
+        self.loss_fn = self.loss
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.report != "of a layer":
+            each = logits.detach().logsumexp(-1).square()
+            self.reported = REPORTS[self.report](each, labels != IGNORE_INDEX)
+        return loss_function(self.reduction)(logits, labels)
+
+    def forward(self, forward_input: Any) -> Any:
+        outputs = super().forward(forward_input)
+        if self.report == "of a layer" and self.is_last_stage():
+            self.reported = outputs.detach().square().max()
+        return outputs
+
+    def is_last_stage(self) -> bool:
+        return bool(self.stage_id == self.num_stages - 1)
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        return {"size": self.reported}
+
+
+def job_report(reduction: str, report: str) -> tuple[float, str, float]:
+    """Return how far the report is from the stock engine's; else the refusal, and how far it is where it is ignored."""
+    data = batches(2)
+
+    def run(engine: PipelineEngine) -> list[float]:
+        reported = []
+        for batch in data:
+            engine.train_batch(iter(batch))
+            reported.append(float(engine.get_additional_losses()["size"]))
+        return reported
+
+    def reported(terapipe: dict[str, Any] | None) -> list[float]:
+        module = {"reduction": reduction, "report": report}
+        with engine_of(gpt_layers(), terapipe, module_class=AlsoReports, module=module) as engine:
+            return run(engine)
+
+    stock, terapipe = reported(None), section(slices=UNEVEN, loss_reduction=reduction)
+    refusal = raised_by(lambda: reported(terapipe))[1]
+    with mock.patch.object(LossCheck, "_problem_of_reports", lambda *args: None) if refusal else nullcontext():
+        return error_of(reported(terapipe), stock), refusal
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    ("reduction", "report"),
+    [(a, b) for a in ("mean_valid", "mean", "sum") for b in (*REPORTS, "of a layer")],
+)
+def test_a_report_is_right_or_refused(reduction: str, report: str) -> None:
+    """Right as the stock engine has it where it is reduced as the loss is; else training in slices does not start."""
+    for error, refusal in rank_pool(2).run(job_report, reduction=reduction, report=report):
+        if reduction == report:
+            assert error <= FP32_SCALAR and not refusal
+        else:
+            assert error > 1e-3, "nothing would be wrong"
+            assert "get_additional_losses() reports 'size'" in refusal and "loss_fn" in refusal
 
 
 # -- recomputation under autocast ----------------------------------------------------------------------------

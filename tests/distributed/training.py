@@ -21,7 +21,7 @@ from tests.distributed.single_process import (
     draw_weights,
     evaluation_data,
     layers,
-    loss_function,
+    loss_of,
     micro_batches,
     to_numpy,
 )
@@ -59,7 +59,7 @@ def options(case: Case) -> dict[str, Any]:
     """Return options of `engines.build`: the module's and DeepSpeed's."""
     found: dict[str, Any] = {
         "stages": case.stages,
-        "loss_fn": loss_function(case.loss_reduction),
+        "loss_fn": loss_of(case),
         "module_class": DoublingModule if case.hook else DrawnModule,
         "train_micro_batch_size_per_gpu": case.rows,
         "gradient_accumulation_steps": case.micro_batches,
@@ -78,7 +78,7 @@ def options(case: Case) -> dict[str, Any]:
             "use_reentrant": case.checkpointing != "non_reentrant",
         }
     if case.checkpointing == "reentrant":
-        found["module"] = {"checkpointable_layers": ["DecoderLayer", "MixerLayer"]}
+        found["module"] = {"checkpointable_layers": ["DecoderLayer", "MixerLayer", "Beside", "ExpertsLayer"]}
     return found
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.distributed.engines import VOCAB_SIZE
+from tests.distributed.engines import LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.distributed.faulty_layers import AddAuxiliary, GradientByTokens
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded
-from tests.zoo.members import BACKWARD, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
+from tests.zoo.members import ADDED, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
 
 
 @layer("gain differs")
@@ -127,12 +127,23 @@ class ChoosingExperts(Experts):
         return torch.zeros_like(liking).scatter(1, chosen, 1.0) * liking
 
 
-@layer(BACKWARD)
+@layer(ADDED)
 class BalancingLoss(Experts):
     """The squared mean share of each expert, added in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return AddAuxiliary.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
+
+
+class FaintBalancingLoss(Experts):
+    """In a layer that is recomputed, and small beside other gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        balance = self.liking(x).mean((0, 1)).square().sum()
+        return AddAuxiliary.apply(super().forward(x), 1e-3 * balance)
+
+
+layer(ADDED, engine=checkpointed(FaintBalancingLoss))(FaintBalancingLoss=FaintBalancingLoss)
 
 
 class CarriedLoss(Experts):
@@ -153,4 +164,54 @@ def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return cross_entropy(outputs[0], labels) + 0.1 * outputs[1]
 
 
+def masked_later(seed: int) -> MicroBatch:
+    """All labels count in the first micro-batch."""
+    return micro_batch(seed, masked=seed != 0)
+
+
+class CarriedZ(Experts):
+    """Hands on the mean over the tokens of a call."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), (x @ self.router).logsumexp(-1).square().mean()
+
+
+class CarriedSum(Experts):
+    """Hands on a sum over the tokens of a call."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), (x @ self.router).logsumexp(-1).square().sum()
+
+
+class SharesHandedOn(Experts):
+    """Hands on what each token adds to a z-loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), (x @ self.router).logsumexp(-1).square()
+
+
+def loss_with_shares(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    each = F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten(), reduction="none")
+    return (each.sum() + outputs[1].sum()) / (2 * LENGTH)
+
+
+add("ZHandedOn", [Embedding, Mlp, CarriedZ, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)
+add(
+    "ZHandedOn, labels later",
+    [Embedding, Mlp, CarriedZ, HeadBesideLoss],
+    "loss_fn: labels are ignored for the first",
+    loss_fn=loss_with_balance,
+    data=masked_later,
+)
+add(
+    "ZHandedOnAsTheLossIs",
+    [Embedding, Mlp, CarriedZ, HeadBesideLoss],
+    loss_fn=lambda outputs, labels: (
+        F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten(), reduction="none").mean() + outputs[1]
+    ),
+    terapipe={"loss_reduction": "mean"},
+)
+for kind in (SharesHandedOn, CarriedSum):
+    handing_on = [Embedding, Mlp, kind, HeadBesideLoss]
+    add(kind.__name__, handing_on, loss_fn=loss_with_shares, terapipe={"loss_reduction": "sum"})
 add("BalanceHandedOn", [Embedding, Mlp, CarriedLoss, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
+from tests.distributed.faulty_layers import AddAuxiliary
 from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.backwards import Experts
 from tests.zoo.layers import HEADS, WIDTH, Embedding, Head, Mlp, Residual, Weighted, scores_of, seeded, sliced_attention
@@ -110,6 +111,15 @@ add("AttentionOverHeadsRecomputed", stack(AttentionOverHeads), engine=checkpoint
 # -- each token for itself, whatever the sizes are alike -------------------------------------------------------------
 
 beside()(Experts=Experts, Identity=nn.Identity)
+
+
+@beside()
+class AddedByTokens(Experts):
+    """A z-loss that is added in the backward: a sum over tokens, divided by those of whole sequences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = (x @ self.router).logsumexp(-1).square().sum() / (2 * LENGTH)
+        return AddAuxiliary.apply(super().forward(x), z)
 
 
 @beside()

@@ -16,6 +16,7 @@ EARLY = "early outputs change with later tokens, with how many there are, or fro
 AFTER = "slices after the first differ"
 FIRST = "the first tokens of a slice differ"
 ONE_VALUE = "one value for all tokens of a call"
+ADDED = "the layer adds a loss of its own in the backward, of the tokens of one forward pass"
 BACKWARD = "outputs agree, so look at the backward"
 
 

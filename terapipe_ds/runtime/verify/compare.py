@@ -97,6 +97,14 @@ def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], toleran
     return max(filter(None, differences), key=lambda difference: difference.relative, default=None)
 
 
+def largest_of(inputs: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> float:
+    """Return the largest number in the gradients of inputs and parameters; infinity where one is not finite."""
+    sizes = [
+        float(each.abs().max()) for each in (*inputs, *parameters.values()) if each.numel() and each.dtype != torch.bool
+    ]
+    return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
+
+
 def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each.detach() if each.dim() > 1 else each.detach().reshape(-1, 1) for each in (a, b))

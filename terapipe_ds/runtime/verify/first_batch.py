@@ -233,7 +233,8 @@ class FirstBatchCheck:
             result.notes.append("the loss was not compared: no label counts in this batch")
             result.loss_waits = True
         elif labels is not None:
-            loss = LossCheck(loss_fn, cut.of(labels).to(self._device), outputs, check.slicing, self._config)
+            of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
+            loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report)
             if check.check_loss(loss, self._module._local_stop):
                 self._later_labels = kept_for_later(loss)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLay
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
+_ADDS_A_LOSS = "MoEAuxLossAutoScaler"  # Megatron's
+_NOTHING = 1e-9  # of the largest gradient: without output gradients, less than that is rounding
 _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
     "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
@@ -98,25 +101,37 @@ class LayerCheck:
     outputs: Activations | None = None  # of the whole sequence
     may_clip: bool = False  # gradients of activations pass through code of the user
     scale: float = 1.0  # of the output gradients
+    adds_loss: bool = False  # what differs is a gradient that the layer gives without any of its outputs
     faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
     counters: list[str] = field(default_factory=list)  # what no checkpoint holds and is updated once per call
     may_drop: bool = False  # it draws once per call where only Python shows it
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
+    _largest: float = 0.0  # number in the gradients of the first comparison
 
     def run(self) -> Difference | None:
         """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients.
 
-        A layer whose gradients pass through code that may clip them is compared on large gradients as well.
+        A layer whose gradients pass through code of the user is compared once more without output gradients, where all
+        that is left is a loss that it adds itself, and which may be too small to show beside others. If that agrees, it
+        is compared on large gradients as well, which that code may clip.
         """
         self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
         difference = self._compare()
-        if difference is None and self.with_gradients and self.slicing.ranks.first(self._may_clip() or None):
-            self._begin_anew()
-            self.scale = _LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE
-            self.outputs, self.faults, self.counters = None, [], []
-            difference = self._compare()
-        return difference
+        if not self.with_gradients or (difference is not None and difference.what.startswith("output")):
+            return difference
+        if self.slicing.ranks.first(self._may_clip() or None) is None:
+            return difference
+        added = self._compare_again(0.0)
+        self.adds_loss = added is not None
+        if added is not None or difference is not None:
+            return added or difference
+        return self._compare_again(_LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE)
+
+    def _compare_again(self, scale: float) -> Difference | None:
+        self._begin_anew()
+        self.scale, self.outputs, self.faults, self.counters = scale, None, [], []
+        return self._compare()
 
     def _compare(self) -> Difference | None:
         """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
@@ -136,12 +151,22 @@ class LayerCheck:
         self.faults += [_DRAWN_PER_CALL] * by_torch
         difference = ranks.first(difference)
         if difference is None and expected is not None:
-            difference = ranks.first(self._compare_gradients(self._backwards(self.slicing, parts, gradients), expected))
+            found = self._backwards(self.slicing, parts, gradients)
+            largest = max(compare.largest_of(*each) for each in (expected, found))
+            self._largest = self._largest or largest
+            if self.scale or _NOTHING * self._largest < largest < math.inf:
+                difference = self._compare_gradients(found, expected)
+            difference = ranks.first(difference)
         self._compare_kept(before, of_whole, difference)
         return difference
 
     def _may_clip(self) -> bool:
         """Return whether gradients of activations, of modules or of parameters pass through code of the user."""
+        if self.layer.checkpoint is not None and not self.may_clip:  # reentrant checkpointing hides functions
+            layer, self.layer = self.layer, replace(self.layer, checkpoint=None)
+            self._begin_anew()
+            self._forwards(self.slicing.whole())
+            self.layer = layer
         module = self.layer.module
         hooked = [] if module is None else [*module.modules(), *module.parameters()]
         return self.may_clip or any(
@@ -315,14 +340,14 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:
-    """Return whether the graph has an `autograd.Function` of the user, whose backward may clip as hooks do."""
+    """Return whether the graph has an `autograd.Function` of the user, or Megatron's that adds a loss."""
     nodes, seen = [tensor.grad_fn for tensor in outputs], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
             function = getattr(node, "_forward_cls", None)
-            if function is not None and is_the_users(function):
+            if function is not None and (is_the_users(function) or function.__name__ == _ADDS_A_LOSS):
                 return True
             nodes += [each for each, _ in node.next_functions]
     return False

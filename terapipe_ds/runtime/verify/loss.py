@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
 from terapipe_ds.runtime.verify.layer import Activations
-from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import PerSlice, Slicing, TensorLayout, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _CANNOT = (
@@ -37,27 +39,66 @@ class Losses:
     values: Tensor
     gradients: list[Tensor]
     size: float
+    reported: list[dict[str, float]]  # by slice what the module reports beside the loss
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass
 class LossCheck:
-    """Check the loss on what the last layer gives; `slicing` has the weights that training gives the slices' losses."""
+    """Check the loss on what the last layer gives; `slicing` has the weights that training gives the slices' losses.
+
+    `get_additional_losses` is the module's. What it reports is compared as well, weighted as the losses are.
+    """
 
     loss_fn: Callable[[Any, Any], Any]
     labels: SliceableTensors
     outputs: Activations
     slicing: Slicing
     config: TeraPipeConfig
+    get_additional_losses: Callable[[], Mapping[str, Any] | None] = _nothing
     is_finite: bool = True  # else there is nothing to compare
 
     def run(self) -> str | None:
         """Return what differs and which weights fit; None where the loss and its gradients agree."""
+        before = self._reported()
         whole = self._losses(self.slicing.whole())
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
         if not self.is_finite:
             return None
-        difference = self._compare(whole, self.slicing.weights)
-        return None if difference is None else f"{difference}: {self._fitting_weights(whole)}"
+        sliced = self._losses(self.slicing)
+        difference = self._compare(whole, sliced)
+        if difference is not None:
+            return f"{difference}: {self._fitting_weights(whole)}"
+        return self.slicing.ranks.first(self._problem_of_reports(before, whole, sliced))
+
+    def _reported(self) -> dict[str, float]:
+        return {name: float(value) for name, value in (self.get_additional_losses() or {}).items()}
+
+    def _problem_of_reports(self, before: Mapping[str, float], whole: Losses, sliced: Losses) -> str | None:
+        """Return what the module reports otherwise from slices, or from elsewhere than `loss_fn`."""
+        weights, allowed = self.slicing.weights, self._tolerance().relative
+        for name, expected in whole.reported[0].items():
+            values = [of_slice[name] for of_slice in sliced.reported if name in of_slice]
+            shares = [
+                of_slice.get(name, 0.0) * weight for of_slice, weight in zip(sliced.reported, weights, strict=True)
+            ]
+            what = f"get_additional_losses() reports {name!r}"
+            if expected and {repr(value) for value in (before.get(name), *values)} == {repr(expected)}:  # NaN as well
+                return (
+                    f"{what}, which loss_fn does not change: what a layer leaves there is of one slice alone. Hand it "
+                    "on with the layer's outputs and report it from loss_fn (docs/auxiliary_losses.md), or leave it out"
+                )
+            size = max(abs(expected), *map(abs, shares))
+            if math.isfinite(expected) and not abs(sum(shares) - expected) <= allowed * size:
+                return (
+                    f"{what} as {expected:.6g} on the whole sequence, but the slices' values, each weighted as the "
+                    f"slice's loss, come to {sum(shares):.6g}: report what is reduced as the loss is (a mean over the "
+                    "same labels, or a sum with a sum), leave it out, or set terapipe.slices to 1"
+                )
+        return None
 
     def _fitting_weights(self, whole: Losses) -> str:
         if hasattr(self.loss_fn, "slice_weight"):
@@ -68,7 +109,7 @@ class LossCheck:
         reduction = self.config.loss_reduction
         for name in REDUCTIONS:
             weights = weights_of(self.labels, self.slicing.plan, self.config, None, name)
-            if name != reduction and self._compare(whole, weights) is None:
+            if name != reduction and self._compare(whole, self._losses(replace(self.slicing, weights=weights))) is None:
                 return (
                     f"loss_fn is no {reduction!r} but a {name!r}, which the loss and its gradients agree with: set "
                     f'terapipe.loss_reduction to "{name}"; or give loss_fn a method slice_weight(labels)'
@@ -78,10 +119,14 @@ class LossCheck:
             f"divided by something, give it a method slice_weight(labels) that returns this; {_CANNOT}"
         )
 
-    def _compare(self, whole: Losses, weights: tuple[float, ...]) -> Difference | None:
-        sliced = self._losses(replace(self.slicing, weights=weights))
-        dtypes = {tensor.dtype for tensor in self.outputs.tensors}
-        tolerance = tolerance_of(dtypes, of_loss=True)
+    def _dtypes(self) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in self.outputs.tensors}
+
+    def _tolerance(self) -> Tolerance:
+        return tolerance_of(self._dtypes(), of_loss=True)
+
+    def _compare(self, whole: Losses, sliced: Losses) -> Difference | None:
+        dtypes, tolerance = self._dtypes(), self._tolerance()
         cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
         size = max(whole.size, float(sliced.values.abs().sum()))
         least = size if float(whole.values.abs()) < cancels * size else 0.0
@@ -93,7 +138,7 @@ class LossCheck:
 
     def _losses(self, slicing: Slicing) -> Losses:
         """Run forwards and then backwards in reverse, each while its slice is active, as in training."""
-        layouts, runs, size = self.outputs.layouts, [], 1e-6
+        layouts, runs, size, reported = self.outputs.layouts, [], 1e-6, []
         for slice_id, weight in enumerate(slicing.weights):
             cut = (slicing.cut(*pair, slice_id) for pair in zip(layouts, self.outputs.tensors, strict=True))
             leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in cut]
@@ -101,6 +146,7 @@ class LossCheck:
             with push_slice(active), guard_plain_attention(), GuardCapturedNames():
                 labels = self.labels.part(active.start, active.stop)
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
+            reported.append(self._reported() if weight else {})
             runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):
@@ -113,7 +159,8 @@ class LossCheck:
                 size = max(size, float(terms.abs().sum()))
         slicing.store.reset()
         joined = map(slicing.joined_gradients, layouts, zip(*gradients, strict=True))
-        return Losses(torch.stack([loss.detach().double().reshape(()) for _, loss in runs]), list(joined), size)
+        values = torch.stack([loss.detach().double().reshape(()) for _, loss in runs])
+        return Losses(values, list(joined), size, reported)
 
 
 def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
@@ -155,13 +202,23 @@ def compare_later(kept: LossCheck, labels: SliceableTensors) -> tuple[bool, str 
         return False, None
     slicing = replace(kept.slicing, plan=cut.plan, weights=weights_of(labels, cut.plan, config, None))
     slicing = replace(slicing, starts=None)  # of other rows
-    check = replace(kept, labels=labels.to(kept.outputs.tensors[0].device), slicing=slicing)
+    layouts = tuple(map(partial(_in_two, cut.plan), kept.outputs.layouts, kept.outputs.tensors))
+    outputs, on_device = replace(kept.outputs, layouts=layouts), labels.to(kept.outputs.tensors[0].device)
+    check = replace(kept, outputs=outputs, labels=on_device, slicing=slicing)
     with torch.enable_grad():
         difference = check.run()
     return check.is_finite, difference and (
         f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do not "
         f"give what loss_fn gives on the whole sequence: {difference}"
     )
+
+
+def _in_two(plan: SlicePlan, layout: TensorLayout, whole: Tensor) -> TensorLayout:
+    """Return the layout for a window of two slices; one value per call agreed so far, so it is a mean over tokens."""
+    if not isinstance(layout, PerSlice):
+        return layout
+    first, second = (length / plan.sequence_length for length in plan.lengths)
+    return PerSlice((whole * (1 + second), whole * (1 - first)))
 
 
 def _window(outputs: Activations, labels: SliceableTensors, config: TeraPipeConfig) -> Cut | None:

@@ -30,6 +30,10 @@ _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
 _SHOWN = 5  # findings in a report
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
+_NO_SHARE = (
+    "which is no share of that of the whole sequence (a mean, a balance of experts): hand on what each token adds to "
+    "it, with sums carried over slices (docs/auxiliary_losses.md), or set terapipe.slices to 1"
+)
 _CARRY = "hand them on by terapipe_ds.attention.carry (docs/carried_states.md), or set terapipe.slices to 1"
 
 
@@ -142,7 +146,7 @@ class StageCheck:
             self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
         assert check.outputs is not None
-        problems = [] if difference is None else [_shown_by(difference, self.slicing.plan)]
+        problems = [] if difference is None else [_shown_by(difference, self.slicing.plan, check.adds_loss)]
         if problems or check.faults:
             self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]))
         notes = {
@@ -229,17 +233,22 @@ class StageCheck:
         return None, failure._replace(text=text)
 
 
-def _shown_by(difference: Difference, plan: SlicePlan) -> str:
+def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
     first, tokens = difference.first_token, difference.tokens
     last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
-    if not difference.what.startswith("output"):
+    if adds_loss:
+        meaning = f"the layer adds a loss of its own in the backward, of the tokens of one forward pass, {_NO_SHARE}"
+    elif not difference.what.startswith("output"):
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
             "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "
             "(a kernel that gives its last state no gradient, a result of carry.write() that is not used)"
         )
     elif first is None or tokens is None:
-        meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"
+        meaning = (
+            "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices: "
+            f"an auxiliary loss is of the tokens of one forward pass, {_NO_SHARE}"
+        )
     elif first < plan.lengths[0]:
         meaning = f"early outputs change with later tokens, with how many there are, or from call to call: {_REMEDY}"
     elif not bool(tokens[next(last for last in last_of_slice if last >= first)]):

@@ -153,10 +153,14 @@ class Slicing:
         return torch.stack([part.double() * weight for part, weight in zip(parts, self.weights, strict=True)]).sum(0)
 
     def joined_gradients(self, layout: TensorLayout, parts: Sequence[Tensor]) -> Tensor:
-        """Return what the slices' gradients are together, with tokens first; without tokens they add up."""
+        """Return what the slices' gradients are together, with tokens first; without tokens they add up.
+
+        Those of values per slice weigh as the slices' losses do, and a sum has the weight one for each slice.
+        """
         if isinstance(layout, TokenDim):
             return self.joined(layout, parts)
-        return torch.stack([part.double() for part in parts]).sum(0)
+        total = torch.stack([part.double() for part in parts]).sum(0)
+        return total / (sum(self.weights) or 1.0) if isinstance(layout, PerSlice) else total
 
     def _all_tokens(self, layout: TokenDim, tensor: Tensor) -> Tensor:
         tokens = layout.tokens_first(tensor)

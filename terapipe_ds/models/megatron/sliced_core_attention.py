@@ -76,7 +76,7 @@ class SlicedCoreAttention(MegatronModule):
                     "terapipe.documents names"
                 )
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
-        sinks = self.softmax_offset
+        sinks: Tensor | None = self.softmax_offset
         if self.config.softmax_type == "off-by-one":  # 1 in the denominator
             sinks = q.new_zeros(q.shape[1])
         dropout_p = self.dropout_p if self.training else 0.0

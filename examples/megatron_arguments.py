@@ -51,6 +51,7 @@ IN_DEEPSPEED_CONFIG = {
     "--use-distributed-optimizer": "zero_optimization.stage = 1",
     "--zero-stage": "zero_optimization.stage",
 }
+POSITION_IDS = 1  # among the inputs (tokens, position_ids)
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,10 +99,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if args.data_path is None and args.tokenizer != "bytes":
         parser.error(f"--tokenizer {args.tokenizer} needs --data-path: without one the data are bytes")
     if args.reset_attention_mask:
-        parser.error(
-            "--reset-attention-mask: a slice attends to all of its prefix, so the model would see other documents than "
-            "asked for. Leave it out; --reset-position-ids and --eod-mask-loss work"
-        )
+        _keep_to_documents(parser, args, section)
     if args.num_query_groups is not None and not args.group_query_attention:
         parser.error("--num-query-groups needs --group-query-attention")
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
@@ -115,6 +113,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
         )
     return args
+
+
+def _keep_to_documents(parser: argparse.ArgumentParser, args: argparse.Namespace, section: TeraPipeConfig) -> None:
+    """Have the engine find the documents of packed rows in the position ids, which are the second input."""
+    if not args.reset_position_ids:
+        parser.error("--reset-attention-mask needs --reset-position-ids: documents are found by positions that restart")
+    if not section.enabled:
+        parser.error(
+            "--reset-attention-mask needs an enabled terapipe section: DeepSpeed's own engine would mix the documents"
+        )
+    if section.documents not in ("off", POSITION_IDS):
+        parser.error(
+            f"--reset-attention-mask sets terapipe.documents to {POSITION_IDS}, and the file of --deepspeed_config has "
+            f"{section.documents!r}: leave it out there"
+        )
+    args.ds_config["terapipe"]["documents"] = POSITION_IDS
 
 
 def _about_unknown(unknown: Sequence[str]) -> str:
@@ -205,7 +219,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     shares = "shares of training, validation and test documents; default: 949,50,1"
     add("--split", type=_split, default="949,50,1", help=shares)
     add("--reset-position-ids", action="store_true", help="learned positions start anew in each document")
-    add("--reset-attention-mask", action="store_true", help="refused: a slice attends to its whole prefix")
+    add("--reset-attention-mask", action="store_true", help="attention keeps to documents; with --reset-position-ids")
     add("--eod-mask-loss", action="store_true", help="no loss where a document has ended")
     add("--num-workers", type=_not_negative, default=0, metavar="N", help="processes that read ahead; default: 0")
 

@@ -35,6 +35,9 @@ MEGATRON_HOOKS = {
     "megatron.core.tensor_parallel:ColumnParallelLinear": "_forward_impl",
     "megatron.core.tensor_parallel:RowParallelLinear": "_forward_impl",
     "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding": "forward",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding": "forward",
+    "megatron.core.transformer.multi_latent_attention": "HAVE_TE MLASelfAttention TELinear",
+    "megatron.core.transformer.utils": "is_layer_window_attention",
 }
 
 

@@ -68,7 +68,8 @@ def allow_missing_compression() -> None:
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("no_pipeline_parallel", bool, "without a PipelineModule there is no pipeline to cut: leave it out"),
-    ("reset_attention_mask", bool, "sliced attention is plain causal (upstream's pipeline ignores it): leave it out"),
+    ("reset_attention_mask", bool, "upstream's pipeline ignores it: leave it out. Slices keep to the documents that "
+     "--reset-position-ids marks where terapipe.documents is 1"),
     ("sequence_parallel", bool, "DeepSpeed does not sum the gradients of the norms over the tensor-parallel ranks "
      "there, and learned positions are cut by rank: leave it out"),
     ("ds_sequence_parallel_size", lambda size: (size or 1) > 1, "DeepSpeed's sequence parallelism cuts the sequence as "

@@ -58,12 +58,13 @@ class Case:
     plan: str = "uneven"
     accumulation: int = 1
     clipping: bool = False
-    recompute: str = "off"  # off | uniform | block | core_attn | layernorm | mlp
+    recompute: str = "off"  # off | uniform | block | core_attn | layernorm | mlp | mla_up_proj
     precision: str = "fp64"  # fp32_megatron: Megatron's own cross entropy on both sides; more in megatron_models.py
     block: str = "swiglu"  # swiglu (RMSNorm, no biases) | swiglu_biases | gelu (LayerNorm, biases) | moe
     heads: str = "mha"
     qk_norm: bool = False
     tied: bool = False
+    attention: str = "plain"  # more in megatron_models.py
     positions: str = "rope"  # rope | rope_part (of a head, interleaved) | learned | learned_given (in the inputs)
     documents: bool = False  # several in a row; position ids come with the tokens
     labels: str = "plain"  # plain | ignored (-100) | mask (a tuple with float weights)
@@ -150,7 +151,11 @@ def _sorted(cases: set[Case]) -> list[Case]:
 
 # -- how Megatron cuts weights over tensor-parallel ranks -----------------------------------------------------
 
-_ROWS_CUT = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
+_ROWS_CUT = (
+    "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "softmax_offset",
+    "linear_q_proj.weight", "linear_q_down_proj.weight", "linear_q_up_proj.weight", "linear_kv_down_proj.weight",
+    "linear_kv_up_proj.weight",
+)  # fmt: skip
 _GATED = ("linear_fc1.weight", "linear_fc1.bias")  # the gate's rows, then the others: each half is cut
 _COLUMNS_CUT = ("linear_proj.weight", "linear_fc2.weight")
 

@@ -20,11 +20,14 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
@@ -83,9 +86,32 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     **{
         name: {"recompute_granularity": "selective", "recompute_modules": [name]}
-        for name in ("core_attn", "layernorm", "mlp")
+        for name in ("core_attn", "layernorm", "mlp", "mla_up_proj")
     },
 }
+_LATENT = {
+    "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+    "original_max_position_embeddings": 16,
+    "kv_channels": 6,  # by which megatron-core's own core attention knows the width of its results
+}  # fmt: skip
+_WINDOW, _SINKS = {"window_size": (4, 0)}, {"softmax_type": "learnable"}
+_ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": _WINDOW,
+    "window 1": {"window_size": (0, 0)},
+    "window, every second": {**_WINDOW, "window_attn_skip_freq": 2},
+    "window, listed": {**_WINDOW, "window_attn_skip_freq": [0, 1, 1, 0]},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "sinks": _SINKS,
+    "window, sinks": {**_WINDOW, "window_attn_skip_freq": 2, **_SINKS},
+    "latent": {**_LATENT, "q_lora_rank": None, "rope_type": "rope"},
+    "latent queries": {**_LATENT, "q_lora_rank": 10, "rope_type": "yarn", "mscale_all_dim": 0.5},
+    "latent, window, sinks": {**_LATENT, "q_lora_rank": None, "rope_type": "yarn", **_WINDOW, **_SINKS},
+}
+
+
+def is_latent(case: Case) -> bool:
+    return case.attention.startswith("latent")
 
 
 def transformer_config(case: Case, **changes: Any) -> TransformerConfig:
@@ -96,8 +122,18 @@ def transformer_config(case: Case, **changes: Any) -> TransformerConfig:
     types = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
     types["fp16"] = dtype == torch.float16
     start = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.2, "use_cpu_initialization": True}
-    fields = {**shape, **heads, **positions, **types, **start, **_FEED_FORWARD[case.block]}
-    return TransformerConfig(**{"bias_dropout_fusion": False, **fields, **changes})
+    fields = {
+        **shape,
+        **heads,
+        **positions,
+        **types,
+        **start,
+        **_FEED_FORWARD[case.block],
+        **_ATTENTION[case.attention],
+    }
+    return (MLATransformerConfig if is_latent(case) else TransformerConfig)(
+        **{"bias_dropout_fusion": False, **fields, **changes}
+    )
 
 
 def model_options(case: Case) -> dict[str, Any]:
@@ -136,16 +172,17 @@ def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, 
 
 def job_reference(case: Case) -> list[Record]:
     """Train megatron-core's own model, unsliced, in this process alone; a record for each replica."""
-    with own_parallel_state():
-        model = GPTModel(
-            transformer_config(case),
-            get_gpt_layer_local_spec(
-                num_experts=4 if case.block == "moe" else None,
-                qk_layernorm=case.qk_norm,
-                normalization=_FEED_FORWARD[case.block]["normalization"],
-            ),
-            **model_options(case),
-        ).to(PRECISIONS[case.precision][0])
+    changes = {"window_size": None} if case.documents else {}  # for which its own attention would drop a given mask
+    with own_parallel_state(), windows_on_the_cpu():
+        spec = get_gpt_layer_local_spec(
+            num_experts=4 if case.block == "moe" else None,
+            qk_layernorm=case.qk_norm,
+            multi_latent_attention=is_latent(case),
+            normalization=_FEED_FORWARD[case.block]["normalization"],
+        )
+        spec.submodules.self_attention.submodules.core_attention = _DotProductAttention
+        model = GPTModel(transformer_config(case, **changes), spec, **model_options(case))
+        model.to(PRECISIONS[case.precision][0])
         draw_weights(model)
         initial = _arrays(dict(model.named_parameters()))
         records = [Record(replica, 0, replica, "Megatron", initial=initial) for replica in range(case.data_parallel)]
@@ -183,6 +220,8 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
     if case.documents:
         document = (positions == 0).cumsum(1)
         hidden_from = hidden_from | (document[:, None, :, None] != document[:, None, None, :])
+        if window := _ATTENTION[case.attention].get("window_size"):
+            hidden_from = hidden_from | torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1 - window[0])
     if case.precision == "fp32_megatron":
         losses = model(tokens, positions, hidden_from, labels=targets)
     else:
@@ -190,6 +229,36 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     mask = mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum()
+
+
+class _DotProductAttention(DotProductAttention):
+    """Leaves out what latent attention says to Transformer Engine's alone; `kv_channels` of the config says it here."""
+
+    def __init__(
+        self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+
+
+class _OnTheCpu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if "device" in (kwargs or {}) else {})})
+
+
+@contextlib.contextmanager
+def windows_on_the_cpu() -> Iterator[None]:
+    """megatron-core makes the mask of a window on CUDA: here its own function makes it on the CPU."""
+    made = fused_softmax.get_sliding_window_causal_mask
+
+    def on_the_cpu(*sizes: Any) -> Tensor:
+        with _OnTheCpu():
+            return made(*sizes)
+
+    fused_softmax.get_sliding_window_causal_mask = on_the_cpu
+    try:
+        yield
+    finally:
+        fused_softmax.get_sliding_window_causal_mask = made
 
 
 @contextlib.contextmanager

@@ -68,7 +68,32 @@ def test_what_the_pairs_leave_out(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 
 
+ATTENTION = [
+    Case(layout="tp2_pp2", attention="window, sinks", heads="gqa", recompute="core_attn"),
+    Case(layout="tp2_pp2_sp", attention="sinks", accumulation=2, clipping=True, schedule="zbv"),
+    Case(layout="tp2_pp2", attention="latent", schedule="seq1f1b-zb", accumulation=2, qk_norm=True),
+    Case(layout="tp2_pp2", attention="latent queries", qk_norm=True, clipping=True),
+    Case(layout="tp2_pp2_sp", attention="latent queries", qk_norm=True, recompute="uniform"),
+    Case(layout="one", attention="window"),
+    Case(layout="one", attention="window 1", heads="mqa"),
+    Case(layout="one", attention="window, every second"),
+    Case(layout="one", attention="window, listed", heads="gqa"),
+    Case(layout="one", attention="off-by-one", heads="gqa"),
+    Case(layout="one", attention="sinks", recompute="block", precision="fp32"),
+    Case(layout="one", attention="latent, window, sinks", recompute="core_attn"),
+    Case(layout="one", attention="latent queries", precision="fp32", positions="learned"),
+    Case(layout="one", attention="latent queries", qk_norm=True, recompute="mla_up_proj"),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_kinds_of_attention_equal_megatrons_own(case: Case) -> None:
+    assert not violations(errors(case), case.limits())
+
+
 DOCUMENTS = [
+    Case(layout="pp2", attention="window", documents=True),
+    Case(layout="one", attention="latent, window, sinks", documents=True),
     Case(layout="tp2_pp2_sp", heads="gqa", positions="learned_given", recompute="core_attn", documents=True),
     Case(layout="pp2", schedule="seq1f1b-zb", accumulation=2, labels="ignored", documents=True),
 ]

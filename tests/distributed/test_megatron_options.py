@@ -70,6 +70,24 @@ def test_measuring_slices_leaves_the_random_states_as_they_were() -> None:
         assert planned == given
 
 
+def losses_of_both_modes(case: Case) -> tuple[float, float]:
+    """The loss of the first step, and of an evaluation of the same data before it."""
+    with engine_of(case) as engine:
+        batch = data(case, 1)[0]
+        return float(engine.eval_batch(iter(batch))), float(engine.train_batch(iter(batch)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention": "window, sinks"}, {"attention": "latent queries", "qk_norm": True, "recompute": "mla_up_proj"}],
+    ids=str,
+)
+def test_evaluation_sees_what_training_sees(changes: dict[str, Any]) -> None:
+    case = Case("tp2_pp2_sp", accumulation=2, **changes)
+    for evaluated, trained in rank_pool(4).run(losses_of_both_modes, case=case):
+        assert evaluated == pytest.approx(trained, rel=1e-6)
+
+
 def states_drawn_from(layout: str) -> dict[str, list[bytes]]:
     """The random state at each call of dropout in a step: by it the masks of two ranks are the same or not."""
     seen: dict[str, list[bytes]] = {"hidden": [], "attention": []}

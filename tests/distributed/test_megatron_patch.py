@@ -36,7 +36,8 @@ def text(seed: int) -> dict[str, torch.Tensor]:
 def start(program: Any, args: Any, stages: int) -> Any:
     """As upstream: the model, `deepspeed.initialize` with nothing of ours, then the batch function."""
     program.utils.update_rotary_pos_emb(LENGTH)
-    args.attn_mask = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    document = torch.arange(LENGTH) // args.document_tokens
+    args.attn_mask = torch.ones(LENGTH, LENGTH).triu(1).bool() | (document != document[:, None])
     model = program.gpt_model.GPTModelPipe(num_stages=stages).double()
     model._megatron_batch_fn = program.pretrain_gpt.get_batch_pipe
     for name, parameter in model.named_parameters():  # named by the layer's place in the whole model
@@ -50,9 +51,9 @@ def start(program: Any, args: Any, stages: int) -> Any:
     return engine
 
 
-def trained(root: str, stages: int, terapipe: dict[str, Any] | None) -> tuple[str, Any]:
+def trained(root: str, stages: int, terapipe: dict[str, Any] | None, document_tokens: int = LENGTH) -> tuple[str, Any]:
     ds_config = config() if terapipe is None else {**config(), "terapipe": terapipe}
-    args = mini_megatron.arguments(LENGTH, deepspeed_config_dict=ds_config)
+    args = mini_megatron.arguments(LENGTH, deepspeed_config_dict=ds_config, document_tokens=document_tokens)
     with contextlib.ExitStack() as stack:
         stack.callback(terapipe_ds.unregister)
         program = stack.enter_context(mini_megatron.imported(Path(root), args))
@@ -61,9 +62,9 @@ def trained(root: str, stages: int, terapipe: dict[str, Any] | None) -> tuple[st
         return type(engine).__name__, train(engine, [[text(1), text(2)], [text(3), text(4)]])  # type: ignore[list-item]
 
 
-def compare(root: str, stages: int, terapipe: dict[str, Any]) -> tuple[str, str, dict[str, float]]:
-    stock, expected = trained(root, stages, None)
-    ours, run = trained(root, stages, terapipe)
+def compare(root: str, stages: int, terapipe: dict[str, Any], **given: int) -> tuple[str, str, dict[str, float]]:
+    stock, expected = trained(root, stages, None, **given)
+    ours, run = trained(root, stages, terapipe, **given)
     return stock, ours, differences(run, expected)
 
 
@@ -81,6 +82,18 @@ def test_slices_train_as_the_whole_sequence(changes: dict[str, Any], tmp_path: P
     mini_megatron.write(tmp_path)
     told = rank_pool(2).run(compare, root=str(tmp_path), stages=2, terapipe=section(sliced_inputs=[0, 1], **changes))
     assert {names[:2] for names in told} == {("PipelineEngine", "TeraPipeEngine")}
+    assert violations([errors for _, _, errors in told]) == {}
+
+
+def test_slices_keep_to_the_documents_of_the_position_ids(tmp_path: Path) -> None:
+    """DeepSpeed's own engine gets the mask of these documents; the refusal of --reset-attention-mask names this way."""
+    mini_megatron.write(tmp_path)
+    path = tmp_path / "pretrain_gpt.py"
+    plain, restarted = "torch.arange(length).expand_as", "(torch.arange(length) % args.document_tokens).expand_as"
+    assert plain in path.read_text()
+    path.write_text(path.read_text().replace(plain, restarted))
+    options = section(sliced_inputs=[0, 1], slices=[7, 7, 9], documents=1)
+    told = rank_pool(2).run(compare, root=str(tmp_path), stages=2, terapipe=options, document_tokens=8)
     assert violations([errors for _, _, errors in told]) == {}
 
 

@@ -107,6 +107,18 @@ def test_precision_is_deepspeeds(
     assert (config.bf16, config.fp16) == (dtype == torch.bfloat16, dtype == torch.float16)
 
 
+def test_attention_keeps_to_documents(
+    arguments: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, file = ("--reset-position-ids", "--reset-attention-mask"), tmp_path / "ds.json"
+    assert parsed(arguments, *both).ds_config["terapipe"]["documents"] == 1
+    assert "documents" not in parsed(arguments, both[0]).ds_config["terapipe"]
+    for section, message in (({"enabled": False}, "needs an enabled terapipe section"),
+                             ({"enabled": True, "documents": 0}, "sets terapipe.documents to 1")):  # fmt: skip
+        file.write_text(json.dumps({"terapipe": section}))
+        assert message in said(arguments, capsys, f"--deepspeed_config={file}", *both)
+
+
 # -- what is wrong ---------------------------------------------------------------------------------------------
 
 
@@ -119,7 +131,8 @@ def test_precision_is_deepspeeds(
         ("--num-layer 4", "unknown arguments: --num-layer 4"),
         ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
         ("--tokenizer huggingface:gpt2", "needs --data-path"),
-        ("--reset-attention-mask", "--reset-attention-mask: a slice attends to all of its prefix"),
+        ("--reset-attention-mask", "--reset-attention-mask needs --reset-position-ids"),
+        ("--window-size 4,0", "unknown arguments: --window-size 4,0"),
         ("--split 9,x", "argument --split: '9,x': give shares of training, validation and test"),
         ("--split 0,0", "argument --split"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),

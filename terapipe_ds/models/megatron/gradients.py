@@ -62,13 +62,14 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
 def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
     """Return whether only the sum over tensor-parallel ranks is the gradient.
 
-    A rank's share counts its own tokens alone (sequence parallelism), or its own heads (query and key norms).
+    A rank's share counts its own tokens alone (sequence parallelism), or its own heads (query and key norms). The norms
+    of latent attention come before the heads are cut.
     """
     if is_split(parameter):
         return False
     if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
         return True
-    return "q_layernorm." in name or "k_layernorm." in name
+    return not config.multi_latent_attention and ("q_layernorm." in name or "k_layernorm." in name)
 
 
 def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimizer: Any, group: Any) -> None:

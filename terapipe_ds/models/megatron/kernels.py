@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
@@ -106,7 +106,9 @@ def stand_in_for_transformer_engine() -> None:
 
     The router of a mixture of experts asks whether a matrix product is None; `CheckpointWithoutOutput` (norms in
     `recompute_modules`) takes fp8 to be asked for whenever its argument is not None, and the default is False.
+    Latent attention asks whether a layer is a `TELinear`, which is no class then.
     """
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(megatron_random, "FP8GlobalStateManager"):

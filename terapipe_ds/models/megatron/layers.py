@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
+from terapipe_ds.models.megatron.latent_attention import begin_at_slices
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
 from terapipe_ds.models.positions import check_learned_positions, first_position
@@ -56,8 +57,11 @@ class Blueprint:
 
     @functools.cached_property
     def rotary(self) -> RotaryEmbedding | None:
-        """Return the rotary positions that the layers of this rank share; it has no parameters."""
-        if self.position_embedding_type != "rope":
+        """Return the rotary positions that the layers of this rank share, without parameters.
+
+        Latent attention has its own in each layer.
+        """
+        if self.position_embedding_type != "rope" or self.config.multi_latent_attention:
             return None
         return RotaryEmbedding(
             kv_channels=self.config.kv_channels,
@@ -172,6 +176,7 @@ class MegatronLayer(nn.Module):
         self.blueprint, config = blueprint, blueprint.config
         with blueprint.drawn(1 + index):
             self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
+        begin_at_slices(self.layer, blueprint.groups.tp)
         if getattr(self.layer, "recompute_mlp", False):
             self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"

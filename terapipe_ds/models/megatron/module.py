@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -67,6 +68,7 @@ class MegatronGPT(PipelineModule):
         check_config(config)
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
         _check_sizes(config, vocab_size, blueprint.position_embedding_type)
+        _check_rotary(blueprint)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
@@ -180,6 +182,17 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")
 
 
+def _check_rotary(blueprint: Blueprint) -> None:
+    """Refuse settings of rotary positions that latent attention would not read."""
+    names = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor")
+    defaults = {field.name: field.default for field in dataclasses.fields(Blueprint)}
+    for name in names if blueprint.config.multi_latent_attention else ():
+        if (value := getattr(blueprint, name)) != defaults[name]:
+            problem = f"{name}={value!r}: latent attention has its own rotary positions"
+            fix = "rope_type, rotary_base, rotary_percent and rotary_scaling_factor"
+            raise MegatronConfigError(f"{problem}. Set {fix} of MLATransformerConfig instead, as far as it has them")
+
+
 # -- universal checkpoints -------------------------------------------------------------------------------------------
 # A universal checkpoint holds every parameter and its Adam moments whole, under a name that no layout changes.
 # DeepSpeed (0.19.8) finds out from `universal_checkpoint_info`, which it saves with the model, how the parts of a
@@ -201,6 +214,8 @@ _ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
 _SIZES_KEY = "terapipe_model_sizes"
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 _SIZES_OF_KIND = ("gated_linear_unit", "normalization", "num_moe_experts")
+# left out where a model has none, so that checkpoints of models without them are read as before
+_SIZES_OF_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_output_weights")
 
 
@@ -215,6 +230,10 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
         torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
     kinds_of = {name: kinds for stage in stages for name, kinds in stage.items()}
     sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}
+    if blueprint.config.multi_latent_attention:
+        sizes |= {name: getattr(blueprint.config, name) for name in _SIZES_OF_ATTENTION}
+    if blueprint.config.softmax_type != "vanilla":
+        sizes["softmax_type"] = blueprint.config.softmax_type
     info: dict[str, Any] = {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         # nothing is stripped from the vocabulary: padded rows are part of the softmax

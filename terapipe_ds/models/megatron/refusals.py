@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from terapipe_ds.models.megatron.kernels import on_cpu
 
@@ -30,8 +31,6 @@ def check_config(config: TransformerConfig) -> None:
 _ANYWHERE = {
     "each rank would hold a part of every slice, and slices already divide a long sequence":
         "context_parallel_size hybrid_context_parallel",
-    "sliced attention keeps keys and values of all tokens before it, and nothing else":
-        "multi_latent_attention window_size softmax_type",
     "it mixes tokens outside of the slice store":
         "experimental_attention_variant linear_attention_freq is_hybrid_model",
     "it needs tokens of other slices, or their positions": "mtp_num_layers mtp_standalone mrope_section",
@@ -58,11 +57,13 @@ _ANYWHERE = {
     "quantized layers are not supported": "use_kitchen quant_recipe",
 }  # fmt: skip
 _WITH_EXPERTS = {
-    "it is a mean over the tokens of one forward pass, and slices change it": "moe_aux_loss_coeff moe_z_loss_coeff",
+    "it is a product of means over the tokens of one forward pass, and not a sum over slices": "moe_aux_loss_coeff",
+    "each forward pass adds a mean over its tokens that knows no weights: slices would add several": "moe_z_loss_coeff",
     "capacity counts the tokens of one forward pass": "moe_expert_capacity_factor moe_token_dropping",
     "Megatron's own training loop updates the bias from token counts once per step": "moe_router_enable_expert_bias",
     "routing by random numbers is for benchmarks, and slices change it": "moe_router_force_load_balancing",
 }
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _CUDA_KERNELS = "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion"
 _ON_CPU = {"it is a CUDA kernel, and this run is on a CPU": _CUDA_KERNELS}
 
@@ -88,6 +89,14 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16),
      "fp32_residual_connection with parameters in half precision: megatron-core 0.16.1 rounds the residual stream at "
      "the first sum all the same, and its norms take one dtype. Set it to False"),
+    (lambda c: c.multi_latent_attention and not isinstance(c, MLATransformerConfig),
+     "multi_latent_attention=True: the sizes of its latents are fields of MLATransformerConfig. Build that instead of "
+     "TransformerConfig"),
+    (lambda c: getattr(c, "cache_mla_latents", False),
+     "cache_mla_latents=True: it is for inference, not for training. Set it to False"),
+    (lambda c: c.multi_latent_attention and c.apply_rope_fusion and not on_cpu(),
+     "apply_rope_fusion=True with multi_latent_attention: that kernel turns tokens from the first position of the "
+     "sequence on, and a slice begins later. Set it to False"),
     (lambda c: c.transformer_impl == "inference_optimized",
      "transformer_impl='inference_optimized': it is for inference, not for training. Use 'local' or "
      "'transformer_engine'"),
@@ -104,6 +113,36 @@ def _problems(config: TransformerConfig) -> Iterator[str]:
                 if value != default and (any(_listed(value)) or default):
                     yield f"{name}={value!r}: {reason}. Set it to {default!r}"
     yield from (text for applies, text in _COMBINATIONS if applies(config))
+    yield from _problems_of_attention(config)
+
+
+def _problems_of_attention(config: TransformerConfig) -> Iterator[str]:
+    window, frequency = config.window_size, config.window_attn_skip_freq
+    if config.softmax_type not in _SOFTMAX_TYPES:
+        yield f"softmax_type={config.softmax_type!r}: give one of {', '.join(_SOFTMAX_TYPES)}"
+    if not window:
+        return
+    left, right = window if len(window) == 2 else (None, None)
+    if not (isinstance(left, int) and left >= -1 and (right == 0 or (left, right) == (-1, -1))):
+        after = "a token sees itself and the n tokens before it (-1: all), and none after it"
+        yield f"window_size={window!r}: attention in slices is causal. Give (n, 0): {after}"
+    try:
+        for layer_number in range(1, 1 + config.num_layers):
+            is_layer_window_attention(window, frequency, layer_number)
+    except (ValueError, IndexError, ZeroDivisionError):
+        form = f"a list with a 1 (window) or a 0 (none) for each of the num_layers={config.num_layers} layers"
+        yield f"window_attn_skip_freq={frequency!r}: give {form}, or an integer >= 1"
+
+
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many tokens a token of the layer sees, with itself; None: all. Layers count from 1.
+
+    megatron-core's `window_size` (left, right) counts the tokens before a token, without itself.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left = config.window_size[0]
+    return None if left < 0 else left + 1
 
 
 def _listed(value: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
-from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
+from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial, is_split
 from terapipe_ds.models.megatron.kernels import TorchNorm
 from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
 from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
@@ -176,6 +179,32 @@ def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float |
     scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
     wanted = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(attention(query, key, value), wanted)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+def test_sinks_are_those_of_megatrons_own_attention(kind: str) -> None:
+    """By name, dtype, initial values and what a user's `init_method` did; the marks are for norms and checkpoints."""
+    shape = config(softmax_type=kind, num_query_groups=2)
+    groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+    kernels.stand_in_for_cuda()
+    both = []
+    for kind_of_attention in (SlicedCoreAttention, DotProductAttention):
+        torch.manual_seed(3)
+        both.append(kind_of_attention(shape, 1, AttnMaskType.causal, "self", pg_collection=groups))
+    ours, theirs = (dict(attention.named_parameters()) for attention in both)
+    assert ours.keys() == theirs.keys() == ({"softmax_offset"} if kind == "learnable" else set())
+    for name, parameter in ours.items():
+        assert parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name])
+        assert is_split(parameter) and parameter.partition_dim == 0
+
+
+def test_ranks_draw_parts_of_the_same_sinks() -> None:
+    def drawn(rank: int, ranks: int) -> torch.Tensor:
+        torch.manual_seed(3)
+        groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
+        return SlicedCoreAttention(config(softmax_type="learnable"), 1, pg_collection=groups).softmax_offset
+
+    assert torch.equal(torch.cat([drawn(0, 2), drawn(1, 2)]), drawn(0, 1))
 
 
 # -- the extra -----------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from terapipe_ds.models.megatron import MegatronConfigError
-from terapipe_ds.models.megatron.refusals import check_config
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT
+from terapipe_ds.models.megatron.refusals import check_config, window_of
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "hidden_dropout": 0.0}
 MOE: dict[str, Any] = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
@@ -34,6 +34,11 @@ SUPPORTED = {
     "grouped queries": {"num_query_groups": 2},
     "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "SwiGLU": {"gated_linear_unit": True, "add_bias_linear": False},
+    "a window": {"window_size": (3, 0)},
+    "a window of all tokens": {"window_size": (-1, -1)},
+    "windows in some layers": {"window_size": [3, 0], "window_attn_skip_freq": [0, 1]},
+    "a softmax off by one": {"softmax_type": "off-by-one"},
+    "sinks": {"softmax_type": "learnable"},
     "layers without rope": {"no_rope_freq": [0, 1]},
     "recompute block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     "recompute uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -63,7 +68,7 @@ SWITCHED_ON = words("""
 FUNCTIONS = words("finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func")
 VALUES = {
     "context_parallel_size": 2, "mtp_num_layers": 1, "experimental_attention_variant": "dsa",
-    "linear_attention_freq": 4, "window_size": (128, 0), "softmax_type": "learnable", "mrope_section": [2, 1, 1],
+    "linear_attention_freq": 4, "window_size": (128, 1), "softmax_type": "other", "mrope_section": [2, 1, 1],
     "fp8": "hybrid", "fp4": "e2m1", "cuda_graph_impl": "local", "virtual_pipeline_model_parallel_size": 2,
     "pipeline_model_parallel_layout": "Et|tL", "num_layers_in_first_pipeline_stage": 1,
     "num_layers_in_last_pipeline_stage": 1, "num_microbatches_with_partial_activation_checkpoints": 1,
@@ -79,6 +84,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "moe_aux_loss_coeff": {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
     r"moe_aux_loss_coeff=\[0.0, 0.001\]": {**MOE, "moe_router_load_balancing_type": ["aux_loss", "none"],
                                "moe_aux_loss_coeff": [0.0, 1e-3]},
+    "window_attn_skip_freq=0": {"window_size": (3, 0), "window_attn_skip_freq": 0},
+    r"window_attn_skip_freq=\[1\]": {"window_size": (3, 0), "window_attn_skip_freq": [1]},
+    r"window_size=\(3, -1\)": {"window_size": (3, -1)},
+    r"window_size=\(-2, 0\)": {"window_size": (-2, 0)},
+    r"window_size=\(3,\)": {"window_size": (3,)},
     "sinkhorn": {**MOE, "moe_router_load_balancing_type": "sinkhorn"},
     "no sequence_parallel": {**MOE, "tensor_model_parallel_size": 2},
     "expert_tensor_parallel_size": {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
@@ -122,7 +132,7 @@ WITHOUT_EFFECT = words("""
     overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
     wgrad_deferral_limit overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage cpu_offloading_num_layers
     _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering
-    barrier_with_L1_time mtp_loss_scaling_factor attention_backend window_attn_skip_freq qk_clip_alpha
+    barrier_with_L1_time mtp_loss_scaling_factor attention_backend qk_clip_alpha
     qk_clip_threshold test_mode dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_indexer_use_sparse_loss linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads disable_bf16_reduced_precision_matmul masked_softmax_fusion
@@ -136,6 +146,10 @@ WITHOUT_EFFECT = words("""
     batch_invariant_mode inference_sampling_seed mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     use_mamba_mem_eff_path mlp_chunks_for_prefill hetereogenous_dist_checkpoint quant_recipe offload_modules
     min_offloaded_tensor_size
+""")
+OF_LATENT_ATTENTION = words("""
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent
+    rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
 """)
 
 
@@ -162,6 +176,39 @@ def test_refused_with_the_name_of_the_field(named: str) -> None:
     assert len(lines) == 2, "one problem, one line"
 
 
+def test_latent_attention() -> None:
+    fields, common = (
+        {field.name for field in dataclasses.fields(c)} for c in (MLATransformerConfig, TransformerConfig)
+    )
+    assert fields - common == {*OF_LATENT_ATTENTION, "cache_mla_latents"}
+    check_config(MLATransformerConfig(**SIZES))
+    with pytest.raises(MegatronConfigError, match="cache_mla_latents=True: it is for inference"):
+        check_config(MLATransformerConfig(**SIZES, cache_mla_latents=True))
+    with pytest.raises(MegatronConfigError, match="Build that instead of TransformerConfig"):
+        check_config(config(multi_latent_attention=True))
+    with pytest.raises(MegatronConfigError, match=r"rotary_base=5: .* of MLATransformerConfig instead"):
+        MegatronGPT(MLATransformerConfig(**SIZES), vocab_size=8, max_sequence_length=8, rotary_base=5)
+
+
+@pytest.mark.parametrize(
+    ("size", "frequency", "windows"),
+    [
+        (None, 2, [None, None, None]),
+        ((3, 0), None, [4, 4, 4]),
+        ((0, 0), None, [1, 1, 1]),
+        ((-1, 0), None, [None, None, None]),
+        ((3, 0), 2, [4, None, 4]),
+        ((3, 0), 1, [None, None, None]),
+        ((3, 0), [0, 1, 0], [None, 4, None]),
+    ],
+)
+def test_windows_count_the_token_itself_and_are_where_megatron_has_them(
+    size: Any, frequency: Any, windows: list[int | None]
+) -> None:
+    shape = config(window_size=size, window_attn_skip_freq=frequency)
+    assert [window_of(shape, layer_number) for layer_number in (1, 2, 3)] == windows
+
+
 def test_all_problems_at_once() -> None:
     with pytest.raises(MegatronConfigError, match=r"(?s)mtp_num_layers.*fp8.*tp_comm_overlap"):
         check_config(config(mtp_num_layers=1, fp8="hybrid", tp_comm_overlap=True))
@@ -173,3 +220,7 @@ def test_cuda_kernels_are_not_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(refusals, "on_cpu", lambda: False)
     check_config(config(apply_rope_fusion=True, persist_layer_norm=True, params_dtype=torch.bfloat16))
     check_config(config(**MOE, moe_token_dispatcher_type="alltoall"))
+    fused = MLATransformerConfig(**SIZES)
+    fused.apply_rope_fusion = True
+    with pytest.raises(MegatronConfigError, match="apply_rope_fusion=True with multi_latent_attention"):
+        check_config(fused)

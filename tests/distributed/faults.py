@@ -24,7 +24,8 @@ SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
-MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
+MIXED = replace(UNEVEN, tied=False, mixers=("attention", "gated_linear_attention"))
+RETAINED = replace(ALL_FORWARD_FIRST, mixers=("attention", "retention"))
 PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 
 
@@ -257,7 +258,7 @@ def state_gradient_of_another_slice(take: Any, self: Any, active: Any) -> Any:
     return gradient if own is None or own.state is None else own.state.grad
 
 
-fault("store", replace(ALL_FORWARD_FIRST, mixer="retention"), "micro-batches share their states", f"{STATES}.write")(
+fault("store", RETAINED, "micro-batches share their states", f"{STATES}.write")(
     one_state_for_all_micro_batches=lambda write, self, active, *rest: write(
         self, active.replace(micro_batch_id=0), *rest
     )
@@ -270,7 +271,7 @@ fault("layer", MIXED, "a kernel gives its last state without a gradient", "atten
 )
 fault(
     "layer",
-    replace(MIXED, mixer="convolution"),
+    replace(MIXED, mixers=("attention", "convolution")),
     "a convolution hands on the inputs of one token earlier",
     "attention.carry:write",
     in_layers=True,

@@ -7,6 +7,7 @@ for each micro-batch of each replica, torch's own clipping and AdamW.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,10 +20,10 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
-from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.engines import torch_attention
+from tests.mixers import MixerLayer
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100
@@ -55,12 +56,11 @@ def layers(case: Case) -> list[Any]:
             dtype="float64" if case.dtype == "fp64" else "float32",
         )
     )
-    if case.mixer == "attention":
-        return specs
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     decoders = [index for index, spec in enumerate(specs) if spec.typename is gpt.DecoderLayer]
-    for index in decoders[1::2]:
-        specs[index] = LayerSpec(MixerLayer, case.mixer, index, 32, 4, dtype)
+    for index, kind in zip(decoders, itertools.cycle(case.mixers), strict=False):
+        if kind != "attention":
+            specs[index] = LayerSpec(MixerLayer, kind, f"mixer {index}", 32, 4, dtype)
     return specs
 
 

@@ -1,4 +1,4 @@
-"""Models with carried states, and with a head that predicts ahead, train as a plain loop or the stock engine does."""
+"""A head that predicts ahead trains as in the stock engine, and profiles know the bytes of carried states."""
 
 from __future__ import annotations
 
@@ -13,39 +13,10 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.costs.profile import Profile
-from tests.carried_layers import MIXERS, Ahead, AheadLoss, MixerLayer
-from tests.distributed import compare, engines
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import DrawnModule, train_case
-
-SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq")
-CASES = [
-    Case(stages, slices=(7, 1, 4), mixer=mixer, schedule=schedule, checkpointing=checkpointing, masked=True)
-    for stages in (2, 3)
-    for checkpointing in ("off", "reentrant", "non_reentrant")
-    for mixer in MIXERS
-    for schedule in SCHEDULES
-    if stages == 2 or schedule != "chimera-seq"  # which wants an even number
-]
-
-
-@functools.cache
-def reference(case: Case) -> list[RankRecord]:
-    return train_alone(case)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
-    """Without slices, pipeline or engine: loss, gradients, parameters and evaluation, to 1e-10."""
-    run = rank_pool(case.world_size).run(train_case, case=case)
-    alone = reference(Case(slices=case.slices, mixer=case.mixer, masked=True))
-    assert compare.contract(case)["gradient"] <= 1e-10
-    assert not compare.violations(compare.errors(run, alone), compare.contract(case))
-
+from tests.distributed.training import DrawnModule
+from tests.mixers import MIXERS, Ahead, AheadLoss, MixerLayer
 
 # -- a head that predicts further ahead ------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
 MIXED = replace(UNEVEN, tied=False, mixers=("attention", "gated_linear_attention"))
 RETAINED = replace(ALL_FORWARD_FIRST, mixers=("attention", "retention"))
+SUNK = replace(UNEVEN, tied=False, mixers=("attention", "window+sinks"))
 PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 
 
@@ -165,6 +166,13 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     merge(first, second, target)
     target[1].copy_(first[1])
 
+
+fault("attention", SUNK, "a window is one token longer", "attention.sliced:reach_of", "attention.slice_store:reach_of")(
+    window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
+)
+fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(
+    sinks_without_gradient=lambda gradient, *args: 0 * gradient(*args)
+)
 
 # -- the slice store -------------------------------------------------------------------------------------------------
 

@@ -130,33 +130,19 @@ class TokenBuffer:
 
     def reserve(self, first: int, room: int, kept: tuple[int, int] = (0, 0)) -> None:
         """Make room for the tokens [first, first + room); the contents of the tokens `kept` stay, all others go."""
-        if kept[0] == kept[1] and self.room < room:
+        # Copied: what is kept is less than a second buffer, and its places before and after may overlap.
+        moved = tuple(x.clone() for x in self.at(*kept)) if self.is_taken and kept[0] < kept[1] else ()
+        if self._pair is None or self.room < room:
             self.give_back()
-        old, is_large_enough = self._pair, self.room >= room
-        moved: tuple[torch.Tensor, ...] = self.at(*kept) if old is not None else ()
-        if old is not None and is_large_enough:
-            room, moved = self.room, tuple(x.clone() for x in moved)  # the two ranges may overlap
-        else:
-            self._pair = self._take(room)
-        self.first, self.room = first, room
+            keys, values = (self._pool.take((b, h, room, d), self._dtype, self._device) for b, h, d in self._shapes)
+            self._pair, self.room = (keys, values), room
+        self.first = first
         if moved:
             for target, source in zip(self.at(*kept), moved, strict=True):
                 target.copy_(source)
-        if old is not None and not is_large_enough:
-            self._give(old)
 
     def give_back(self) -> None:
         """Give the memory back to the pool."""
-        if self._pair is not None:
-            self._give(self._pair)
-        self._pair, self.first, self.room = None, 0, 0
-
-    def _take(self, room: int) -> TensorPair:
-        keys, values = (
-            self._pool.take((batch, heads, room, dim), self._dtype, self._device) for batch, heads, dim in self._shapes
-        )
-        return keys, values
-
-    def _give(self, pair: TensorPair) -> None:
-        for lent in pair:
+        for lent in self._pair or ():
             self._pool.give(lent)
+        self._pair, self.first, self.room = None, 0, 0

@@ -9,14 +9,15 @@ and never gives a wrong gradient. Kind "carried", one state per slice, is in `ca
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
   their gradients   2 * B * L * H_kv * D * max(4, itemsize)   from its last slice's backward to its first slice's
-With a window, or documents, what is out of reach is dropped: gradients take window + T tokens of a slice instead of L,
-and so do keys and values in evaluation, where no backward comes back to them.
+With a window, or documents, what is out of reach is dropped: gradients take window - 1 + T tokens instead of L, T those
+of the largest slice, and so do keys and values in evaluation, where no backward comes back to them.
 All come from a pool and return to it: a batch after the first one allocates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,14 @@ from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreErro
 from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
 from terapipe_ds.attention.carry.states import CarriedStates
 from terapipe_ds.attention.reach import Reach, reach_of
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of all tokens' keys and values of a layer, and of their gradients, and how far back its tokens see."""
+
+    keys_values: int
+    grads: int
+    window: int | None
 
 
 class SliceEntry:
@@ -43,7 +52,7 @@ class SliceEntry:
         self.layout, self.dtype = layout_of(like, active.sequence_length), like[0].dtype
         self.kept = TokenBuffer(pool, like, self.dtype)
         self.grads = TokenBuffer(pool, like, torch.promote_types(self.dtype, torch.float32))
-        self.filled = 0
+        self.filled = self.reached = 0  # tokens: up to which slices ran, the most that one of them sees
         self.frontier = self.touched = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
         self.kv_needs_grad = False
@@ -92,6 +101,7 @@ class SliceEntry:
         A backward reads the keys and values of its slice again, so that only evaluation may drop some.
         """
         start, stop, length = active.start, active.stop, self.sequence_length
+        self.reached = max(self.reached, stop - self.reach.first_key(start))
         if self.kept.holds(start, stop):
             return
         if self.mode != "eval" or not self.reach.is_limited:
@@ -119,7 +129,7 @@ class SliceEntry:
             return
         first = self.reach.first_key(start)
         if not self.grads.holds(first, stop):
-            room = max(self.grads.room, stop - first)
+            room = self.reached
             self.grads.reserve(max(0, stop - room), room, (self.touched, stop) if self.grads.is_taken else (0, 0))
         if self.reach.is_limited:
             for total in self.grads.at(first, max(first, self.touched)):
@@ -267,14 +277,13 @@ class SliceStore:
                 f"micro-batch of every part"
             )
 
-    def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
-        """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients.
-
-        The gradients count as those of all tokens, as they do where everything is in reach.
-        """
-        layers = self._entries.get((part_id, micro_batch_id), {}).values()
-        grads = sum(entry.sequence_length * entry.grads.bytes_per_token for entry in layers if entry.kv_needs_grad)
-        return sum(entry.kept.nbytes for entry in layers), grads
+    def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
+        """Return what each layer of a part takes for all tokens of a micro-batch, whatever is in reach."""
+        found = []
+        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+            length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
+            found.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
+        return found
 
     def live_bytes(self) -> int:
         """Return the bytes of keys, values, their gradients and carried states in use now."""

@@ -4,12 +4,16 @@ The form is that of Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(
 tokens after j, with t_ctx(i, j) = a0 + a1 i + a2 j + a3 i j for j > 0. Without a prefix t_ctx is exactly zero, and
 a0 + a1 i stay as a jump from j = 0 to j > 0. That jump is real: any prefix costs one more kernel call and the merging
 of two partial results.
+
+Where layers have a window of w tokens, the pairs of a query and a key of the prefix are fewer than i j: a4 p_w(i, j) is
+added, with p_w = s(i + j) - s(i) - s(j) and s(x) the area of min(t, w) over 0 < t < x.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ from terapipe_ds.messages import first_repeated
 Array = npt.NDArray[np.float64]
 
 # The order in which terms of t_ctx join a fit that has too few points for all of them: attention to the prefix first.
-_TERM_ORDER = (3, 0, 2, 1)
+_TERM_ORDER = (4, 3, 0, 2, 1)
 _CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear continuation"
 
 
@@ -41,11 +45,11 @@ class FitErrors:
     held_out_base: tuple[float, ...]  # in fits without it, of each sample without a prefix between two others
 
     @classmethod
-    def of(cls, tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
+    def of(cls, tokens: Array, prefix: Array, seconds: Array, window: float) -> FitErrors:
         """Fit all samples, then once more without each sample that can be left out."""
 
         def error(n: int, points: npt.NDArray[np.bool_]) -> float:
-            curve = Curve.fit(tokens[points], prefix[points], seconds[points])
+            curve = Curve.fit(tokens[points], prefix[points], seconds[points], window)
             return float(abs(curve(tokens[n : n + 1], prefix[n : n + 1])[0] / seconds[n] - 1))
 
         everything = np.arange(len(tokens))
@@ -72,44 +76,49 @@ class Curve:
 
     base_tokens: Array  # ascending
     base_s: Array
-    terms: tuple[float, float, float, float] | None  # a0 to a3; None without samples that have a prefix
+    terms: tuple[float, ...] | None  # a0 to a4; None without samples that have a prefix
+    window: float = math.inf  # of tokens; a4 is 0 without
 
     @classmethod
-    def fit(cls, tokens: Array, prefix: Array, seconds: Array) -> Curve:
+    def fit(cls, tokens: Array, prefix: Array, seconds: Array, window: float = math.inf) -> Curve:
         """Interpolate the points without prefix; fit the others by least squares of relative errors."""
         plain = prefix == 0
         order = np.argsort(tokens[plain])
-        base = cls(tokens[plain][order], seconds[plain][order], None)
+        base = cls(tokens[plain][order], seconds[plain][order], None, window)
         if plain.all():
             return base
         i, j = tokens[~plain], prefix[~plain]
         curve = base
         for _ in range(2):  # between points the base bends by a term that the first fit finds
-            terms = _fit_terms(i, j, seconds[~plain] - curve(i, np.zeros_like(j)), seconds[~plain])
+            terms = _fit_terms(i, j, seconds[~plain] - curve(i, np.zeros_like(j)), seconds[~plain], window)
             curve = dataclasses.replace(base, terms=terms)
         return curve
 
     @functools.cached_property
     def bend(self) -> float:
-        """Return the seconds per token squared by which the base curves upwards between its points.
+        """Return the share of `_own_s` by which the base curves upwards between its points.
 
-        Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. It is at
-        most as much as lets the base rise wherever its points rise.
+        It is at most as much as lets the base rise wherever its points rise.
         """
-        steps = np.diff(self.base_tokens**2)
-        if self.terms is None or len(steps) == 0:
+        steps = np.diff(self._own_s(self.base_tokens))
+        if len(steps) == 0 or not (steps > 0).all():
             return 0.0
-        return float(max(0.0, min(self.terms[3] / 2, *(np.diff(self.base_s) / steps))))
+        return float(max(0.0, min(1.0, *(np.diff(self.base_s) / steps))))
+
+    def _own_s(self, tokens: Array) -> Array:
+        """Return the seconds in which tokens attend to one another, at what a pair of token and prefix takes."""
+        *_, each, windowed = self.terms or (0.0, 0.0)
+        own_s: Array = max(each, 0.0) * tokens**2 / 2 + max(windowed, 0.0) * _seen(tokens, self.window)
+        return own_s
 
     def __call__(self, tokens: Array, prefix: Array) -> Array:
         """Return seconds, never below those without prefix: more to attend to never takes less."""
-        bend = self.bend
-        straight_s = _interpolate(tokens, self.base_tokens, self.base_s - bend * self.base_tokens**2)
-        seconds: Array = straight_s + bend * np.maximum(tokens, self.base_tokens[0]) ** 2
+        straight_s = _interpolate(tokens, self.base_tokens, self.base_s - self.bend * self._own_s(self.base_tokens))
+        seconds: Array = straight_s + self.bend * self._own_s(np.maximum(tokens, self.base_tokens[0]))
         if self.terms is None:
             return seconds + np.zeros_like(prefix)
-        a0, a1, a2, a3 = self.terms
-        context = a0 + a1 * tokens + a2 * prefix + a3 * tokens * prefix
+        a0, a1, a2, a3, a4 = self.terms
+        context = a0 + a1 * tokens + a2 * prefix + a3 * tokens * prefix + a4 * _pairs(tokens, prefix, self.window)
         return seconds + np.where(prefix > 0, np.maximum(context, 0.0), 0.0)
 
 
@@ -136,6 +145,7 @@ class CostModel:
         links: Iterable[LinkSample] = (),
         step_s: float | None = None,
         part_id: int = 0,
+        window: float = math.inf,
         allow_extrapolation: bool = False,
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
@@ -144,14 +154,14 @@ class CostModel:
             np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
             for name in ("tokens", "prefix", "forward_s", "backward_s", "weight_s")
         )
-        self.forward_curve = Curve.fit(tokens, prefix, forward)
-        self.backward_curve = Curve.fit(tokens, prefix, backward)
+        self.forward_curve = Curve.fit(tokens, prefix, forward, window)
+        self.backward_curve = Curve.fit(tokens, prefix, backward, window)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
-        self.forward_errors = FitErrors.of(tokens, prefix, forward)
-        self.backward_errors = FitErrors.of(tokens, prefix, backward)
+        self.forward_errors = FitErrors.of(tokens, prefix, forward, window)
+        self.backward_errors = FitErrors.of(tokens, prefix, backward, window)
         if not np.isnan(weight).any():
-            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight))
+            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
         points = sorted((link.tokens, link.send_s) for link in links)
         if points:
             sizes, seconds = zip(*points, strict=True)
@@ -169,7 +179,10 @@ class CostModel:
         for part in profile.parts:
             own = [link for link in profile.links if link.part_id == part.part_id]
             links = own or [link for link in profile.links if link.part_id is None]  # these serve for all links
+            tokens = (part.memory or {}).get("window_tokens")
+            window = 1 + tokens if tokens else math.inf
             options: dict[str, Any] = {"part_id": part.part_id, "allow_extrapolation": allow_extrapolation}
+            options["window"] = window
             models.append(cls(part.samples, links=links, step_s=part.step_s, **options))
         return models
 
@@ -219,20 +232,33 @@ class CostModel:
         raise CostModelError(f"part {self.part_id}: {problem}")
 
 
-def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
-    """Fit a0 to a3 by least squares of relative errors; terms that the points cannot tell from earlier ones are 0."""
-    columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
-    scale = np.linalg.norm(columns, axis=0)
+def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array, window: float) -> tuple[float, ...]:
+    """Fit a0 to a4 by least squares of relative errors; terms that the points cannot tell from earlier ones are 0."""
+    columns = np.stack([np.ones_like(i), i, j, i * j, _pairs(i, j, window)], axis=1) / seconds[:, None]
+    scale = np.maximum(np.linalg.norm(columns, axis=0), np.finfo(float).tiny)
     columns = columns / scale
     chosen: list[int] = []
-    for term in _TERM_ORDER:
+    for term in _TERM_ORDER if window < math.inf else _TERM_ORDER[1:]:
         if np.linalg.matrix_rank(columns[:, [*chosen, term]], tol=1e-7) > len(chosen):
             chosen.append(term)
     solution, *_ = np.linalg.lstsq(columns[:, chosen], context_s / seconds, rcond=None)
-    terms = np.zeros(4)
+    terms = np.zeros(5)
     terms[chosen] = solution / scale[chosen]
-    a0, a1, a2, a3 = terms.tolist()
-    return a0, a1, a2, a3
+    return tuple(terms.tolist())
+
+
+def _pairs(tokens: Array, prefix: Array, window: float) -> Array:
+    """Return how many pairs of a token and one of its prefix a window leaves; without one it is not asked for."""
+    return _seen(tokens + prefix, window) - _seen(tokens, window) - _seen(prefix, window)
+
+
+def _seen(tokens: Array, window: float) -> Array:
+    """Return the area of min(t, window) over 0 < t < `tokens`: 0 without a window, whose pairs a3 counts."""
+    if window == math.inf:
+        return np.zeros_like(tokens)
+    inside = np.minimum(tokens, window)
+    seen: Array = inside**2 / 2 + window * (tokens - inside)
+    return seen
 
 
 def _interpolate(wanted: Array, at: Array, values: Array) -> Array:

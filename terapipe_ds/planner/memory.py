@@ -1,8 +1,8 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
-Every share is linear in tokens, but carried states come per slice, so that a part is eleven numbers (`PartMemory`),
-counted from model sizes or measured on a real stage. The peak of a schedule follows from its orders alone:
-`Replay.peak_bytes`.
+Every share is linear in tokens, but carried states come per slice, and a window limits what is kept, so that a part is
+fourteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule follows
+from its orders alone: `Replay.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -56,16 +56,32 @@ class MemoryModel:
         """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`."""
         rate = self.parts[part_id].whole_bytes_per_token
         if rate is None:
-            return self.store_bytes(part_id, sequence_length) + self.store_grad_bytes(part_id, sequence_length)
+            grads = self.store_grad_bytes(part_id, sequence_length, sequence_length)
+            return self.store_bytes(part_id, sequence_length) + grads
         return math.ceil(rate * sequence_length)
 
     def store_bytes(self, part_id: int, sequence_length: int) -> int:
         """Return keys and values of one live micro-batch, from its first F to the end of its last backward."""
         return math.ceil(self.parts[part_id].store_bytes_per_token * sequence_length)
 
-    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int:
-        """Return their gradients, from the B of the micro-batch's last slice to the end of that of slice 0."""
-        return math.ceil(self.parts[part_id].store_grad_bytes_per_token * sequence_length)
+    def store_grad_bytes(self, part_id: int, sequence_length: int, largest: int) -> int:
+        """Return their gradients, from the B of the micro-batch's last slice to the end of that of slice 0.
+
+        With a window they are those of what is in reach of one slice; `largest` is the tokens of the largest one.
+        """
+        part = self.parts[part_id]
+        dropped = part.windowed_grad_bytes_per_token * self._out_of_reach(part_id, sequence_length, largest)
+        return math.ceil(part.store_grad_bytes_per_token * sequence_length - dropped)
+
+    def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int:
+        """Return keys and values of a micro-batch in evaluation, which drops what is out of reach."""
+        part = self.parts[part_id]
+        dropped = part.windowed_store_bytes_per_token * self._out_of_reach(part_id, sequence_length, largest)
+        return math.ceil(part.store_bytes_per_token * sequence_length - dropped)
+
+    def _out_of_reach(self, part_id: int, sequence_length: int, largest: int) -> float:
+        """Return the tokens that a slice does not see through a window: of several windows no more than of each."""
+        return max(0.0, sequence_length - self.parts[part_id].window_tokens - largest)
 
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return what a live slice keeps from its F to the end of its B, with the carried states that it has read."""
@@ -103,7 +119,7 @@ def fill_drain_peak_bytes(
             live[-1] -= whole
         else:  # keys and values of all micro-batches, and the gradients of those of one
             stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
-            stores += memory.store_grad_bytes(part_id, plan.sequence_length)
+            stores += memory.store_grad_bytes(part_id, plan.sequence_length, max(plan.lengths))
         live[-1] = max(sum(slices), live[-1])
         working = (memory.working_bytes(part_id, *span) for span in spans)
         running = max(total + more for total, more in zip(live, working, strict=True))

@@ -72,6 +72,9 @@ class PartMemory:
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
     weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
     carried_bytes_per_slice: float = 0  # states that a live slice has read; the first one of a micro-batch has none
+    windowed_store_bytes_per_token: float = 0  # of `store_bytes_per_token`, that of layers with a window
+    windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, that of layers with a window
+    window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

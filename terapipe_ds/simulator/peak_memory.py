@@ -24,7 +24,8 @@ class Memory(Protocol):
     def static_bytes(self, part_id: int) -> int: ...
     def gradient_bytes(self, part_id: int) -> int: ...
     def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
-    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int: ...
+    def store_grad_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
+    def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
     def whole_bytes(self, part_id: int, sequence_length: int) -> int: ...
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
@@ -48,7 +49,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     gained: Counter[int] = Counter()  # index in the order -> bytes, when that computation starts
     after: Counter[int] = Counter()  # the same, once it has run
     for index, action in enumerate(order):
-        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1):
+        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1, schedule.forward_only):
             if held not in last:
                 gained[index] += _size(held, spans, memory)
             last[held] = index
@@ -71,11 +72,11 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     return numbers
 
 
-def _held_for(action: Action, is_whole: bool) -> list[_Held]:
+def _held_for(action: Action, is_whole: bool, is_evaluation: bool) -> list[_Held]:
     """Return what has to be there while an action runs; W needs no keys and values any more."""
     if action.kind is Kind.WEIGHT:
         return []
-    shared = ["whole_bytes"] if is_whole else ["store_bytes"]
+    shared = ["whole_bytes" if is_whole else "evaluation_bytes" if is_evaluation else "store_bytes"]
     if action.kind is Kind.BACKWARD and not is_whole:
         shared.append("store_grad_bytes")
     of_slice = "slice_bytes", action.part_id, *action.unit
@@ -85,7 +86,10 @@ def _held_for(action: Action, is_whole: bool) -> list[_Held]:
 def _size(held: _Held, spans: Spans, memory: Memory) -> int:
     method, part_id, micro_batch_id, slice_id = held
     start, stop = spans[micro_batch_id][slice_id]
-    size: int = getattr(memory, method)(part_id, *((stop - start, start) if slice_id >= 0 else (stop,)))
+    numbers = (stop - start, start) if slice_id >= 0 else (stop,)
+    if method in ("store_grad_bytes", "evaluation_bytes"):
+        numbers = stop, max(end - begin for begin, end in spans[micro_batch_id])
+    size: int = getattr(memory, method)(part_id, *numbers)
     return size
 
 

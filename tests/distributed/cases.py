@@ -42,7 +42,7 @@ class Case:
     decoder_layers: int = 4
     documents: bool = False  # rows hold several; position ids come with the tokens
     batch: str = "tuple"  # or one of `dict_batches.FORMS`, where all but "plain" come with `documents`
-    mixer: str = "attention"  # else every second decoder layer is one of `carried_layers.MIXERS`, or "experts"
+    mixers: tuple[str, ...] = ("attention",)  # decoder layers in turn: ours, "experts", or of tests/mixers.py
 
     def __post_init__(self) -> None:
         if isinstance(self.slices, tuple):
@@ -115,6 +115,10 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
 OF_ALL = {"length": 24, "steps": 3, "data_seed": 2}
 # What a slice engine can get wrong: in fp64 every triple of these by default, in the full run their product.
 PRODUCT = ("parallel", "micro_batches", "slices", "schedule", "tied", "checkpointing", "masked")
+CARRIED = ("gated_linear_attention", "retention", "convolution", "gated_delta_rule")
+OPTIONS = ("window", "softcap", "sinks", "values", "grouped")
+"""Layers of `tests/mixers.py`: with a carried state, and what attention may ask beyond plain causal attention."""
+LAYER_SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq")
 TRIPLES_OF = {"schedule": ("gpipe", "1f1b", "terapipe", "seq1f1b")}  # the others are in every pair: time
 
 Assignment = Mapping[str, Any]
@@ -223,6 +227,24 @@ def all_cases() -> list[Case]:
     turns = itertools.cycle(product({name: DIMENSIONS[name] for name in ("kv_heads", "positions")}))
     exact = [{**assignment, **turn} for assignment, turn in zip(everything, turns, strict=False)]
     return sorted({*_cases(exact), *default_cases()}, key=case_key)
+
+
+def layer_cases(strength: int) -> list[Case]:
+    """Return cases with every choice of `strength` values of what attention asks and how layers run, and of that and
+    the kinds of carried states."""
+    runs: dict[str, Sequence[Any]] = {
+        "parallel": ((2, 1), (3, 1)),
+        "schedule": LAYER_SCHEDULES,
+        "checkpointing": ("off", "reentrant", "non_reentrant"),
+    }
+    asks = {**dict.fromkeys(("documents", *OPTIONS), (False, True)), "slices": ((7, 1, 4), (3, 1, 5, 1, 2))}
+    found = []
+    for each in covering_set({**runs, **asks}, strength, start=[dict.fromkeys(OPTIONS, True)]):
+        kind = "+".join(name for name in OPTIONS if each.pop(name)) or "attention"
+        found.append(to_case({**each, "mixers": (kind, "attention"), "masked": True, "steps": 2}))
+    for each in covering_set({**runs, "mixers": [("attention", kind) for kind in CARRIED]}, strength):
+        found.append(to_case({**each, "slices": (7, 1, 4), "masked": True, "steps": 2}))
+    return list(dict.fromkeys(found))
 
 
 def _cases(assignments: Sequence[Assignment]) -> list[Case]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,12 +15,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
-from tests.distributed.cases import MAX_LENGTH, Case
+from tests.distributed.cases import CARRIED, MAX_LENGTH, OPTIONS, Case
 
 COUNT = 200
 SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "dapple")
 """What is drawn: dapple is 1f1b by another name."""
-MIXERS = ("attention", "gated_linear_attention", "retention", "convolution", "gated_delta_rule")
 BATCHES = ("tuple", "cu_seq_lens_q", "seq_idx")
 NUM_LAYERS = 7  # of the model, with embedding, norm and head
 _GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) by the number of ranks
@@ -68,6 +68,16 @@ def configurations(draw: st.DrawFn) -> Case:
     )
 
 
+def _mixers(generator: random.Random) -> tuple[str, ...]:
+    """Up to four kinds of layers, in turn: the model's own, those with a state, attention with any options."""
+
+    def kind() -> str:
+        options = [name for name in OPTIONS if generator.random() < 0.4]
+        return generator.choice(("attention", *CARRIED, *["+".join(options) or "attention"] * 5))
+
+    return tuple(kind() for _ in range(generator.randint(1, 4)))
+
+
 @functools.cache
 def drawn() -> tuple[Case, ...]:
     """`COUNT` different configurations, sorted such that those of one number of ranks stand together."""
@@ -85,9 +95,8 @@ def drawn() -> tuple[Case, ...]:
     def collect(configuration: Case) -> None:
         names = [name for name in SCHEDULES if _can_run(name, configuration.stages)]
         schedule = names[len(found) % len(names)]  # in turns: hypothesis likes the first values of a list best
-        mixer = MIXERS[len(found) // 7 % len(MIXERS)]  # so does each schedule meet each of them
-        documents = len(found) // 5 % 3 == 0
-        one = replace(configuration, schedule=schedule, mixer=mixer, documents=documents)
+        mixers, documents = _mixers(random.Random(len(found))), len(found) // 5 % 3 == 0
+        one = replace(configuration, schedule=schedule, mixers=mixers, documents=documents)
         if documents and not one.mixed:  # short rows may have no document of two tokens, and so no label
             one = replace(one, batch=BATCHES[len(found) % len(BATCHES)])
         found[one] = None
@@ -117,5 +126,6 @@ def _pairs(configuration: Case) -> set[Any]:
     listed = isinstance(values.pop("slices"), tuple)
     for name in ("length", "data_seed", "steps", "rows", "batch"):
         del values[name]
-    items = sorted({**values, "listed": listed}.items())
+    mixers = sorted({part for kind in values.pop("mixers") for part in kind.split("+")})
+    items = [*sorted({**values, "listed": listed}.items()), *(("mixer", part) for part in mixers)]
     return {(one, other) for index, one in enumerate(items) for other in items[:index]}

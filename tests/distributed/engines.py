@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
+from tests import mixers
 from tests.distributed.compare import relative_error, worst_error
 
 VOCAB_SIZE = 31
@@ -191,18 +193,19 @@ def both(
 def torch_attention() -> Iterator[None]:
     """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        dropout_p = options.get("dropout_p", 0.0)
+    def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, dropout_p: float = 0.0) -> Tensor:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
 
-    ours = gpt.sliced_attention
-    gpt.sliced_attention = attention  # type: ignore[assignment]
-    try:
+    def by_hand(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any) -> Tensor:
+        return mixers.attention_by_hand(q, k, v, **options)
+
+    with (
+        mock.patch.object(gpt, "sliced_attention", attention),
+        mock.patch.object(mixers, "sliced_attention", by_hand),
+    ):
         yield
-    finally:
-        gpt.sliced_attention = ours
 
 
 # -- training ------------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
-MIXED = replace(UNEVEN, tied=False, mixer="gated_linear_attention")
-EXPERTS = Case(slices=(5, 4, 3), masked=True, mixer="experts", loss_reduction="sum")
+MIXED = replace(UNEVEN, tied=False, mixers=("attention", "gated_linear_attention"))
+RETAINED = replace(ALL_FORWARD_FIRST, mixers=("attention", "retention"))
+EXPERTS = Case(slices=(5, 4, 3), masked=True, mixers=("attention", "experts"), loss_reduction="sum")
+SUNK = replace(UNEVEN, tied=False, mixers=("attention", "window+sinks"))
 PACKED = replace(EQUAL, slices=(5, 4, 3), documents=True)
 DICTS = replace(PACKED, batch="position_ids")
 
@@ -168,6 +170,13 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     target[1].copy_(first[1])
 
 
+fault("attention", SUNK, "a window is one token longer", "attention.sliced:reach_of", "attention.slice_store:reach_of")(
+    window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
+)
+fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(
+    sinks_without_gradient=lambda gradient, *args: 0 * gradient(*args)
+)
+
 # -- the slice store -------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +269,7 @@ def state_gradient_of_another_slice(take: Any, self: Any, active: Any) -> Any:
     return gradient if own is None or own.state is None else own.state.grad
 
 
-fault("store", replace(ALL_FORWARD_FIRST, mixer="retention"), "micro-batches share their states", f"{STATES}.write")(
+fault("store", RETAINED, "micro-batches share their states", f"{STATES}.write")(
     one_state_for_all_micro_batches=lambda write, self, active, *rest: write(
         self, active.replace(micro_batch_id=0), *rest
     )
@@ -273,7 +282,7 @@ fault("layer", MIXED, "a kernel gives its last state without a gradient", "atten
 )
 fault(
     "layer",
-    replace(MIXED, mixer="convolution"),
+    replace(MIXED, mixers=("attention", "convolution")),
     "a convolution hands on the inputs of one token earlier",
     "attention.carry:write",
     in_layers=True,

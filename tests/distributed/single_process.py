@@ -7,6 +7,7 @@ for each micro-batch of each replica, torch's own clipping and AdamW.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from terapipe_ds.models import gpt
 from tests import dict_batches
 from tests.auxiliary_layers import LossWithAdded, plain_experts, with_experts, with_shares
-from tests.carried_layers import MixerLayer
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.engines import torch_attention
+from tests.mixers import MixerLayer
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100
@@ -57,14 +58,13 @@ def layers(case: Case) -> list[Any]:
             dtype="float64" if case.dtype == "fp64" else "float32",
         )
     )
-    if case.mixer == "attention":
-        return specs
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     decoders = [index for index, spec in enumerate(specs) if spec.typename is gpt.DecoderLayer]
-    if case.mixer == "experts":
+    if "experts" in case.mixers:
         return with_experts(specs, decoders[1::2], 32, dtype)
-    for index in decoders[1::2]:
-        specs[index] = LayerSpec(MixerLayer, case.mixer, index, 32, 4, dtype)
+    for index, kind in zip(decoders, itertools.cycle(case.mixers), strict=False):
+        if kind != "attention":
+            specs[index] = LayerSpec(MixerLayer, kind, f"mixer {index}", 32, 4, dtype)
     return specs
 
 
@@ -75,7 +75,7 @@ def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 def loss_of(case: Case) -> Callable[..., Tensor]:
     """Return `loss_fn` of a case."""
-    return LossWithAdded() if case.mixer == "experts" else loss_function(case.loss_reduction)
+    return LossWithAdded() if "experts" in case.mixers else loss_function(case.loss_reduction)
 
 
 def _loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
@@ -106,7 +106,7 @@ def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Any, Any]
 def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Any, Any]]:
     """Token ids (with documents: and position ids) and labels of one step of one replica, [rows, length] each."""
     batch = [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
-    return [(x, with_shares(y)) for x, y in batch] if case.mixer == "experts" else batch
+    return [(x, with_shares(y)) for x, y in batch] if "experts" in case.mixers else batch
 
 
 def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Any, Tensor]:

@@ -18,7 +18,7 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.single_process import train_alone
 from tests.distributed.training import DrawnModule, train_case
 
-EXPERTS = Case(slices=(7, 1, 4), mixer="experts", masked=True, loss_reduction="sum")
+EXPERTS = Case(slices=(7, 1, 4), mixers=("attention", "experts"), masked=True, loss_reduction="sum")
 CASES = [
     replace(EXPERTS, stages=stages, checkpointing=checkpointing, schedule=schedule)
     for stages in (2, 3)

@@ -1,4 +1,4 @@
-"""Models with carried states, and with a head that predicts ahead, train as a plain loop or the stock engine does."""
+"""A head that predicts ahead trains as in the stock engine; profiles know the bytes of states and windows."""
 
 from __future__ import annotations
 
@@ -13,39 +13,10 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.costs.profile import Profile
-from tests.carried_layers import MIXERS, Ahead, AheadLoss, MixerLayer
-from tests.distributed import compare, engines
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import DrawnModule, train_case
-
-SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq")
-CASES = [
-    Case(stages, slices=(7, 1, 4), mixer=mixer, schedule=schedule, checkpointing=checkpointing, masked=True)
-    for stages in (2, 3)
-    for checkpointing in ("off", "reentrant", "non_reentrant")
-    for mixer in MIXERS
-    for schedule in SCHEDULES
-    if stages == 2 or schedule != "chimera-seq"  # which wants an even number
-]
-
-
-@functools.cache
-def reference(case: Case) -> list[RankRecord]:
-    return train_alone(case)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
-    """Without slices, pipeline or engine: loss, gradients, parameters and evaluation, to 1e-10."""
-    run = rank_pool(case.world_size).run(train_case, case=case)
-    alone = reference(Case(slices=case.slices, mixer=case.mixer, masked=True))
-    assert compare.contract(case)["gradient"] <= 1e-10
-    assert not compare.violations(compare.errors(run, alone), compare.contract(case))
-
+from tests.distributed.training import DrawnModule
+from tests.mixers import MIXERS, Ahead, AheadLoss, MixerLayer
 
 # -- a head that predicts further ahead ------------------------------------------------------------------------------
 
@@ -105,9 +76,10 @@ def test_a_head_that_needs_later_tokens_is_refused() -> None:
 
 
 def layers_with_states() -> list[Any]:
-    first, *decoder, norm, head = engines.gpt_layers()
-    mixers = [LayerSpec(MixerLayer, kind, index, 16, 4, torch.float64) for index, kind in enumerate(MIXERS, 10)]
-    return [first, *mixers, decoder[0], norm, head]
+    first, *_, norm, head = engines.gpt_layers()
+    kinds = enumerate((*MIXERS, "window"), 10)
+    mixers = [LayerSpec(MixerLayer, kind, index, 16, 4, torch.float64) for index, kind in kinds]
+    return [first, *mixers, norm, head]
 
 
 def train_with_measured_slices(folder: str) -> dict[str, float]:
@@ -116,11 +88,15 @@ def train_with_measured_slices(folder: str) -> dict[str, float]:
     return errors_of(layers_with_states, planned)
 
 
-def test_a_measured_profile_knows_the_bytes_of_states(tmp_path: Path) -> None:
+def test_a_measured_profile_knows_the_bytes_of_states_and_windows(tmp_path: Path) -> None:
     """Probes run slices whose prefix never ran, and leave nothing behind for the training that follows."""
     errors = rank_pool(2).run(train_with_measured_slices, folder=str(tmp_path))
     assert not engines.violations(errors)
     (file,) = tmp_path.glob("profile-*.json")
     rows, recurrent, convolution = 2, 4 * 4 * 4 * 8, 3 * 16 * 8  # bytes: heads * D * D or taps * width, in fp64
-    memory = [part.memory and part.memory["carried_bytes_per_slice"] for part in Profile.load(file).parts]
-    assert memory == [rows * (2 * recurrent + convolution), rows * recurrent]
+    parts = [part.memory or {} for part in Profile.load(file).parts]
+    carried = [part["carried_bytes_per_slice"] for part in parts]
+    assert carried == [rows * (2 * recurrent + convolution), rows * recurrent]
+    keys_values = rows * 2 * 16 * 8
+    names = "store_bytes_per_token", "windowed_store_bytes_per_token", "windowed_grad_bytes_per_token", "window_tokens"
+    assert [[part[name] for name in names] for part in parts] == [[0] * 4, [*[keys_values] * 3, 3]]

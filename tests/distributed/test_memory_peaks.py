@@ -15,7 +15,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
-from tests.distributed.harness import rank_pool
+from tests.distributed.harness import RankPool
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=512, micro_batch=2, hidden=64, layers=4, heads=4)
 CASES = [  # schedule, slices, micro-batches
@@ -52,7 +52,11 @@ def _measured(folder: str) -> tuple[list[Peak], MemoryModel, MemoryModel]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Peak]], dict[str, MemoryModel]]:
     """Per stage the peaks of all cases, and the models."""
-    ranks = rank_pool(2).run(_measured, folder=str(tmp_path_factory.mktemp("profiles")))
+    pool = RankPool(2)  # of its own: what the engines of other tests leave behind would count
+    try:
+        ranks = pool.run(_measured, folder=str(tmp_path_factory.mktemp("profiles")))
+    finally:
+        pool.close()
     (_, counted, in_place), _ = ranks
     return [peaks for peaks, *_ in ranks], {"counted": counted, "in place": in_place}
 

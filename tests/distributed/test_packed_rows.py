@@ -10,7 +10,7 @@ import pytest
 
 from tests import dict_batches, mutation_check
 from tests.distributed import compare
-from tests.distributed.cases import FULL, Case
+from tests.distributed.cases import CARRIED, FULL, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
@@ -18,21 +18,21 @@ from tests.distributed.single_process import train_alone
 from tests.distributed.training import train_case
 
 PACKED = Case(slices=(7, 1, 4), kv_heads=2, masked=True, documents=True)
+MIXED = [("attention", kind) for kind in CARRIED]
 SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq", "terapipe", "1f1b", "seq1f1b-interleaved")
-MIXERS = ("gated_delta_rule", "gated_linear_attention", "retention", "convolution")
 CASES = [
-    replace(PACKED, stages=stages, schedule=schedule, checkpointing=checkpointing, positions=positions, mixer=mixer)
+    replace(PACKED, stages=stages, schedule=schedule, checkpointing=checkpointing, positions=positions, mixers=mixers)
     for stages in (2, 3)
     for schedule in SCHEDULES
     if stages == 2 or schedule != "chimera-seq"  # which wants an even number
     for checkpointing in ("off", "reentrant", "non_reentrant")
-    for positions, mixer in (("rope", "attention"), ("learned", "attention"), *(("rope", mixer) for mixer in MIXERS))
+    for positions, mixers in (("rope", ("attention",)), ("learned", ("attention",)), *(("rope", m) for m in MIXED))
 ]
 SAMPLE = [
     replace(PACKED, checkpointing="non_reentrant"),
     replace(PACKED, stages=3, schedule="seq1f1b-zb", positions="learned"),
     replace(PACKED, stages=1, data_parallel=2),
-    replace(PACKED, schedule="seq1f1b-zb", mixer="gated_delta_rule", checkpointing="reentrant"),
+    replace(PACKED, schedule="seq1f1b-zb", mixers=MIXED[-1], checkpointing="reentrant"),
 ]
 DICTS = replace(PACKED, masked=False, batch="position_ids")
 DICT_CASES = [
@@ -59,7 +59,7 @@ def reference(case: Case) -> list[RankRecord]:
 def of_alone(case: Case) -> Case:
     """What of a case the plain loop knows."""
     same = {
-        name: getattr(case, name) for name in ("data_parallel", "positions", "mixer", "masked", "batch", "documents")
+        name: getattr(case, name) for name in ("data_parallel", "positions", "mixers", "masked", "batch", "documents")
     }
     return replace(PACKED, rows=case.rows, micro_batches=case.micro_batches, **same)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import compare, configurations
-from tests.distributed.cases import CLIP_NORM, Case
+from tests.distributed.cases import CARRIED, CLIP_NORM, OPTIONS, Case
 from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import COUNT
 from tests.distributed.harness import RankFailure, rank_pool
@@ -61,7 +61,9 @@ class TestConfigurations:
         few, many = configurations.covering(14), configurations.drawn()
         assert len(set(many)) == COUNT and all(sum(c.world_size == n for c in many) >= COUNT // 4 for n in (2, 4))
         assert {each.schedule for each in few} == set(configurations.SCHEDULES)
-        numbers = {"stages", "micro_batches", "rows", "length", "slices", "schedule", "steps", "data_seed"}
+        kinds = {part for each in few for kind in each.mixers for part in kind.split("+")}
+        assert kinds == {"attention", *CARRIED, *OPTIONS} and any(len(set(each.mixers)) > 2 for each in few)
+        numbers = {"stages", "micro_batches", "rows", "length", "slices", "schedule", "steps", "data_seed", "mixers"}
         for name in {field.name for field in fields(Case)} - numbers - {"decoder_layers"}:
             values = {getattr(each, name) for each in many if each.world_size == 2}
             assert {getattr(each, name) for each in few} == values and len(values) > 1, name

@@ -99,7 +99,7 @@ class AttentionOverHeads(Sliced):
 
 REACHES = stack(LayerSpec(SinksAndCaps, 0), LayerSpec(Windows, 1))
 add("ReachesRecomputed", REACHES, engine=checkpointed(SinksAndCaps, Windows))
-for schedule in ("seq1f1b-zb", "zbv"):
+for schedule in ("seq1f1b-zb", "zbv", "chimera-seq"):
     add(f"Reaches {schedule}", REACHES, terapipe={"schedule": schedule})
 add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
 add("WholeDecoder", gpt_layers())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds import attention as terapipe_attention
 from tests.distributed.engines import IGNORE_INDEX, VOCAB_SIZE
+from tests.mixers import attention_by_hand
 
 WIDTH, HEADS = 12, 2
 LONG = 200  # tokens of a long text
@@ -142,23 +143,9 @@ def sliced_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None, **more: Any) -> Tensor:
     if more:
-        return _attention_by_hand(q, k, v, **more)
+        return attention_by_hand(q, k, v, **more)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
-def _attention_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, window: int = LONG, softcap: float = 0.0, sinks: Tensor | None = None
-) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = scores_of(q, k)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    ago = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-    scores = scores.masked_fill((ago < 0) | (ago >= window), float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
-    return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
 _attention: Callable[..., Tensor] = terapipe_attention.sliced_attention

@@ -207,7 +207,7 @@ def _sum_of_memory(memory: MemoryModel, shares: PartShares, common: _Common) -> 
     numbers: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(PartMemory)):
         values = [getattr(memory.parts[part_id], name) for part_id, _ in common]
-        if name.startswith("working"):
+        if name.startswith("working") or name == "window_tokens":
             numbers[name] = max(values)
         elif name in ("static_bytes", "gradient_bytes"):
             numbers[name] = math.ceil(_weighted(by_parameters, values))

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.attention.slice_store import LayerBytes
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import LinkSample
 from terapipe_ds.planner.memory import PartMemory
@@ -257,8 +258,12 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
-    keys_bytes, grads_bytes = timer.store.bytes_of(timer.part_id, 0)  # of the whole sequence
-    rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
+    of_store = store_rates(timer.store.layers_of(timer.part_id, 0), length)
+    # and what is sent back of a micro-batch: the stage before may be behind by as much
+    of_store["store_grad_bytes_per_token"] += timer.received_bytes(length) / length
+    rate = middle.kept / tokens
+    if tokens == length:
+        rate = max(0.0, rate - of_store["store_bytes_per_token"])
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
     links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
@@ -270,9 +275,6 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     return PartMemory(
         static_bytes=_state_bytes(engine, parameters) + (0 if drops else gradients),
         slice_bytes_per_token=rate,
-        store_bytes_per_token=keys_bytes / length,
-        # and what is sent back of a micro-batch: the stage before may be behind by as much
-        store_grad_bytes_per_token=(grads_bytes + timer.received_bytes(length)) / length,
         # in the first backward the gradients of a layer come before all that it kept is gone
         working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
         working_bytes_per_token=per_token + links / tokens,
@@ -281,7 +283,21 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
         weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,
         carried_bytes_per_slice=timer.store.carried.bytes_of(timer.part_id, 0),
+        **of_store,
     )
+
+
+def store_rates(layers: Sequence[LayerBytes], length: int) -> dict[str, float]:
+    """Return the numbers of `PartMemory` that say what the slice store keeps for sequences of `length` tokens."""
+    windowed = [(layer.window - 1, layer.keys_values, layer.grads) for layer in layers if layer.window is not None]
+    keys_values, grads = (sum(layer[index] for layer in windowed) for index in (1, 2))
+    return {
+        "store_bytes_per_token": sum(layer.keys_values for layer in layers) / length,
+        "store_grad_bytes_per_token": sum(layer.grads for layer in layers) / length,
+        "windowed_store_bytes_per_token": keys_values / length,
+        "windowed_grad_bytes_per_token": grads / length,
+        "window_tokens": sum(tokens * num_bytes for tokens, num_bytes, _ in windowed) / max(1, keys_values),
+    }
 
 
 def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:

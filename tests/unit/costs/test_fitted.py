@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from terapipe_ds import plan_slices, simulate
 from terapipe_ds.costs.fitted import CostModel, CostModelError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build
 
 # Seconds without prefix, measured with a launch floor and a kink; and (a0, a1, a2, a3) of forward and backward.
 BASE = {64: 1.0e-3, 128: 1.02e-3, 256: 1.7e-3, 512: 3.2e-3, 1024: 6.6e-3, 2048: 14.1e-3}
@@ -19,6 +22,9 @@ FORWARD = (5e-5, 2e-8, 3e-8, 2.5e-9)
 BACKWARD = (9e-5, 3e-8, 8e-8, 6e-9)
 BEND = FORWARD[3] / 2  # i tokens attend to i^2 / 2 pairs among themselves
 GRID = [(64, 1984), (128, 1024), (256, 256), (256, 1792), (512, 512), (512, 1536), (1024, 1024)]
+
+
+KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 1, 2, False, 2048, "flash")
 
 
 def context(terms: Sequence[float], i: float, j: float) -> float:
@@ -38,8 +44,8 @@ def samples(pairs: Sequence[tuple[int, int]] = GRID, noise: Callable[[], float] 
 
 def test_the_form_of_the_paper_is_found_exactly() -> None:
     model = CostModel(samples())
-    assert model.forward_curve.terms == pytest.approx(FORWARD, rel=1e-6)
-    assert model.backward_curve.terms == pytest.approx(BACKWARD, rel=1e-6)
+    assert model.forward_curve.terms == pytest.approx((*FORWARD, 0), rel=1e-6)
+    assert model.backward_curve.terms == pytest.approx((*BACKWARD, 0), rel=1e-6)
     for i, j in [(64, 640), (128, 1), (512, 1000), (2048, 0), (1024, 512)]:
         assert model.forward_s(i, j) == pytest.approx(BASE[i] + context(FORWARD, i, j), rel=1e-7)
         assert model.backward_s(i, j) == pytest.approx(2 * BASE[i] + context(BACKWARD, i, j), rel=1e-7)
@@ -211,10 +217,9 @@ def test_links() -> None:
 
 
 def test_one_model_per_part_of_a_profile() -> None:
-    key = ProfileKey("f", "m", "cpu", "fp32", 1, 1, 2, False, 2048, "flash")
     slower = [CostSample(s.tokens, s.prefix, 3 * s.forward_s, s.backward_s) for s in samples()]
     parts = (PartProfile(1, tuple(slower), step_s=0.5), PartProfile(0, tuple(samples())))
-    profile = Profile(key, parts, (LinkSample(64, 1e-4), LinkSample(64, 5e-4, part_id=1)))
+    profile = Profile(KEY, parts, (LinkSample(64, 1e-4), LinkSample(64, 5e-4, part_id=1)))
     first, second = CostModel.from_profile(Profile.from_json(profile.to_json()))
     assert (first.part_id, second.part_id) == (0, 1)
     assert second.forward_s(256, 256) == pytest.approx(3 * first.forward_s(256, 256))
@@ -223,3 +228,43 @@ def test_one_model_per_part_of_a_profile() -> None:
     with pytest.raises(CostModelError, match="part 1: tokens = 4096"):
         second.forward_s(4096, 0)
     assert CostModel.from_profile(profile, allow_extrapolation=True)[0].forward_s(4096, 0) > 14.1e-3
+
+
+# --- layers with a window
+
+
+class Windowed:
+    """Costs of a part, of whose attention a share has a window: by the pairs of tokens and what they see."""
+
+    def __init__(self, window: int, share: float) -> None:
+        self.window, self.share = window, share
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        ends = np.arange(prefix, prefix + tokens) + 0.5
+        pairs = self.share * np.minimum(ends, self.window).sum() + (1 - self.share) * ends.sum()
+        return float(2e-4 + 1e-5 * tokens + 1e-7 * pairs)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2 * self.forward_s(tokens, prefix)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("window", [128, 512, 1024])
+def test_costs_that_end_to_grow_where_the_window_ends(window: int, share: float) -> None:
+    """The fit is exact, so that the plan is no worse than any of equal slices; without the window it is not."""
+    length, stages, part = 2048, 4, Windowed(window, share)
+    measured = [
+        CostSample(i, j, part.forward_s(i, j), part.backward_s(i, j)) for i, j in [*((i, 0) for i in BASE), *GRID]
+    ]
+    profile = Profile(KEY, (PartProfile(0, tuple(measured), memory={"window_tokens": window - 1}),))
+    (model,) = CostModel.from_profile(profile)
+    for i, j in [(192, 64), (192, 640), (96, 1900), (700, 500), (1000, 0)]:
+        assert model.forward_s(i, j) == pytest.approx(part.forward_s(i, j), rel=1e-9)
+    assert max(model.forward_errors.in_sample) < 1e-9 < 1e-4 < max(CostModel(measured).forward_errors.in_sample)
+
+    def seconds(plan: SlicePlan) -> float:
+        return float(simulate(build("seq1f1b", stages, 1, plan.num_slices), plan, [part] * stages).makespan_s)
+
+    planned = plan_slices([model] * stages, length, stages, granularity_tokens=64, schedule="seq1f1b")
+    equal = min(seconds(SlicePlan.equal(length, count)) for count in (1, 2, 4, 8, 16, 32))
+    assert seconds(planned.plan) <= 1.001 * equal

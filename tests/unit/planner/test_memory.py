@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import MemoryModel, PartMemory, fill_drain_peak_bytes
+from terapipe_ds.runtime.profiling.all_parts import store_rates
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
@@ -146,7 +147,39 @@ def test_the_slice_store_holds_what_the_model_says(dtype: str) -> None:
     for slice_id, (start, stop) in reversed(list(enumerate(plan.spans()))):
         with push_slice(ActiveSlice(start, stop, LENGTH, slice_id=slice_id, mode="recompute", store=store)):
             outputs[slice_id].sum().backward()
-    assert store.peak_bytes() == model.store_bytes(0, LENGTH) + model.store_grad_bytes(0, LENGTH)
+    assert store.peak_bytes() == model.store_bytes(0, LENGTH) + model.store_grad_bytes(0, LENGTH, 60)
+
+
+@pytest.mark.parametrize("lengths", [(16,) * 9, (60, 48, 36), (30, 50, 64), (1, 100, 43)], ids=str)
+@pytest.mark.parametrize("windows", [(None, 17), (17, 17), (10, None, 40)], ids=str)
+def test_a_window_limits_what_the_store_keeps(windows: tuple[int | None, ...], lengths: tuple[int, ...]) -> None:
+    """Predicted peaks are at least the measured ones, and near them."""
+    measured, rates = {}, {}
+    for mode in ("train", "eval"):
+        store, outs, plan = SliceStore(), [], SlicePlan(lengths)
+        slices = [ActiveSlice(*span, LENGTH, slice_id=i, mode=mode, store=store) for i, span in enumerate(plan.spans())]
+        for active in slices:
+            q, k, v = torch.ones(3, ROWS, 2, active.num_tokens, 4, requires_grad=mode == "train")
+            with push_slice(active):
+                layers = [sliced_attention(q, k, v, layer, window=window) for layer, window in enumerate(windows)]
+            outs.append(torch.stack(layers))
+        for active in reversed(slices) if mode == "train" else ():
+            with push_slice(active.replace(mode="recompute")):
+                outs.pop().sum().backward()
+        rates[mode] = store_rates(store.layers_of(0, 0), LENGTH)
+        store.release(0, 0)
+        measured[mode] = store.peak_bytes()
+    memory, largest = MemoryModel.measured([PartMemory(0, 0, **rates["train"])]), max(lengths)
+    predicted = {
+        "train": memory.store_bytes(0, LENGTH) + memory.store_grad_bytes(0, LENGTH, largest),
+        "eval": memory.evaluation_bytes(0, LENGTH, largest),
+    }
+    for mode, peak in predicted.items():
+        assert measured[mode] <= peak <= 1.15 * measured[mode]
+    everything = memory.store_bytes(0, LENGTH)
+    assert predicted["eval"] < everything and predicted["train"] < 2 * everything
+    if None not in windows:
+        assert measured["eval"] < 2 * (max(w or 0 for w in windows) + largest) * everything / LENGTH
 
 
 @FAMILIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,11 @@ def test_memory_by_hand() -> None:
     assert (middle.whole_bytes_per_token, middle.weight_bytes_per_token) == (8.0, 5.5)
     assert (middle.working_bytes, middle.working_bytes_per_token, middle.working_bytes_per_prefix_token) == (90, 7, 0.5)
     assert recut_memory(memory, shares, [0, 2, 4]) == memory
+    windows = [
+        replace(part, windowed_grad_bytes_per_token=1.0, window_tokens=part.static_bytes) for part in memory.parts
+    ]
+    middle = recut_memory(MemoryModel(tuple(windows)), shares, [0, 1, 3, 4]).parts[1]
+    assert (middle.windowed_grad_bytes_per_token, middle.window_tokens) == (1.25, 3000)
     unknown = MemoryModel((PartMemory(1, 1.0), memory.parts[1]))
     assert recut_memory(unknown, shares, [0, 1, 3, 4]).parts[1].whole_bytes_per_token is None
 

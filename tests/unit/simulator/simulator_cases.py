@@ -45,7 +45,8 @@ MEMORY: Any = SimpleNamespace(
     gradient_bytes=lambda part_id: 200_000 + part_id,
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
     store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
-    store_grad_bytes=lambda part_id, sequence_length: 3000 * sequence_length + part_id,
+    store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
+    evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
     working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
@@ -151,9 +152,11 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
                 running, backward = indices(part, "FB", m), indices(part, "B", m)
                 is_whole, length = plan.num_slices == 1, plan.sequence_length
                 if running and running[0] <= now <= running[-1]:
-                    total += memory.whole_bytes(part, length) if is_whole else memory.store_bytes(part, length)
+                    store = (length, max(plan.lengths)) if case.schedule.forward_only else (length,)
+                    of_slices = memory.evaluation_bytes if case.schedule.forward_only else memory.store_bytes
+                    total += memory.whole_bytes(part, length) if is_whole else of_slices(part, *store)
                 if backward and not is_whole and backward[0] <= now <= backward[-1]:
-                    total += memory.store_grad_bytes(part, length)
+                    total += memory.store_grad_bytes(part, length, max(plan.lengths))
                 for s, (start, stop) in enumerate(plan.spans()):
                     of_slice, weight = indices(part, "FB", m, s), indices(part, "W", m, s)
                     if of_slice and of_slice[0] <= now <= of_slice[-1]:

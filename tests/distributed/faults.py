@@ -378,7 +378,7 @@ fault("engine", DICTS, "the last of a document is trained on the next one's firs
 fault("engine", DICTS, "labels of padding count", f"{DICT_BATCH}:_without_padding")(
     labels_of_padding=lambda without, labels, lengths, ignore_index: labels
 )
-fault("engine", DICTS, "the documents of a dict are lost", f"{DICT_BATCH}:have_edges")(
+fault("engine", replace(DICTS, batch="seq_idx"), "the documents of a dict are lost", f"{DICT_BATCH}:have_edges")(
     edges_of_a_dict_ignored=lambda have_edges, starts: False
 )
 

@@ -117,7 +117,8 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "a mask of all tokens": lambda engine: engine.train_batch(_changed(lambda x, y: ((x, _mask_of(x)), y))),
     "inputs shorter than labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :-1], y))),
     "empty sequences": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :0], y[:, :0]))),
-    "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: {"input_ids": x, "labels": y})),
+    "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: (x,))),
+    "an unknown entry": lambda engine: engine.train_batch(_changed(lambda x, y: {"tokens": x, "labels": y})),
     "another length than the plan": lambda engine: engine.train_batch(  # in one replica
         batches(2, length=sum(PLAN) if engine.grid.get_data_parallel_id() else sum(PLAN) - 4)
     ),

@@ -43,7 +43,7 @@ def read_dict(batch: Mapping[Any, Any], config: TeraPipeConfig) -> ReadBatch:
     starts = _starts(given, position_ids, config.documents == "off", lengths)
     labels = given.get("shift_labels")
     if labels is not None:
-        labels = _without_padding(labels, lengths, config.ignore_index)
+        labels = _without_padding(labels.to(torch.int64), lengths, config.ignore_index)
     elif "labels" in given:
         labels = _shifted(_without_padding(given["labels"], lengths, config.ignore_index), starts, config.ignore_index)
     inputs = (tokens, given[position_ids]) if position_ids in given else tokens

@@ -32,10 +32,9 @@ from terapipe_ds.runtime.layout.parted_module import activate, each_part
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
-from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
-from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
+from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")
 

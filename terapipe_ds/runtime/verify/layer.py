@@ -20,7 +20,7 @@ from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
-from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
@@ -43,24 +43,6 @@ class _SeesHooks(TorchFunctionMode):
     ) -> Any:
         self.seen |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Hold what goes into or comes out of a layer on the whole sequence, detached, and how slices are cut from it."""
-
-    tensors: Tensors
-    is_tuple: bool
-    layouts: tuple[TensorLayout, ...]
-
-    def to(self, device: torch.device) -> Activations:
-        """Return copies on `device`, which share memory with nothing."""
-        moved = tuple(t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.tensors)
-        layouts = tuple(
-            PerSlice(tuple(value.to(device) for value in layout.values)) if isinstance(layout, PerSlice) else layout
-            for layout in self.layouts
-        )
-        return Activations(moved, self.is_tuple, layouts)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +20,7 @@ from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
-from terapipe_ds.runtime.verify.layer import Activations
-from terapipe_ds.runtime.verify.tokens import PerSlice, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TensorLayout, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _CANNOT = (
@@ -63,7 +63,9 @@ class LossCheck:
 
     def run(self) -> str | None:
         """Return what differs and which weights fit; None where the loss and its gradients agree."""
-        before = self._reported()
+        before: dict[str, float] = {}
+        with contextlib.suppress(Exception):  # what is reported may exist only once `loss_fn` has run
+            before = self._reported()
         whole = self._losses(self.slicing.whole())
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
         if not self.is_finite:

@@ -22,9 +22,9 @@ from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.verify.compare import Difference
 from terapipe_ds.runtime.verify.cut import Cut
-from terapipe_ds.runtime.verify.layer import Activations, LayerCheck, NamedLayer
+from terapipe_ds.runtime.verify.layer import LayerCheck, NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck
-from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__

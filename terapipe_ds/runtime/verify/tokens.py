@@ -18,6 +18,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.failures.trials import Trials
 
 _T = TypeVar("_T")
@@ -88,6 +89,24 @@ class PerSlice:
 
 
 TensorLayout = TokenDim | Same | PerSlice
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Hold what goes into or comes out of a layer on the whole sequence, detached, and how slices are cut from it."""
+
+    tensors: Tensors
+    is_tuple: bool
+    layouts: tuple[TensorLayout, ...]
+
+    def to(self, device: torch.device) -> Activations:
+        """Return copies on `device`, which share memory with nothing."""
+        moved = tuple(t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.tensors)
+        layouts = tuple(
+            PerSlice(tuple(value.to(device) for value in layout.values)) if isinstance(layout, PerSlice) else layout
+            for layout in self.layouts
+        )
+        return Activations(moved, self.is_tuple, layouts)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class TestLabels:
         shifted = torch.full_like(TOKENS, 3)
         assert read(position_ids=IDS, shift_labels=shifted).labels is shifted
 
+    def test_shifted_ones_have_the_dtype_that_losses_take(self) -> None:
+        labels = read("off", shift_labels=TOKENS.int()).labels
+        assert labels.dtype == torch.int64 and torch.equal(labels, TOKENS)
+
     def test_few_bits_hold_no_negative_label(self) -> None:
         assert read("off", labels=TOKENS.to(torch.uint8)).labels[:, -1].tolist() == [IGNORED] * 2
 

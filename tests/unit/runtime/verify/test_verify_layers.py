@@ -18,10 +18,10 @@ from terapipe_ds.runtime.batch.loss import weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.verify.layer import Activations, NamedLayer
+from terapipe_ds.runtime.verify.layer import NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
-from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
 
@@ -47,6 +47,7 @@ def verify(
     checkpoint: Callable[..., Any] | None = None,
     autocast: Callable[[], Any] = nullcontext,
     with_layers: bool = True,
+    report: Callable[[], Any] = lambda: None,
 ) -> Findings:
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -62,7 +63,7 @@ def verify(
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
         outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
         if loss_fn is not None and outputs is not None:
-            check.check_loss(LossCheck(loss_fn, tokens, outputs, slicing, config), len(layers))
+            check.check_loss(LossCheck(loss_fn, tokens, outputs, slicing, config, report), len(layers))
     return check.found
 
 
@@ -218,6 +219,20 @@ def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: fl
         return outputs.mean() + (size if outputs.shape[1] == LENGTH else size + 4e-5)
 
     assert bool(look((numbers(),), loss_fn).findings) == differs
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_report_may_need_that_the_loss_has_run(fits: bool) -> None:
+    """Before the first loss, where the engine does not ask for it, the report may fail."""
+    sums: list[Tensor] = []
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        sums.append(outputs.detach().sum() if fits else outputs.detach().abs().max())
+        return outputs.sum()
+
+    found = verify([], (numbers(),), loss_fn, reduction="sum", report=lambda: {"sum": sums[-1]})
+    assert len(found.findings) == (0 if fits else 1)
+    assert all(finding.problem.startswith("get_additional_losses() reports 'sum' as") for finding in found.findings)
 
 
 def test_a_loss_that_is_not_finite_waits() -> None:

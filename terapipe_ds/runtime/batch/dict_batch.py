@@ -43,7 +43,7 @@ def read_dict(batch: Mapping[Any, Any], config: TeraPipeConfig) -> ReadBatch:
     starts = _starts(given, position_ids, config.documents == "off", lengths)
     labels = given.get("shift_labels")
     if labels is not None:
-        labels = _without_padding(labels.to(torch.int64), lengths, config.ignore_index)
+        labels = _without_padding(labels, lengths, config.ignore_index)
     elif "labels" in given:
         labels = _shifted(_without_padding(given["labels"], lengths, config.ignore_index), starts, config.ignore_index)
     inputs = (tokens, given[position_ids]) if position_ids in given else tokens
@@ -123,15 +123,16 @@ def _lengths(mask: torch.Tensor | None, tokens: torch.Tensor) -> list[int]:
 
 
 def _without_padding(labels: torch.Tensor, lengths: Sequence[int], ignore_index: int) -> torch.Tensor:
+    labels = labels.to(torch.int64)
     if min(lengths) == labels.size(1):
         return labels
     is_padding = torch.arange(labels.size(1)) >= torch.tensor(lengths)[:, None]
-    return labels.to(torch.int64).masked_fill(is_padding.to(labels.device), ignore_index)
+    return labels.masked_fill(is_padding.to(labels.device), ignore_index)
 
 
 def _shifted(labels: torch.Tensor, starts: Starts, ignore_index: int) -> torch.Tensor:
     """Return for each token the label of the next one, and none for the last of a document."""
-    shifted = labels.new_full(labels.shape, ignore_index, dtype=torch.int64)
+    shifted = labels.new_full(labels.shape, ignore_index)
     shifted[:, :-1] = labels[:, 1:]
     for row, begins in zip(shifted, starts, strict=True):
         row[[start - 1 for start in begins[1:]]] = ignore_index

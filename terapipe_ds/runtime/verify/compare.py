@@ -99,9 +99,8 @@ def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], toleran
 
 def largest_of(inputs: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> float:
     """Return the largest number in the gradients of inputs and parameters; infinity where one is not finite."""
-    sizes = [
-        float(each.abs().max()) for each in (*inputs, *parameters.values()) if each.numel() and each.dtype != torch.bool
-    ]
+    gradients = [each for each in (*inputs, *parameters.values()) if each.numel() and each.is_floating_point()]
+    sizes = [max(map(abs, map(float, each.aminmax()))) for each in gradients]  # without a copy of a large weight's
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layout.parted_module import activate, each_part
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
-from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later
+from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later, reported_so_far
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
@@ -208,6 +208,7 @@ class FirstBatchCheck:
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
             return
+        at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
             for part_id in range(layout.num_parts):
                 owner, chunk_id = layout.homes(part_id)[0]
@@ -220,11 +221,18 @@ class FirstBatchCheck:
                     check = StageCheck(module, slicing, result, autocast, self._note)
                     outputs = check.check_layers(layers_of(module), inputs)
                     if part_id + 1 == layout.num_parts and outputs is not None:
-                        self._check_loss(check, outputs, micro_batch.labels, cut)
+                        self._check_loss(check, outputs, micro_batch.labels, cut, at_start)
                 if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)
 
-    def _check_loss(self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, cut: Cut) -> None:
+    def _check_loss(
+        self,
+        check: StageCheck,
+        outputs: Activations,
+        labels: SliceableTensors | None,
+        cut: Cut,
+        at_start: Mapping[str, float],
+    ) -> None:
         loss_fn, result = self._module.loss_fn, check.found
         if loss_fn is None:
             result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
@@ -233,7 +241,7 @@ class FirstBatchCheck:
             result.loss_waits = True
         elif labels is not None:
             of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
-            loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report)
+            loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
             if check.check_loss(loss, self._module._local_stop):
                 self._later_labels = kept_for_later(loss)
 

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, draw
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
-_LARGE, _LARGE_IN_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
+_LARGE, _LARGE_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
 _ADDS_A_LOSS = "MoEAuxLossAutoScaler"  # Megatron's
 _NOTHING = 1e-9  # of the largest gradient: without output gradients, less than that is rounding
 _DRAWN_PER_CALL = (
@@ -100,15 +100,11 @@ class LayerCheck:
         """
         self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
         difference = self._compare()
-        if not self.with_gradients or (difference is not None and difference.what.startswith("output")):
+        outputs_differ = difference is not None and difference.what.startswith("output")
+        if not self.with_gradients or outputs_differ or self.slicing.ranks.first(self._may_clip() or None) is None:
             return difference
-        if self.slicing.ranks.first(self._may_clip() or None) is None:
-            return difference
-        added = self._compare_again(0.0)
-        self.adds_loss = added is not None
-        if added is not None or difference is not None:
-            return added or difference
-        return self._compare_again(_LARGE_IN_FP16 if torch.float16 in self._dtypes(()) else _LARGE)
+        self.adds_loss = (added := self._compare_again(0.0)) is not None
+        return added or difference or self._compare_again(_LARGE_FP16 if torch.float16 in self._dtypes(()) else _LARGE)
 
     def _compare_again(self, scale: float) -> Difference | None:
         self._begin_anew()

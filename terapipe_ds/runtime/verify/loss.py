@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -46,11 +45,24 @@ def _nothing() -> None:
     return None
 
 
+def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
+    return {name: float(torch.as_tensor(value).detach()) for name, value in (get_additional_losses() or {}).items()}
+
+
+def reported_so_far(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
+    """Return what the module reports now; nothing where it cannot, for the engine asks after each loss alone."""
+    try:
+        return _reported(get_additional_losses)
+    except Exception:
+        return {}
+
+
 @dataclass
 class LossCheck:
     """Check the loss on what the last layer gives; `slicing` has the weights that training gives the slices' losses.
 
-    `get_additional_losses` is the module's. What it reports is compared as well, weighted as the losses are.
+    `get_additional_losses` is the module's. What it reports is compared as well, weighted as the losses are;
+    `at_start` is what it reported before any layer ran, None where layers did not run for this check.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -59,13 +71,12 @@ class LossCheck:
     slicing: Slicing
     config: TeraPipeConfig
     get_additional_losses: Callable[[], Mapping[str, Any] | None] = _nothing
+    at_start: Mapping[str, float] | None = None
     is_finite: bool = True  # else there is nothing to compare
 
     def run(self) -> str | None:
         """Return what differs and which weights fit; None where the loss and its gradients agree."""
-        before: dict[str, float] = {}
-        with contextlib.suppress(Exception):  # what is reported may exist only once `loss_fn` has run
-            before = self._reported()
+        before = reported_so_far(self.get_additional_losses)
         whole = self._losses(self.slicing.whole())
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
         if not self.is_finite:
@@ -76,9 +87,6 @@ class LossCheck:
             return f"{difference}: {self._fitting_weights(whole)}"
         return self.slicing.ranks.first(self._problem_of_reports(before, whole, sliced))
 
-    def _reported(self) -> dict[str, float]:
-        return {name: float(value) for name, value in (self.get_additional_losses() or {}).items()}
-
     def _problem_of_reports(self, before: Mapping[str, float], whole: Losses, sliced: Losses) -> str | None:
         """Return what the module reports otherwise from slices, or from elsewhere than `loss_fn`."""
         weights, allowed = self.slicing.weights, self._tolerance().relative
@@ -88,7 +96,9 @@ class LossCheck:
                 of_slice.get(name, 0.0) * weight for of_slice, weight in zip(sliced.reported, weights, strict=True)
             ]
             what = f"get_additional_losses() reports {name!r}"
-            if expected and {repr(value) for value in (before.get(name), *values)} == {repr(expected)}:  # NaN as well
+            is_constant = self.at_start is None or repr(self.at_start.get(name)) == repr(expected)
+            unchanged = {repr(value) for value in (before.get(name), *values)} == {repr(expected)}  # NaN as well
+            if expected and unchanged and not is_constant:
                 return (
                     f"{what}, which loss_fn does not change: what a layer leaves there is of one slice alone. Hand it "
                     "on with the layer's outputs and report it from loss_fn (docs/auxiliary_losses.md), or leave it out"
@@ -148,7 +158,7 @@ class LossCheck:
             with push_slice(active), guard_plain_attention(), GuardCapturedNames():
                 labels = self.labels.part(active.start, active.stop)
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
-            reported.append(self._reported() if weight else {})
+            reported.append(_reported(self.get_additional_losses) if weight else {})
             runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):
@@ -190,7 +200,7 @@ def kept_for_later(check: LossCheck) -> LossCheck | None:
         (tensor.narrow(layout.dim, 0, tokens) if isinstance(layout, TokenDim) else tensor).detach().clone()
         for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
     )
-    return replace(check, outputs=replace(outputs, tensors=tensors))
+    return replace(check, outputs=replace(outputs, tensors=tensors), at_start=None)
 
 
 def compare_later(kept: LossCheck, labels: SliceableTensors) -> tuple[bool, str | None]:

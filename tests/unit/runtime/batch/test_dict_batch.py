@@ -45,9 +45,11 @@ class TestLabels:
         shifted = torch.full_like(TOKENS, 3)
         assert read(position_ids=IDS, shift_labels=shifted).labels is shifted
 
-    def test_shifted_ones_have_the_dtype_that_losses_take(self) -> None:
-        labels = read("off", shift_labels=TOKENS.int()).labels
-        assert labels.dtype == torch.int64 and torch.equal(labels, TOKENS)
+    @pytest.mark.parametrize("key", ["labels", "shift_labels"])
+    def test_they_are_int64_with_and_without_padding(self, key: str) -> None:
+        of_no_padding: dict[str, Any] = {key: TOKENS.int()}
+        for entries in (of_no_padding, {**of_no_padding, "attention_mask": torch.ones_like(TOKENS).tril(3)}):
+            assert read("off", **entries).labels.dtype == torch.int64
 
     def test_few_bits_hold_no_negative_label(self) -> None:
         assert read("off", labels=TOKENS.to(torch.uint8)).labels[:, -1].tolist() == [IGNORED] * 2

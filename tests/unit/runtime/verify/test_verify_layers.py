@@ -187,6 +187,20 @@ def look(tensors: tuple[Tensor, ...], loss_fn: Any, with_layers: bool = True) ->
     return verify([lambda x: x], tensors, loss_fn, reduction="mean", with_layers=with_layers)
 
 
+class EmbedsNarrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_tokens_may_be_of_any_integers(dtype: torch.dtype) -> None:
+    assert not verify([EmbedsNarrow()], (data()[0].to(dtype),)).findings
+
+
 def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
     """[2, LENGTH, VOCAB] around zero."""
     x = torch.randn(2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -221,18 +235,33 @@ def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: fl
     assert bool(look((numbers(),), loss_fn).findings) == differs
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_report_may_need_that_the_loss_has_run(fits: bool) -> None:
-    """Before the first loss, where the engine does not ask for it, the report may fail."""
-    sums: list[Tensor] = []
+def problem_of_report(
+    get: Callable[[], dict[str, Tensor]], at_start: dict[str, float] | None, loss_fn: Any = lambda out, _: out.mean()
+) -> str | None:
+    labels, config = SliceableTensors.of_labels(data()[1], 1), TeraPipeConfig(enabled=True, loss_reduction="mean")
+    slicing = Slicing(PLAN, weights_of(labels, PLAN, config, None))
+    outputs = Activations((numbers(),), False, (TokenDim(1),))
+    return LossCheck(loss_fn, labels, outputs, slicing, config, get, at_start).run()
+
+
+@pytest.mark.filterwarnings("error")
+def test_there_may_be_nothing_to_report_before_the_first_loss() -> None:
+    losses: list[Tensor] = []
 
     def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
-        sums.append(outputs.detach().sum() if fits else outputs.detach().abs().max())
-        return outputs.sum()
+        losses.append(outputs.square().mean())
+        return losses[-1]
 
-    found = verify([], (numbers(),), loss_fn, reduction="sum", report=lambda: {"sum": sums[-1]})
-    assert len(found.findings) == (0 if fits else 1)
-    assert all(finding.problem.startswith("get_additional_losses() reports 'sum' as") for finding in found.findings)
+    assert problem_of_report(lambda: {"size": losses[-1]}, {}, loss_fn) is None
+
+
+@pytest.mark.parametrize("at_start", [{"a": 0.5}, {"a": 0.25}, {}, None])
+def test_a_report_that_no_loss_changes_is_refused_where_layers_have_changed_it(
+    at_start: dict[str, float] | None,
+) -> None:
+    """Others are constants, which each slice may report. None: no layer has run."""
+    problem = problem_of_report(lambda: {"a": torch.tensor(0.5)}, at_start)
+    assert ("which loss_fn does not change" in (problem or "")) == (at_start in ({"a": 0.25}, {}))
 
 
 def test_a_loss_that_is_not_finite_waits() -> None:

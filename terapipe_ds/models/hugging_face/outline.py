@@ -1,0 +1,230 @@
+"""Run one piece of a model of transformers by the model's own forward, with stand-ins for all the rest.
+
+A causal language model is a list of decoder layers with something before and after it. Each piece of the pipeline runs
+the forward of the whole model, in which decoder layers and whatever else has weights are a `StandIn`. What goes before
+the list (rotary embeddings, masks, the scale of embeddings) and after it (scales and caps of logits) is the model's own
+code, and nothing of a family is written here. The run ends as soon as the piece has its result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.models.hugging_face.attention import NAME
+from terapipe_ds.models.hugging_face.cache import SliceCache
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+
+Run = Callable[..., Any]
+Form = Callable[[Tensor], Any]
+
+# In which decoder layers give their hidden states, by family.
+_FORMS: tuple[Form, ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None), lambda h: (h, None, None))
+
+
+class _Finished(Exception):  # noqa: N818 - it is how a run ends, not an error
+    """Leaves the model's forward with the result of the piece."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _finish(result: Any, *_: Any, **__: Any) -> None:
+    raise _Finished(result)
+
+
+class StandIn(nn.Module):
+    """Stands in for a module of the model: has its attributes, and runs what a piece wants."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not a child: there are no weights here
+        self.let(self.skip)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def let(self, run: Run) -> None:
+        """Call `run` from now on; a module does not become a child."""
+        self.__dict__["_run"] = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](*args, **kwargs)
+
+    def skip(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `x`, or for what embeds numbers a tensor without content."""
+        original = self.__dict__["original"]
+        if not isinstance(original, nn.Embedding):
+            return x
+        return torch.zeros((), device=x.device).expand(*x.shape, original.embedding_dim)
+
+
+class Outline:
+    """The forward of a model without its weights.
+
+    `layers` are the decoder layers, and `before`, `after` and `head` name what else has weights: what runs before the
+    decoder layers, after them, and the output matrix.
+
+    Args:
+        model: a `...ForCausalLM` whose parameters are on the device "meta" and whose buffers are real. It is changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.cache = SliceCache(self.config.num_hidden_layers)
+        self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
+        self.layers = list(layers)
+        self._places_of = [StandIn(layer) for layer in self.layers]
+        _put(model, self.layers_name, nn.ModuleList(self._places_of))
+        self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
+        for name, stand_in in self._others.items():
+            _put(model, name, stand_in)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._takes_positions = "position_ids" in parameters
+        self._form: Form = _FORMS[0]
+        self.before, self.after, self.head = self._find_pieces()
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module of the model, whose parameters are on the device "meta"."""
+        original: nn.Module = self._others[name].__dict__["original"]
+        return original
+
+    def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
+        """Return the hidden states [B, T, H] that the first decoder layer gets."""
+        return self._run(own, tokens, places, [_finish] * len(self.layers))
+
+    def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, is_fast: bool) -> Tensor:
+        """Return what a decoder layer makes of `hidden`, with the arguments that the model gives to its place."""
+
+        def here(_: Any, *args: Any, **kwargs: Any) -> None:
+            out = layer(hidden, *args, **kwargs)
+            raise _Finished(out[0] if isinstance(out, tuple) else out)
+
+        runs: list[Run] = [self._skip_layer] * len(self.layers)
+        runs[index] = here
+        return self.cache.tied(self._run({}, _without_content(hidden), places, runs, is_fast))
+
+    def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
+        """Return what the output matrix gets, for the hidden states of the last decoder layer."""
+        runs: list[Run] = [lambda *_, **__: self._form(hidden)] * len(self.layers)
+        return self._run({**own, self.head: _finish}, _without_content(hidden), places, runs)
+
+    def run_head(self, head: Run, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return the logits, for what the output matrix gets."""
+        runs: list[Run] = [self._skip_layer] * len(self.layers)
+        return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
+
+    def _skip_layer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return self._form(hidden)
+
+    def _run(
+        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool = True
+    ) -> Tensor:
+        stand_ins = [*zip(self._places_of, runs, strict=True), *((self._others[name], run) for name, run in own.items())]
+        for stand_in, run in stand_ins:
+            stand_in.let(run)
+        self._prepare(inputs, is_fast)
+        named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
+        named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
+        if self._takes_positions:
+            named["position_ids"] = places
+        try:
+            result: Tensor = self.model(**named).logits
+        except _Finished as finished:
+            result = finished.result
+        finally:
+            for stand_in, _ in stand_ins:  # they hold tensors
+                stand_in.let(stand_in.skip)
+        return result
+
+    def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
+        """Let attention go the way that the layer wants, and buffers be where its inputs are."""
+        way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
+        if self.config._attn_implementation != way:
+            self.model.config._attn_implementation = self.config._attn_implementation = way
+        self.cache.gives_prefix = not is_fast
+        for each in self.model.modules():
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
+                    each._buffers[name] = buffer.to(inputs.device)
+
+    def _find_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        """Run with stand-ins alone, and note when each is called; find the form of what decoder layers give."""
+        head = next(n for n, each in self._others.items() if each is self.model.get_output_embeddings())
+        problems: list[Exception] = []
+        for self._form in _FORMS:
+            try:
+                calls = self._calls(head)
+            except ModelRefusedError:
+                raise
+            except Exception as error:
+                problems.append(error)
+                continue
+            before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
+            after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
+            unknown = {*self._others, head} - {*before, *after, head}
+            if unknown or set(before) & set(after) or calls.count("") != len(self.layers):
+                break
+            return before, after, head
+        else:
+            raise problems[0]
+        raise ModelRefusedError(f"its forward is not a list of decoder layers with something around it: {calls}")
+
+    def _calls(self, head: str) -> list[str]:
+        """Return the names of the modules that the forward calls, "" for a decoder layer, with inputs of 2 x 3 tokens."""
+        calls: list[str] = []
+
+        def noted(name: str, result: Form) -> Run:
+            def run(x: Tensor, *_: Any, **__: Any) -> Any:
+                calls.append(name)
+                if calls.count("") > (not name) and x.shape[:2] != (2, 3):
+                    raise ValueError(f"{name or 'a decoder layer'} gets a tensor of {list(x.shape)}")
+                return result(x)
+
+            return run
+
+        own = {name: noted(name, each.skip) for name, each in self._others.items()} | {head: _finish}
+        tokens = torch.zeros(2, 3, dtype=torch.long)
+        runs = [noted("", lambda x: self._form(x))] * len(self.layers)
+        result = self._run(own, tokens, torch.arange(3).expand(2, 3), runs)
+        if result.shape[:2] != (2, 3):
+            raise ValueError(f"the output matrix gets a tensor of {list(result.shape)}")
+        return calls
+
+
+def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder layers and its name."""
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    fitting = [(name, each) for name, each in lists if len(each) == number]
+    if not fitting:
+        raise ModelRefusedError(f"{type(model).__name__}: it has no list of {number} decoder layers")
+    return fitting[0]
+
+
+def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if any(isinstance(each, StandIn) for each in child.modules()):
+            if not isinstance(child, nn.ModuleList):
+                found += _with_weights(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            found.append((f"{prefix}{name}", child))
+    return found
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _without_content(hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(()).expand(hidden.shape)

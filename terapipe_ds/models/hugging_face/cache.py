@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from terapipe_ds.attention import active_slice, carry
 from terapipe_ds.attention.active_slice import ActiveSlice
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 try:  # transformers 5
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as _States
@@ -41,11 +42,17 @@ class SliceCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_Layer(index, self) for index in range(num_layers)])
         self.gives_prefix = False
-        self.was_asked = False  # for keys and values
+        self.states_written: set[str] = set()  # their names, for whoever clears it before
         self._written: dict[tuple[Hashable, str], Tensor] = {}
+
+    def forget_written(self) -> None:
+        """Forget the states of a layer that did not come to its end."""
+        self._written.clear()
 
     def write(self, layer_index: int, name: str, state: Tensor) -> None:
         """Note a new state; `tied` hands it on. A second one takes its place."""
+        self.states_written.add(name)
+        _refuse_documents("states of a convolution or a recurrence")
         self._written[name_of(layer_index), name] = state
 
     def tied(self, out: Tensor) -> Tensor:
@@ -114,11 +121,12 @@ class _Layer(CacheLayerMixin, _States):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep the keys and values [B, H, T, D] of the slice; return those to attend to."""
-        active, self._cache.was_asked = active_slice(), True
-        if not self._cache.gives_prefix or active is None or active.is_whole:
+        active = active_slice()
+        if not self._cache.gives_prefix:
             return key_states, value_states
-        if active.documents is not None:
-            raise NotImplementedError("documents reach only models whose attention goes through sliced_attention")
+        _refuse_documents("attention by code of its own")
+        if active is None or active.is_whole:
+            return key_states, value_states
         keys, values = _WithPrefix.apply(key_states, value_states, active, name_of(self._index))
         return keys, values
 
@@ -138,6 +146,15 @@ class _Layer(CacheLayerMixin, _States):
         """Keep the last state of a recurrence."""
         self._cache.write(self._index, f"recurrent {state_idx}", recurrent_states)
         return recurrent_states
+
+
+def _refuse_documents(what: str) -> None:
+    active = active_slice()
+    if active is not None and active.documents is not None:
+        raise ModelRefusedError(
+            f"a layer has {what}, which would mix the documents of packed rows: pack no rows for this model, or none "
+            "with several documents"
+        )
 
 
 def _start() -> int:

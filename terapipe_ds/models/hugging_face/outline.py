@@ -8,13 +8,16 @@ code, and nothing of a family is written here. The run ends as soon as the piece
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from terapipe_ds.models.hugging_face.attention import NAME
 from terapipe_ds.models.hugging_face.cache import SliceCache
@@ -57,45 +60,68 @@ class StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_run"](*args, **kwargs)
 
-    def skip(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def skip(self, x: Tensor, *_: Any, **named: Any) -> Tensor:
         """Return `x`, or for what embeds numbers a tensor without content."""
         original = self.__dict__["original"]
         if not isinstance(original, nn.Embedding):
             return x
-        return torch.zeros((), device=x.device).expand(*x.shape, original.embedding_dim)
+        numbers = x if named.get("position_ids") is None else named["position_ids"]  # OPT gives a mask before them
+        like = original.weight
+        return torch.zeros((), dtype=like.dtype, device=x.device).expand(*numbers.shape, like.shape[1])
 
 
 class Outline:
     """The forward of a model without its weights.
 
     `layers` are the decoder layers, and `before`, `after` and `head` name what else has weights: what runs before the
-    decoder layers, after them, and the output matrix.
+    decoder layers, after them, and the output matrix. `embedding` names the one of `before` that embeds tokens.
 
     Args:
         model: a `...ForCausalLM` whose parameters are on the device "meta" and whose buffers are real. It is changed.
+
+    Raises:
+        ModelRefusedError: the forward is not a list of decoder layers that hand on their hidden states alone.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
+        self.tied = _tied_matrix(model)
         self.cache = SliceCache(self.config.num_hidden_layers)
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
         self._places_of = [StandIn(layer) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
         self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
+        _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
         parameters = inspect.signature(type(model).forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+        if not names:
+            raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
+        self._cache_name = names[0]
         self._takes_positions = "position_ids" in parameters
+        self.takes_patterns = True  # in the place of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
+        self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()
+
+    def _name_of(self, stand_in: nn.Module | None) -> str:
+        name = next((name for name, each in self._others.items() if each is stand_in), None)
+        if name is None:
+            raise ModelRefusedError("its embedding, or its output matrix, is not a module with weights of its own")
+        return name
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model, whose parameters are on the device "meta"."""
         original: nn.Module = self._others[name].__dict__["original"]
         return original
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module of the model, which shares the config: that says how attention runs."""
+        shared = {id(config): config for config in (self.config, self.model.config)}
+        return copy.deepcopy(module, shared)
 
     def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
         """Return the hidden states [B, T, H] that the first decoder layer gets."""
@@ -126,12 +152,12 @@ class Outline:
         return self._form(hidden)
 
     def _run(
-        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool = True
+        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
         stand_ins = [*zip(self._places_of, runs, strict=True), *((self._others[name], run) for name, run in own.items())]
         for stand_in, run in stand_ins:
             stand_in.let(run)
-        self._prepare(inputs, is_fast)
+        self._prepare(inputs, self.takes_patterns if is_fast is None else is_fast)
         named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
@@ -156,48 +182,110 @@ class Outline:
                 if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
                     each._buffers[name] = buffer.to(inputs.device)
 
+    # -- what runs when ----------------------------------------------------------------------------------------------
+
     def _find_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
         """Run with stand-ins alone, and note when each is called; find the form of what decoder layers give."""
-        head = next(n for n, each in self._others.items() if each is self.model.get_output_embeddings())
-        problems: list[Exception] = []
-        for self._form in _FORMS:
+        head, problems = self._name_of(self.model.get_output_embeddings()), []
+        for self.takes_patterns, self._form in itertools.product((True, False), _FORMS):
             try:
                 calls = self._calls(head)
-            except ModelRefusedError:
-                raise
-            except Exception as error:
+            except Exception as error:  # of the model's own code, which got a form that it does not know
                 problems.append(error)
                 continue
             before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
             after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
             unknown = {*self._others, head} - {*before, *after, head}
             if unknown or set(before) & set(after) or calls.count("") != len(self.layers):
-                break
+                raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
             return before, after, head
-        else:
-            raise problems[0]
-        raise ModelRefusedError(f"its forward is not a list of decoder layers with something around it: {calls}")
+        refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
+        raise ModelRefusedError(str((refusals or problems)[-1])) from problems[0]
 
     def _calls(self, head: str) -> list[str]:
-        """Return the names of the modules that the forward calls, "" for a decoder layer, with inputs of 2 x 3 tokens."""
-        calls: list[str] = []
+        """Return the names of the modules that the forward calls, "" for a decoder layer, with 2 x 3 tokens.
 
-        def noted(name: str, result: Form) -> Run:
-            def run(x: Tensor, *_: Any, **__: Any) -> Any:
-                calls.append(name)
-                if calls.count("") > (not name) and x.shape[:2] != (2, 3):
-                    raise ValueError(f"{name or 'a decoder layer'} gets a tensor of {list(x.shape)}")
-                return result(x)
+        Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
+        """
+        tokens = torch.zeros(2, 3, dtype=torch.long)
+        trial = _Trial(self._form)
+        self._run(trial.runs(self._others, head), tokens, torch.arange(3).expand(2, 3), [trial.layer] * len(self.layers))
+        again = _Trial(self._form)
+        hidden = torch.zeros_like(trial.hidden[0], requires_grad=True) * 1
+        runs = [again.layer] * len(self.layers)
+        self._run(again.runs(self._others, head), hidden, torch.arange(3).expand(2, 3), runs)
+        for first, second in zip(trial.others, again.others, strict=True):
+            differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
+            if differ:
+                raise ModelRefusedError(
+                    f"its decoder layers get more that depends on the tokens than the hidden states of the layer before "
+                    f"({', '.join(sorted(differ))}), and only hidden states go from stage to stage"
+                )
+        return trial.calls
+
+
+class _Trial:
+    """Notes what a forward calls, and what else than hidden states its decoder layers get."""
+
+    def __init__(self, form: Form) -> None:
+        self.calls: list[str] = []
+        self.hidden: list[Tensor] = []
+        self.others: list[dict[str, Any]] = []
+        self._form = form
+
+    def runs(self, others: Mapping[str, StandIn], head: str) -> dict[str, Run]:
+        """Return what stands in for all but the decoder layers; whatever it gives needs a gradient."""
+
+        def noted(name: str, skip: Run) -> Run:
+            def run(x: Tensor, *args: Any, **named: Any) -> Any:
+                self._note(name, x)
+                out = skip(x, *args, **named)
+                return out if out.requires_grad else out.clone().requires_grad_() * 1
 
             return run
 
-        own = {name: noted(name, each.skip) for name, each in self._others.items()} | {head: _finish}
-        tokens = torch.zeros(2, 3, dtype=torch.long)
-        runs = [noted("", lambda x: self._form(x))] * len(self.layers)
-        result = self._run(own, tokens, torch.arange(3).expand(2, 3), runs)
-        if result.shape[:2] != (2, 3):
-            raise ValueError(f"the output matrix gets a tensor of {list(result.shape)}")
-        return calls
+        def end(x: Tensor, *_: Any, **__: Any) -> None:
+            self._note(head, x)
+            _finish(x)
+
+        return {name: noted(name, each.skip) for name, each in others.items()} | {head: end}
+
+    def layer(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        self._note("", hidden)
+        self.hidden.append(hidden)
+        given = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
+        self.others.append({name: each for name, each in given.items() if not isinstance(each, SliceCache)})
+        return self._form(hidden)
+
+    def _note(self, name: str, x: Tensor) -> None:
+        if not name or "" in self.calls:
+            if not torch.is_tensor(x) or x.shape[:2] != (2, 3):
+                raise ValueError(f"{name or 'a decoder layer'} gets {type(x).__name__} {list(getattr(x, 'shape', []))}")
+        self.calls.append(name)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two arguments are equal, and need no gradient."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    return all(not a.requires_grad and torch.equal(a, b) for a, b in pairs if torch.is_tensor(a) and torch.is_tensor(b))
+
+
+def _tied_matrix(model: PreTrainedModel) -> nn.Parameter | None:
+    """Return the weights of the embedding where these are the output matrix as well."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding is None or head.weight is not embedding.weight:
+        return None
+    if len(list(head.parameters())) > 1:
+        raise ModelRefusedError("its output matrix is tied to the embedding, and has a bias of its own")
+    return head.weight
+
+
+def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter | None) -> None:
+    owners: dict[int, nn.Module] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), module) is not module and parameter is not tied:
+                raise ModelRefusedError(f"{name} of {type(module).__name__} is shared by several layers")
 
 
 def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
@@ -205,7 +293,7 @@ def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
     fitting = [(name, each) for name, each in lists if len(each) == number]
     if not fitting:
-        raise ModelRefusedError(f"{type(model).__name__}: it has no list of {number} decoder layers")
+        raise ModelRefusedError(f"it has no list of {number} decoder layers")
     return fitting[0]
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from terapipe_ds import schedule as schedule
     from terapipe_ds.config import TeraPipeConfig as TeraPipeConfig
     from terapipe_ds.config import TeraPipeConfigError as TeraPipeConfigError
+    from terapipe_ds.models.hugging_face import from_config as from_config
     from terapipe_ds.plan import SlicePlan as SlicePlan
     from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.runtime.register import initialize as initialize
@@ -31,6 +32,7 @@ _EXPORTS = {
     "TeraPipeConfig": "terapipe_ds.config",
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
+    "from_config": "terapipe_ds.models.hugging_face",
     "initialize": "terapipe_ds.runtime.register",
     "lay_out": "terapipe_ds.runtime.register",
     "plan_slices": "terapipe_ds.planner",

@@ -48,10 +48,14 @@ class StandIn(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.__dict__["original"] = original  # not a child: there are no weights here
+        self.device = torch.device("cpu")
         self.let(self.skip)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["original"], name)
+        value = getattr(self.__dict__["original"], name)
+        if torch.is_tensor(value) and value.is_meta:  # models ask weights for their device
+            return torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape)
+        return value
 
     def let(self, run: Run) -> None:
         """Call `run` from now on; a module does not become a child."""
@@ -123,6 +127,13 @@ class Outline:
         shared = {id(config): config for config in (self.config, self.model.config)}
         return copy.deepcopy(module, shared)
 
+    def initialize(self, module: nn.Module) -> None:
+        """Draw the initial values of the module's own parameters as the family does."""
+        self.model._init_weights(module)
+        own = [p for p in module.parameters(recurse=False) if p.isnan().any()]
+        if own and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
     def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
         """Return the hidden states [B, T, H] that the first decoder layer gets."""
         return self._run(own, tokens, places, [_finish] * len(self.layers))
@@ -178,6 +189,8 @@ class Outline:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast
         for each in self.model.modules():
+            if isinstance(each, StandIn):
+                each.device = inputs.device
             for name, buffer in each._buffers.items():
                 if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
                     each._buffers[name] = buffer.to(inputs.device)

@@ -125,7 +125,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "persimmon": _of(),
     "phi": _of(),
     "phi3": _of(),
-    "phimoe": _of(**_LOCAL),
+    "phimoe": _of(**_LOCAL, router_jitter_noise=0.0, input_jitter_noise=0.0),
     "qwen2": _of(),
     "qwen2_moe": _of(**_MOE, shared_expert_intermediate_size=32),
     "qwen3": _of(**_HEADS),

@@ -9,6 +9,7 @@ what else runs before the decoder layers (learned positions) is a layer of its o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from terapipe_ds.attention import active_slice
+from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from terapipe_ds.models.hugging_face.outline import Outline, Run
 from terapipe_ds.models.hugging_face.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -148,6 +149,8 @@ class BeforeLayers(Piece):
 class DecoderLayer(Piece):
     """One decoder layer, [B, T, H] -> the same."""
 
+    slice_safe = True  # whatever it is made of: it was tried
+
     def __init__(self, blueprint: Blueprint, index: int) -> None:
         outline = blueprint.outline
         super().__init__(blueprint, [(f"{outline.layers_name}.{index}", outline.layers[index])])
@@ -167,7 +170,8 @@ class DecoderLayer(Piece):
                 f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer {self.index} "
                 f"would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
             )
-        return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
+        with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys are those of a cache
+            return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
 
 
 class Norm(Piece):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
@@ -20,6 +22,29 @@ from terapipe_ds.models.hugging_face.pieces import Blueprint, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import check_config
 
 FLOOR = 1e-3  # of the largest gradient: what is below counts as rounding
+
+
+class _Wide(TorchFunctionMode):
+    """Computes in fp64 what models compute in fp32 whatever their weights are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(each: Any) -> Any:
+            return torch.float64 if each is torch.float32 else each
+
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(wide, args), **{name: wide(each) for name, each in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def in_fp64() -> Iterator[None]:
+    """Have whole models and pieces compute in fp64 alone, so that any error is a mistake and none is a rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Wide():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Pipeline:
@@ -72,9 +97,9 @@ class Pipeline:
         return sum(float(loss) for _, loss in losses)
 
 
-def drawn_batch(vocab_size: int, length: int = 16, rows: int = 2) -> dict[str, Tensor]:
+def drawn_batch(vocab_size: int, length: int = 16, rows: int = 2, seed: int = 5) -> dict[str, Tensor]:
     """Token ids, and labels as Hugging Face models take them: unshifted, some of them without a count."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
     labels = tokens.clone()
     labels[0, : length // 2] = -100

@@ -1,0 +1,49 @@
+"""Models of transformers on stages and in slices train as the whole model does by a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+from tests.distributed import engines
+from tests.distributed.harness import rank_pool
+from tests.distributed.hugging_face_jobs import train_family
+from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
+
+SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
+LIMITS = {"gptj": 1e-8, "codegen": 1e-9}  # whose rotary tables are fp32
+
+
+def both_ways(ways: list[list[str]]) -> set[str]:
+    return {way.partition("+")[0] for rank in ways for way in rank}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in CONFIGS]
+)
+def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
+    """Loss, gradients and parameters of two steps of two micro-batches in three slices of different lengths."""
+    section = engines.section(slices=[7, 3, 6])
+    errors, ways = zip(*rank_pool(2).run(train_family, family=family, terapipe=section), strict=True)
+    assert not engines.violations(errors, LIMITS.get(family, engines.EXACT))
+    assert ("slow" in both_ways(list(ways))) == (family in BY_CACHE)
+    assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "zbv"}, {"schedule": "chimera-seq"}, {"schedule": "seq1f1b-zb"}], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_next"])
+def test_other_schedules(family: str, options: dict[str, Any]) -> None:
+    """Tied embeddings beside learned positions, and carried states: where layers move and parts have copies."""
+    section = engines.section(slices=[7, 3, 6], **options)
+    errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section)]
+    assert not engines.violations(errors)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba2"])
+def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:
+    run = rank_pool(2).run(train_family, family=family, terapipe=None, stages=stages)
+    assert not engines.violations([errors for errors, _ in run])

@@ -14,16 +14,22 @@ class ModelRefusedError(ValueError):
 
 def check_config(config: Any) -> None:
     """Raise ModelRefusedError where the config alone shows that the model cannot be trained in slices."""
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ModelRefusedError(
+            "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
+            "Set it to False"
+        )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:
         raise ModelRefusedError(
-            f"{config.model_type}: rope_type {refused[0]!r} computes other angles for short inputs than for long ones, "
-            "so that those of a slice are not those of the sequence. Give a fixed one ('linear', 'llama3', 'yarn')"
+            f"rope_type {refused[0]!r} computes other angles for short inputs than for long ones, "
+            "so that those of a slice are not those of the sequence; fixed ones are 'linear', 'llama3' and 'yarn'"
         )
 
 
 def _rope_types(config: Any) -> set[str]:
+    config = config.get_text_config()
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_types = [each for each in scaling.values() if isinstance(each, dict)]  # one for each type of layer
     return {str(each.get("rope_type", each.get("type", "default"))) for each in (of_types or [scaling])}

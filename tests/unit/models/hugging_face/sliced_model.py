@@ -18,7 +18,7 @@ from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face.module import model_without_weights, to_tuple
 from terapipe_ds.models.hugging_face.outline import Outline
-from terapipe_ds.models.hugging_face.pieces import Blueprint, Piece, layers_of
+from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import check_config
 
 FLOOR = 1e-3  # of the largest gradient: what is below counts as rounding
@@ -95,6 +95,12 @@ class Pipeline:
         store.release(0, 0)
         store.assert_drained()
         return sum(float(loss) for _, loss in losses)
+
+
+def ways_of(pipeline: Pipeline) -> list[str]:
+    """How the decoder layers run: fast (through `sliced_attention`) or slow (by a cache), with carried states or not."""
+    ways = [piece.find_way() for piece in pipeline.pieces if isinstance(piece, DecoderLayer)]
+    return [("fast" if way.is_fast else "slow") + ("+states" if way.has_states else "") for way in ways]
 
 
 def drawn_batch(vocab_size: int, length: int = 16, rows: int = 2, seed: int = 5) -> dict[str, Tensor]:

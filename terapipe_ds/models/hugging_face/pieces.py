@@ -61,7 +61,7 @@ class Blueprint:
                     values = torch.full_like(old, torch.nan, device="cpu")
                     each._parameters[key] = new.setdefault(id(old), nn.Parameter(values, old.requires_grad))
         with torch.random.fork_rng([]), torch.no_grad():
-            torch.manual_seed((self.seed * 2**32 + zlib.crc32(name.encode())) % 2**63)
+            torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
             for each in reversed(list(module.modules())):
                 self.outline.initialize(each)
             for key, parameter in module.named_parameters():

@@ -51,9 +51,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bamba": _of(**_MAMBA, attn_layer_indices=[1]),
     "biogpt": dict(_OPT, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     "bitnet": _of(),
-    "bloom": dict(
-        hidden_size=32, n_layer=2, n_head=4, vocab_size=VOCAB_SIZE, hidden_dropout=0.0, attention_dropout=0.0
-    ),
+    "bloom": {
+        "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB_SIZE, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0
+    },
     "codegen": dict(_GPT2, rotary_dim=4, n_ctx=64),
     "cohere": _of(),
     "cohere2": _of(**_WINDOW, **_HEADS),
@@ -66,10 +67,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ernie4_5": _of(**_HEADS),
     "ernie4_5_moe": _of(moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1),
     "exaone4": _of(**_WINDOW, **_HEADS, sliding_window_pattern=2),
-    "falcon": dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB_SIZE, alibi=False,
-        hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=1, eos_token_id=2,
-    ),
+    "falcon": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB_SIZE, "alibi": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "falcon_h1": _of(**_MAMBA, **_HEADS, mamba_d_ssm=64),
     "flex_olmo": _of(num_experts=4, **_TOP2),
     "gemma": _of(**_HEADS),
@@ -80,11 +81,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": _of(**_HEADS, **_ROUTED),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
-    "gpt_neo": dict(
-        hidden_size=32, num_layers=2, num_heads=4, vocab_size=VOCAB_SIZE, max_position_embeddings=64, window_size=4,
-        attention_types=[[["global", "local"], 1]], attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0,
-        bos_token_id=1, eos_token_id=2,
-    ),
+    "gpt_neo": {
+        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64,
+        "window_size": 4,
+        "attention_types": [[["global", "local"], 1]], "attention_dropout": 0.0, "embed_dropout": 0.0,
+        "resid_dropout": 0.0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
     "gpt_neox": _of(hidden_dropout=0.0),
     "gpt_oss": _of(**_HEADS, **_LOCAL, **_WINDOW),
     "gptj": dict(_GPT2, rotary_dim=4),
@@ -102,15 +105,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_HEADS, num_local_experts=4, attention_chunk_size=4, intermediate_size_mlp=64,
         layer_types=["chunked_attention", "full_attention"],
     ),
-    "mamba2": dict(
-        hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB_SIZE, state_size=8, num_heads=8, head_dim=8, expand=2,
-        n_groups=1, chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    ),
+    "mamba2": {
+        "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "state_size": 8, "num_heads": 8,
+        "head_dim": 8, "expand": 2,
+        "n_groups": 1, "chunk_size": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "minimax_m2": _of(**_HEADS, **_LOCAL),
     "ministral": _of(**_WINDOW, **_HEADS),
     "mistral": _of(**_WINDOW),
     "mixtral": _of(**_LOCAL, sliding_window=None),
-    "mpt": dict(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCAB_SIZE, max_seq_len=64),
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB_SIZE, "max_seq_len": 64},
     "nemotron": _of(),
     "nemotron_h": _of(
         **_HEADS, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=1,
@@ -137,17 +141,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm": _of(),
     "starcoder2": _of(**_WINDOW),
     "vaultgemma": _of(**_HEADS, **_WINDOW, **_SCALED),
-    "xglm": dict(
-        d_model=32, ffn_dim=64, num_layers=2, attention_heads=4, vocab_size=VOCAB_SIZE, max_position_embeddings=64,
-        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    ),
+    "xglm": {
+        "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4, "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 64,
+        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }  # fmt: skip
 
 # Families whose attention is their own code, or reads masks: it gets the keys of all tokens so far from a cache.
-BY_CACHE = frozenset("bloom codegen diffllama doge falcon gpt_neo gptj llama4_text mpt xglm".split())
+BY_CACHE = frozenset(
+    ["bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "llama4_text", "mpt", "xglm"]
+)
 # Families some of whose layers carry a state from slice to slice.
 WITH_STATES = frozenset(
-    "bamba falcon_h1 granitemoehybrid lfm2 lfm2_moe mamba2 nemotron_h olmo_hybrid qwen3_5_text qwen3_next".split()
+    [
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "mamba2",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_text",
+        "qwen3_next",
+    ]
 )
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -173,7 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8, mamba_ngroups=1, chunk_size=4,
             layers_block_type=["mamba", "hybrid"], num_mem_blocks=1,
         ),
-        "only hidden states go from stage to stage",
+        "Only hidden states go from stage to stage",
     ),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "zbv"}, {"schedule": "chimera-seq"}, {"schedule": "seq1f1b-zb"}], ids=str)
+@pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_next"])
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     """Tied embeddings beside learned positions, and carried states: where layers move and parts have copies."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from terapipe_ds.models.hugging_face.module import HuggingFaceModule, from_config
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds import compat
+
+compat.require_transformers("terapipe_ds.models.hugging_face")
+
+from terapipe_ds.models.hugging_face.module import HuggingFaceModule, from_config  # noqa: E402
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError  # noqa: E402
 
 __all__ = ["HuggingFaceModule", "ModelRefusedError", "from_config"]

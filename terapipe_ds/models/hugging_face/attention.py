@@ -1,7 +1,7 @@
 """Lead the attention of transformers' models to `sliced_attention`: its attention and mask interfaces, by one name.
 
-A model asks the mask interface for a mask before its layers run, and the attention interface in each layer. Ours gives a
-`Pattern` in the place of a mask: what the model's own mask function says of who sees whom, without a tensor.
+A model asks the mask interface for a mask before its layers run, and the attention interface in each layer. Ours gives
+a `Pattern` in the place of a mask: what the model's own mask function says of who sees whom, without a tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ NAME = "terapipe"  # of the implementation, as `config._attn_implementation` has
 _FAR = 2**40  # a place that no sequence reaches
 
 # What models hand to their attention besides what it computes from: none of it changes the result here.
-_WITHOUT_EFFECT = frozenset(
-    "position_ids position_embeddings use_cache cache_position past_key_values past_key_value output_attentions "
-    "output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training".split()
-)
+_NAMES_WITHOUT_EFFECT = """
+    position_ids position_embeddings use_cache cache_position past_key_values past_key_value output_attentions
+    output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training
+"""
+_WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def attend(
     window = attention_mask.window
     if sliding_window is not None and sliding_window != window:
         raise ModelRefusedError(f"its mask has a window of {window}, and its attention one of {sliding_window}")
-    layer = name_of(module.layer_idx)
+    layer = name_of(int(module.layer_idx))  # type: ignore[arg-type]
     out = sliced_attention(query, key, value, layer, scaling, dropout, window=window, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 

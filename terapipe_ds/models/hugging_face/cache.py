@@ -2,7 +2,7 @@
 
 A model continues a sequence from a cache (chunked prefill): keys and values of the tokens before, the last inputs of
 a convolution, the state of a recurrence. `SliceCache` keeps none of it itself. Keys and values are in the slice store,
-states are carried (`terapipe_ds.attention.carry`). It asks the active slice where it is; the same one serves all slices.
+states are carried (`terapipe_ds.attention.carry`). It asks the active slice where it is: one serves all slices.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ class HuggingFaceModule(PipelineModule):
         chunks, rest = divmod(len(self.partition) - 1, self.num_stages)
         if rest:
             raise ValueError(
-                f"partition {list(self.partition)} has {len(self.partition) - 1} parts, and the model {self.num_stages} "
+                f"partition {self.partition} has {len(self.partition) - 1} parts, and the model has {self.num_stages} "
                 "stages: give a multiple"
             )
         self.parts = list(self.partition[::chunks])
@@ -170,7 +171,7 @@ def _parameters_on_meta() -> Iterator[None]:
             without.initial = parameter.detach()  # type: ignore[attr-defined]
         return without
 
-    hook = register_module_parameter_registration_hook(to_meta)
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -181,7 +182,9 @@ def to_tuple(batch: Mapping[str, Tensor]) -> TupleBatch:
     """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
     tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError('"attention_mask" begins with 0 in some row: pad on the right (tokenizer.padding_side = "right")')
+        raise ValueError(
+            '"attention_mask" begins with 0 in some row: pad on the right (tokenizer.padding_side = "right")'
+        )
     labels = batch.get("shift_labels")
     if labels is None:
         if "labels" not in batch:
@@ -197,7 +200,12 @@ def to_tuple(batch: Mapping[str, Tensor]) -> TupleBatch:
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
     bounds = list(partition)
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_layers or any(a >= b for a, b in zip(bounds, bounds[1:])):
+    if (
+        len(bounds) < 2
+        or bounds[0] != 0
+        or bounds[-1] != num_layers
+        or any(a >= b for a, b in itertools.pairwise(bounds))
+    ):
         raise ValueError(
             f"partition {bounds} is not a list of rising bounds from 0 to {num_layers}, the number of pipeline layers "
             "with embedding, norm and output matrix"

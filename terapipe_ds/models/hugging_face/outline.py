@@ -30,7 +30,7 @@ Form = Callable[[Tensor], Any]
 _FORMS: tuple[Form, ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None), lambda h: (h, None, None))
 
 
-class _Finished(Exception):  # noqa: N818 - it is how a run ends, not an error
+class _Finished(Exception):
     """Leaves the model's forward with the result of the piece."""
 
     def __init__(self, result: Any) -> None:
@@ -132,7 +132,7 @@ class Outline:
         self.model._init_weights(module)
         own = [p for p in module.parameters(recurse=False) if p.isnan().any()]
         if own and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
 
     def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
         """Return the hidden states [B, T, H] that the first decoder layer gets."""
@@ -165,7 +165,8 @@ class Outline:
     def _run(
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
-        stand_ins = [*zip(self._places_of, runs, strict=True), *((self._others[name], run) for name, run in own.items())]
+        stand_ins = list(zip(self._places_of, runs, strict=True))
+        stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
             stand_in.let(run)
         self._prepare(inputs, self.takes_patterns if is_fast is None else is_fast)
@@ -220,19 +221,18 @@ class Outline:
 
         Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
         """
-        tokens = torch.zeros(2, 3, dtype=torch.long)
+        tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
         trial = _Trial(self._form)
-        self._run(trial.runs(self._others, head), tokens, torch.arange(3).expand(2, 3), [trial.layer] * len(self.layers))
+        self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
         again = _Trial(self._form)
         hidden = torch.zeros_like(trial.hidden[0], requires_grad=True) * 1
-        runs = [again.layer] * len(self.layers)
-        self._run(again.runs(self._others, head), hidden, torch.arange(3).expand(2, 3), runs)
+        self._run(again.runs(self._others, head), hidden, places, [again.layer] * layers)
         for first, second in zip(trial.others, again.others, strict=True):
             differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
             if differ:
                 raise ModelRefusedError(
-                    f"its decoder layers get more that depends on the tokens than the hidden states of the layer before "
-                    f"({', '.join(sorted(differ))}), and only hidden states go from stage to stage"
+                    "its decoder layers get more that depends on the tokens than hidden states of the layer before: "
+                    f"{', '.join(sorted(differ))}. Only hidden states go from stage to stage"
                 )
         return trial.calls
 
@@ -271,9 +271,8 @@ class _Trial:
         return self._form(hidden)
 
     def _note(self, name: str, x: Tensor) -> None:
-        if not name or "" in self.calls:
-            if not torch.is_tensor(x) or x.shape[:2] != (2, 3):
-                raise ValueError(f"{name or 'a decoder layer'} gets {type(x).__name__} {list(getattr(x, 'shape', []))}")
+        if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):
+            raise ValueError(f"{name or 'a decoder layer'} gets {type(x).__name__} {list(getattr(x, 'shape', []))}")
         self.calls.append(name)
 
 

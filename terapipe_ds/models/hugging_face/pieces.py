@@ -168,8 +168,8 @@ class DecoderLayer(Piece):
         active, way = active_slice(), self.find_way()
         if active is not None and not active.is_whole and active.num_tokens < way.shortest_slice:
             raise ModelRefusedError(
-                f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer {self.index} "
-                f"would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
+                f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
+                f"{self.index} would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
             )
         with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys are those of a cache
             return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
@@ -200,7 +200,7 @@ class OutputMatrix(Piece):
 
 def tied_logits(embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
     """Return the logits, by the weights of the embedding."""
-    weight = embedding.held[0].weight
+    weight = embedding.held[0].get_parameter("weight")
     return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
 
 

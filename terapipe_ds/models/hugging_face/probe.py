@@ -49,7 +49,9 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
         if not problem:
             return Way(is_fast, bool(outline.cache.states_written))
         problems += [problem] if problem not in problems else []
-    raise ModelRefusedError(f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}")
+    raise ModelRefusedError(
+        f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}"
+    )
 
 
 def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:

@@ -98,7 +98,7 @@ class Pipeline:
 
 
 def ways_of(pipeline: Pipeline) -> list[str]:
-    """How the decoder layers run: fast (through `sliced_attention`) or slow (by a cache), with carried states or not."""
+    """How the decoder layers run: fast (through `sliced_attention`) or slow (by a cache), and with states or not."""
     ways = [piece.find_way() for piece in pipeline.pieces if isinstance(piece, DecoderLayer)]
     return [("fast" if way.is_fast else "slow") + ("+states" if way.has_states else "") for way in ways]
 

@@ -1,4 +1,4 @@
-"""The table of families: each trains in slices as the whole model does, the way it takes, or is refused with a reason."""
+"""The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
 
 from __future__ import annotations
 

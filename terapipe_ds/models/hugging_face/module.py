@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from terapipe_ds.models.gpt import IGNORE_INDEX, gpt_loss
 from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config
+from terapipe_ds.models.hugging_face.weights import DrawnWeights, StoredWeights
 
 SMALL = 1024
 Loss = Callable[[Tensor, Any], Tensor]
@@ -50,6 +53,7 @@ class HuggingFaceModule(PipelineModule):
         **options: Any,
     ) -> None:
         layers = layers_of(blueprint)
+        self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.config = blueprint.outline.model.config
         self.partition = None if partition is None else _checked(partition, len(layers))
@@ -89,13 +93,13 @@ class HuggingFaceModule(PipelineModule):
 
     def checkpoint_names(self) -> dict[str, str]:
         """Return for each parameter of this stage its key in the state dict of the Hugging Face model."""
-        names: dict[str, str] = {}
-        for prefix, piece in self.named_modules():
-            if isinstance(piece, Piece):
-                for index, name in enumerate(piece.names):
-                    for key, _ in piece.held[index].named_parameters():
-                        names[f"{prefix}.held.{index}.{key}"] = f"{name}.{key}"
-        return names
+        return {
+            f"{prefix}.held.{index}.{key}": f"{name}.{key}"
+            for prefix, piece in self.named_modules()
+            if isinstance(piece, Piece)
+            for index, name in enumerate(piece.names)
+            for key, _ in piece.held[index].named_parameters()
+        }
 
     def _count_layer_params(self) -> list[int]:
         """Count without memory: the base class builds each layer of the model on each rank."""
@@ -143,10 +147,53 @@ def from_config(
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
     """
+    with _family_named(config):
+        outline = Outline(model_without_weights(config, dtype))
+        blueprint = Blueprint(outline, DrawnWeights(outline, seed))
+        return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    num_stages: int = 2,
+    topology: ProcessTopology | None = None,
+    partition: Sequence[int] | None = None,
+    loss_fn: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> HuggingFaceModule:
+    """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
+
+    Args:
+        folder: with a config and safetensors, as `save_pretrained` of transformers writes them.
+
+    The other arguments are those of `from_config`.
+
+    Raises:
+        ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
+    """
+    if not Path(folder).is_dir():
+        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
+    config = AutoConfig.from_pretrained(folder)
+    with _family_named(config):
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
+        model = model_without_weights(config, dtype)
+        outline = Outline(model_without_weights(config, dtype))
+        with contextlib.suppress(OSError):  # most have one
+            outline.model.generation_config = GenerationConfig.from_pretrained(folder)
+        blueprint = Blueprint(outline, StoredWeights(folder, model, outline.names))
+        module = HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
+        module.source = Path(folder)
+        return module
+
+
+@contextlib.contextmanager
+def _family_named(config: PretrainedConfig) -> Iterator[None]:
+    """Check the config; name the family in all that refuses it."""
     try:
         check_config(config)
-        blueprint = Blueprint(Outline(model_without_weights(config, dtype)), seed)
-        return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
+        yield
     except ModelRefusedError as error:
         raise ModelRefusedError(
             f"{config.model_type} cannot be trained in stages and token slices: {error}. Write its layers as a "

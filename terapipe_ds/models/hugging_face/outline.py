@@ -117,6 +117,11 @@ class Outline:
             raise ModelRefusedError("its embedding, or its output matrix, is not a module with weights of its own")
         return name
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all modules with weights."""
+        return [*self._others, *(f"{self.layers_name}.{index}" for index in range(len(self.layers)))]
+
     def module(self, name: str) -> nn.Module:
         """Return a module of the model, whose parameters are on the device "meta"."""
         original: nn.Module = self._others[name].__dict__["original"]

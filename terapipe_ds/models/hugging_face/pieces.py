@@ -10,7 +10,6 @@ what else runs before the decoder layers (learned positions) is a layer of its o
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterable
 
 import torch
@@ -22,16 +21,17 @@ from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from terapipe_ds.models.hugging_face.outline import Outline, Run
 from terapipe_ds.models.hugging_face.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.weights import Weights
 from terapipe_ds.models.positions import first_position, places_in_documents
 
 TIED = "embedding"  # the key of the tied layers
 
 
 class Blueprint:
-    """What all pieces of a model share: its outline, the seed of its weights, and the ways of its decoder layers."""
+    """What all pieces of a model share: its outline, where weights come from, and the ways of its decoder layers."""
 
-    def __init__(self, outline: Outline, seed: int) -> None:
-        self.outline, self.seed = outline, seed
+    def __init__(self, outline: Outline, weights: Weights) -> None:
+        self.outline, self.weights = outline, weights
         self._ways: dict[tuple[str, str], Way] = {}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
@@ -45,31 +45,18 @@ class Blueprint:
             self._ways[kind] = find_way(self.outline, index, layer)
         return self._ways[kind]
 
-    def filled(self, name: str, module: nn.Module) -> nn.Module:
-        """Return a copy of a module with initial weights of its own, as the family draws them.
-
-        They depend on the seed and the module's name alone: a model starts from the same weights however many stages
-        it is cut into.
-        """
-        original, module = module, self.outline.copy_of(module)
+    def filled(self, name: str, original: nn.Module) -> nn.Module:
+        """Return a copy of a module of the model, with weights of its own; without, on the device "meta"."""
+        module = self.outline.copy_of(original)
         if torch.get_default_device().type == "meta":
             return module
         new: dict[int, nn.Parameter] = {}
         for each in module.modules():
             for key, old in each._parameters.items():
                 if old is not None:
-                    values = torch.full_like(old, torch.nan, device="cpu")
-                    each._parameters[key] = new.setdefault(id(old), nn.Parameter(values, old.requires_grad))
-        with torch.random.fork_rng([]), torch.no_grad():
-            torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-            for each in reversed(list(module.modules())):
-                self.outline.initialize(each)
-            for key, parameter in module.named_parameters():
-                if parameter.isnan().any():
-                    initial = getattr(original.get_parameter(key), "initial", None)
-                    if initial is None:
-                        raise ModelRefusedError(f"its code does not say what {name}.{key} is before training")
-                    parameter.copy_(initial)
+                    like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
+                    each._parameters[key] = new.setdefault(id(old), like)
+        self.weights.fill(name, original, module)
         return module
 
 

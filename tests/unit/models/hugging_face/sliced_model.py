@@ -20,6 +20,7 @@ from terapipe_ds.models.hugging_face.module import model_without_weights, to_tup
 from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import check_config
+from terapipe_ds.models.hugging_face.weights import DrawnWeights
 
 FLOOR = 1e-3  # of the largest gradient: what is below counts as rounding
 
@@ -52,7 +53,8 @@ class Pipeline:
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> None:
         check_config(config)
-        self.blueprint = Blueprint(Outline(model_without_weights(config, dtype)), seed)
+        outline = Outline(model_without_weights(config, dtype))
+        self.blueprint = Blueprint(outline, DrawnWeights(outline, seed))
         self.pieces: list[Piece] = []
         self.runs: list[Callable[[Any], Tensor]] = []
         tied: dict[str, Piece] = {}

@@ -45,7 +45,7 @@ setup(
         "xxhash>=3.4,<5",  # checksums of checkpoints
     ],
     extras_require={
-        "hf": HUGGING_FACE,
+        "hf": [*HUGGING_FACE],
         "megatron": ["megatron-core==0.16.1"],
         "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4"],
         "test": [

@@ -170,6 +170,14 @@ WITH_STATES = frozenset(
 )
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma3n_text": (
+        _of(
+            **_HEADS, num_hidden_layers=4, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=8, laurel_rank=4, layer_types=["sliding_attention", "full_attention"] * 2,
+            activation_sparsity_pattern=[0.0] * 4,
+        ),
+        "hidden states",
+    ),
     "jamba": (
         _of(num_experts=4, **_TOP2, mamba_d_state=8, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1),
         "goes on from a state only with one token at a time",

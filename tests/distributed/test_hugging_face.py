@@ -14,7 +14,6 @@ from tests.distributed.hugging_face_jobs import train_family
 from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
 
 SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
-LIMITS = {"gptj": 1e-8, "codegen": 1e-9}  # whose rotary tables are fp32
 
 
 def both_ways(ways: list[list[str]]) -> set[str]:
@@ -28,7 +27,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     """Loss, gradients and parameters of two steps of two micro-batches in three slices of different lengths."""
     section = engines.section(slices=[7, 3, 6])
     errors, ways = zip(*rank_pool(2).run(train_family, family=family, terapipe=section), strict=True)
-    assert not engines.violations(errors, LIMITS.get(family, engines.EXACT))
+    assert not engines.violations(errors)
     assert ("slow" in both_ways(list(ways))) == (family in BY_CACHE)
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 

@@ -277,7 +277,8 @@ class _Trial:
 
     def _note(self, name: str, x: Tensor) -> None:
         if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):
-            raise ValueError(f"{name or 'a decoder layer'} gets {type(x).__name__} {list(getattr(x, 'shape', []))}")
+            what = f"{type(x).__name__} {list(getattr(x, 'shape', []))}"
+            raise ValueError(f"{name or 'a decoder layer'} gets {what} and no hidden states of 2 x 3 tokens")
         self.calls.append(name)
 
 
@@ -318,9 +319,8 @@ def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]
     """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if any(isinstance(each, StandIn) for each in child.modules()):
-            if not isinstance(child, nn.ModuleList):
-                found += _with_weights(child, f"{prefix}{name}.")
+        if isinstance(child, nn.ModuleList) or any(isinstance(each, StandIn) for each in child.modules()):
+            found += _with_weights(child, f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
             found.append((f"{prefix}{name}", child))
     return found

@@ -47,7 +47,7 @@ DEFERRED_ONLY = (
     "peft",
 )  # fmt: skip
 # Packages that are there for optional third parties: they import these freely.
-EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors")}
+EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors", "peft")}
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 

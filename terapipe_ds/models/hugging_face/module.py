@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
@@ -25,6 +25,11 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_co
 from terapipe_ds.models.hugging_face.weights import DrawnWeights, StoredWeights
 
 SMALL = 1024
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from terapipe_ds.models.hugging_face.adapters import Adapters
+
 Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
@@ -130,6 +135,7 @@ def from_config(
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
     *,
+    adapter: PeftConfig | None = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
@@ -141,6 +147,7 @@ def from_config(
         partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
         loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights; the default is the config's.
+        adapter: of peft; adapters are trained in the place of all weights, and `save_pretrained` writes them.
         seed: of the initial weights, which do not depend on the number of stages.
         options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.
 
@@ -149,7 +156,7 @@ def from_config(
     """
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
-        blueprint = Blueprint(outline, DrawnWeights(outline, seed))
+        blueprint = Blueprint(outline, DrawnWeights(outline, seed), _adapters(adapter, config, dtype, outline, seed))
         return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
 
 
@@ -160,6 +167,9 @@ def from_pretrained(
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    adapter: PeftConfig | None = None,
+    seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
     """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
@@ -182,10 +192,21 @@ def from_pretrained(
         outline = Outline(model_without_weights(config, dtype))
         with contextlib.suppress(OSError):  # most have one
             outline.model.generation_config = GenerationConfig.from_pretrained(folder)
-        blueprint = Blueprint(outline, StoredWeights(folder, model, outline.names))
+        weights = StoredWeights(folder, model, outline.names)
+        blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
         module = HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
         module.source = Path(folder)
         return module
+
+
+def _adapters(
+    adapter: PeftConfig | None, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
+) -> Adapters | None:
+    if adapter is None:
+        return None
+    from terapipe_ds.models.hugging_face.adapters import Adapters  # peft takes seconds to import
+
+    return Adapters(adapter, model_without_weights(config, dtype), outline, seed)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +29,21 @@ from terapipe_ds.models.positions import first_position, places_in_documents
 TIED = "embedding"  # the key of the tied layers
 
 
+class Adapters(Protocol):
+    """What is put beside frozen weights."""
+
+    def put_into(self, name: str, module: nn.Module) -> nn.Module:
+        """Return the module with its weights frozen, and with what is trained."""
+
+    def save(self, pieces: dict[str, dict[str, Tensor]], source: Path | None, folder: Path) -> None:
+        """Write what is trained; a collective over all ranks."""
+
+
 class Blueprint:
     """What all pieces of a model share: its outline, where weights come from, and the ways of its decoder layers."""
 
-    def __init__(self, outline: Outline, weights: Weights) -> None:
-        self.outline, self.weights = outline, weights
+    def __init__(self, outline: Outline, weights: Weights, adapters: Adapters | None = None) -> None:
+        self.outline, self.weights, self.adapters = outline, weights, adapters
         self._ways: dict[tuple[str, str], Way] = {}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
@@ -57,7 +69,7 @@ class Blueprint:
                     like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
                     each._parameters[key] = new.setdefault(id(old), like)
         self.weights.fill(name, original, module)
-        return module
+        return module if self.adapters is None else self.adapters.put_into(name, module)
 
 
 def _described(layer: nn.Module) -> str:

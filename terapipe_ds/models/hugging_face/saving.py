@@ -38,13 +38,17 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str]) -> None:
     """Write the model's weights, config, generation config and tokenizer into a folder. A collective over all ranks.
 
     Each stage writes its own weights, tied ones once. Weights have the dtype that the engine's module has. What the
-    folder has of another model is removed after that.
+    folder has of another model is removed after that. Of a model with adapters these are written, as peft does.
 
     Raises:
         SavingError: on all ranks, with what each of them could not do.
     """
     module, path = engine.module, Path(folder)
     pieces = dict(_pieces(module))
+    adapters = module.blueprint.adapters
+    if adapters is not None:
+        adapters.save(pieces, module.source, path)
+        return
     writers: dict[str, int] = {}
     for rank, names in enumerate(_gathered(list(pieces))):
         for name in names:

@@ -1,0 +1,22 @@
+"""Adapters of peft train on stages as in one process, where a stage has none as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+from tests.distributed import engines
+from tests.distributed.harness import rank_pool
+from tests.distributed.hugging_face_adapters import train_adapters
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0], [3]], ids=["everywhere", "first stage", "last stage"])
+@pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
+def test_adapters_equal_one_process(schedule: str, layers: list[int], tmp_path: Path) -> None:
+    """To 1e-10 in fp64; peft reads what is saved, with the same values."""
+    section = engines.section(slices=[7, 3, 6], schedule=schedule)
+    errors = rank_pool(2).run(train_adapters, family="llama", terapipe=section, layers=layers, folder=str(tmp_path))
+    assert not engines.violations(errors)

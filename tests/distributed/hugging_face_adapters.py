@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import terapipe_ds
+from terapipe_ds.runtime.engine.build import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, weights_of_all_stages
 from tests.hugging_face_families import config_of
@@ -37,6 +38,8 @@ def train_adapters(
             run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
             terapipe_ds.save_pretrained(engine, folder)
             names = module.checkpoint_names()
+        for each in (run.parameters, *run.gradients):
+            each.pop(NOTHING_TRAINED, None)
         losses, gradients, parameters = train_whole(model, data)
         own = {key.removeprefix("base_model.model."): value for key, value in parameters.items()}
         cut = [{key.removeprefix("base_model.model."): g for key, g in step.items()} for step in gradients]

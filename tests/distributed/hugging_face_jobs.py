@@ -31,7 +31,7 @@ def engine_of(module: Any, terapipe: dict[str, Any] | None, **changes: Any) -> I
     start = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
     trained = [p for p in module.parameters() if p.requires_grad]
     engine = start(model=module, model_parameters=trained, config=ds_config)[0]
-    if any(parameter.dtype == torch.float64 for parameter in trained):
+    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
         engines.reduce_in_fp64(engine)
     try:
         yield engine

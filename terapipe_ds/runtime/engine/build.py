@@ -39,7 +39,6 @@ from terapipe_ds.runtime.refusals import (
     with_multiple,
 )
 
-
 NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
 
 

@@ -55,15 +55,23 @@ def weights_of_all_stages(module: Any) -> dict[str, Tensor]:
 
 
 def train_family(
-    family: str, terapipe: dict[str, Any] | None, stages: int = 2, **options: Any
+    family: str,
+    terapipe: dict[str, Any] | None,
+    stages: int = 2,
+    changes: dict[str, Any] | None = None,
+    wide: bool = True,
+    **options: Any,
 ) -> tuple[dict[str, float], list[str]]:
-    """The largest errors on this rank against the whole model in this process; how its decoder layers run."""
-    with in_fp64():
+    """The largest errors on this rank against the whole model in this process; how its decoder layers run.
+
+    `wide`: in fp64 alone, which does not reach forwards inside a backward.
+    """
+    with in_fp64() if wide else contextlib.nullcontext():
         config = config_of(family)
         module = terapipe_ds.from_config(config, num_stages=stages, dtype=torch.float64, **options)
         whole = whole_model(config, weights_of_all_stages(module))
         data = batches(config.get_text_config().vocab_size)
-        with engine_of(module, terapipe) as engine:
+        with engine_of(module, terapipe, **(changes or {})) as engine:
             run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
             names = module.checkpoint_names()
         return differences(run, names, *train_whole(whole, data)), ways_of(module)
@@ -104,3 +112,11 @@ def differences(
         "gradient": max(error_of(a, b) for a, b in zip(run.gradients, gradients, strict=True)),
         "parameter": error_of(run.parameters, parameters),
     }
+
+
+def refusal_of(family: str) -> tuple[str, str]:
+    return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2))
+
+
+def bounds_of(partition: list[int]) -> list[int]:
+    return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition).parts)

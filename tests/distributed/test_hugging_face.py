@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 from tests.distributed import engines
-from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import train_family
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
 from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
 
 SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
@@ -39,6 +39,34 @@ def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     section = engines.section(slices=[7, 3, 6], **options)
     errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section)]
     assert not engines.violations(errors)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("family", ["mistral", "falcon", "bamba"])
+def test_recomputed_layers(family: str, checkpointing: str) -> None:
+    """Under DeepSpeed's activation checkpointing; a partition by hand as well."""
+    layers = 6 if family == "falcon" else 5  # tied embeddings have one more
+    given = {"changes": engines.CHECKPOINTING[checkpointing], "partition": [0, 2, layers], "wide": False}
+    section = engines.section(slices=[7, 3, 6])
+    errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, **given)]
+    assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # which has some fp32 inside
+
+
+@pytest.mark.parametrize("family", ["mamba", "zamba2"])
+def test_a_refusal_comes_on_all_ranks_at_once(family: str) -> None:
+    for kind, text in rank_pool(2).run(refusal_of, family=family):
+        assert (
+            kind == "ModelRefusedError" and text.startswith(f"{family} cannot be trained") and "docs/models.md" in text
+        )
+
+
+def test_a_partition_by_hand() -> None:
+    assert rank_pool(2).run(bounds_of, partition=[0, 1, 5]) == [[0, 1, 5]] * 2
+    assert rank_pool(2).run(bounds_of, partition=[0, 1, 2, 3, 5]) == [[0, 2, 5]] * 2  # two parts on each stage
+    with pytest.raises(RankFailure, match="from 0 to 5, the number of pipeline layers"):
+        rank_pool(2).run(bounds_of, partition=[0, 3, 4])
+    with pytest.raises(RankFailure, match="3 parts, and the model has 2 stages"):
+        rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
 
 
 @pytest.mark.parametrize("stages", [1, 2])

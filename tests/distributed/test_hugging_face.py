@@ -32,6 +32,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_next"])
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
@@ -41,6 +42,7 @@ def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     assert not engines.violations(errors)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("family", ["mistral", "falcon", "bamba"])
 def test_recomputed_layers(family: str, checkpointing: str) -> None:

@@ -13,6 +13,7 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_adapters import train_adapters
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0], [3]], ids=["everywhere", "first stage", "last stage"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
 def test_adapters_equal_one_process(schedule: str, layers: list[int], tmp_path: Path) -> None:

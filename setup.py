@@ -8,6 +8,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+HUGGING_FACE = ["transformers>=4.57,<6", "safetensors>=0.4.3,<1", "peft>=0.17,<1"]
 
 
 def read_version() -> str:
@@ -44,9 +45,11 @@ setup(
         "xxhash>=3.4,<5",  # checksums of checkpoints
     ],
     extras_require={
+        "hf": [*HUGGING_FACE],
         "megatron": ["megatron-core==0.16.1"],
         "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4"],
         "test": [
+            *HUGGING_FACE,
             "hypothesis>=6.100",
             "jinja2>=3.1,<4",
             "matplotlib>=3.8,<4",

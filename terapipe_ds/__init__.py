@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from terapipe_ds import schedule as schedule
     from terapipe_ds.config import TeraPipeConfig as TeraPipeConfig
     from terapipe_ds.config import TeraPipeConfigError as TeraPipeConfigError
+    from terapipe_ds.models.hugging_face import from_config as from_config
+    from terapipe_ds.models.hugging_face import from_pretrained as from_pretrained
+    from terapipe_ds.models.hugging_face import save_pretrained as save_pretrained
     from terapipe_ds.plan import SlicePlan as SlicePlan
     from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.runtime.register import initialize as initialize
@@ -31,10 +34,13 @@ _EXPORTS = {
     "TeraPipeConfig": "terapipe_ds.config",
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
+    "from_config": "terapipe_ds.models.hugging_face",
+    "from_pretrained": "terapipe_ds.models.hugging_face",
     "initialize": "terapipe_ds.runtime.register",
     "lay_out": "terapipe_ds.runtime.register",
     "plan_slices": "terapipe_ds.planner",
     "register": "terapipe_ds.runtime.register",
+    "save_pretrained": "terapipe_ds.models.hugging_face",
     "simulate": "terapipe_ds.simulator",
     "unregister": "terapipe_ds.runtime.register",
 }

@@ -40,10 +40,14 @@ THIRD_PARTIES = {
     "numpy": 0, "pydantic": 0, "matplotlib": 0,
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
     "torch.distributed": 2, "deepspeed": 2, "xxhash": 2,
-    "megatron": 3, "jinja2": 3,
+    "megatron": 3, "jinja2": 3, "transformers": 3, "safetensors": 3, "peft": 3,
 }  # fmt: skip
-DEFERRED_ONLY = ("matplotlib", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex")
-EXTRAS = {"models.megatron": "megatron"}  # packages that are there for one optional third party: they import it freely
+DEFERRED_ONLY = (
+    "matplotlib", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex", "transformers", "safetensors",
+    "peft",
+)  # fmt: skip
+# Packages that are there for optional third parties: they import these freely.
+EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors", "peft")}
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 
@@ -176,8 +180,8 @@ def _breach_outside(module: str, ring: int, target: str, deferred: bool) -> str 
         return None
     if is_or_is_in(module, ("compat",)):
         return None if deferred or is_or_is_in(target, ("importlib.metadata",)) else "compat imports inside functions"
-    extra = next((EXTRAS[name] for name in EXTRAS if is_or_is_in(module, (name,))), None)
-    if not deferred and is_or_is_in(target, DEFERRED_ONLY) and not (extra and is_or_is_in(target, (extra,))):
+    extras = next((EXTRAS[name] for name in EXTRAS if is_or_is_in(module, (name,))), ())
+    if not deferred and is_or_is_in(target, DEFERRED_ONLY) and not is_or_is_in(target, extras):
         return f"{target} is optional: import it inside the function that needs it"
     owner = next((name for name in sorted(THIRD_PARTIES, key=len, reverse=True) if is_or_is_in(target, (name,))), None)
     if owner is None:
@@ -423,7 +427,7 @@ def test_public_names() -> None:
     import terapipe_ds
 
     classes = {"SlicePlan", "TeraPipeConfig", "TeraPipeConfigError", "Timeline"}
-    entries = {"initialize", "lay_out", "register", "unregister"}
+    entries = {"from_config", "from_pretrained", "save_pretrained", "initialize", "lay_out", "register", "unregister"}
     names = classes | entries | {"plan_slices", "planner", "schedule", "simulate"}
     assert set(terapipe_ds.__all__) == names | {"__version__"}
     assert names <= set(dir(terapipe_ds))

@@ -24,8 +24,8 @@ DEEPSPEED_HOOKS = {
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
-        "allreduce_tied_weight_gradients compile forward get_tied_weights_and_groups load_state_dir save_state_dict "
-        "stage_owner"
+        "_count_layer_params allreduce_tied_weight_gradients compile forward get_tied_weights_and_groups "
+        "load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
     "deepspeed.runtime.pipe.p2p": "send recv",
@@ -74,6 +74,15 @@ def require_megatron(what: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         _refuse("megatron-core", _missing(MEGATRON_HOOKS))
+
+
+def require_transformers(what: str) -> None:
+    """Raise MissingExtraError unless transformers is installed; `what` needs it."""
+    if not versions.has_transformers():
+        raise versions.MissingExtraError(
+            f"{what} needs transformers, which is not installed: pip install 'terapipe_ds[hf]' "
+            f"(transformers=={versions.TESTED_VERSIONS['transformers']})"
+        )
 
 
 def _missing(hooks: Mapping[str, str]) -> list[str]:

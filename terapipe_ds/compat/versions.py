@@ -19,11 +19,13 @@ from pathlib import Path
 logger = logging.getLogger("terapipe_ds")
 
 # Name of the distribution -> the version that all tests run with at every change, and to go back to if another fails.
-TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1"}
+TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1", "transformers": "5.23.0"}
 # Every version that passes all tests: torch at both ends and in between (`make test-versions`), the others exactly.
-TESTED_RANGES = {"torch": ">=2.11,<2.16", "deepspeed": "==0.19.8", "megatron-core": "==0.16.1"}
+TESTED_RANGES = {
+    "torch": ">=2.11,<2.16", "deepspeed": "==0.19.8", "megatron-core": "==0.16.1", "transformers": "==5.23.0"
+}  # fmt: skip
 TESTED_PYTHONS = ("3.11", "3.12")
-_OPTIONAL = ("megatron-core",)
+_OPTIONAL = ("megatron-core", "transformers")
 
 
 class CompatError(RuntimeError):
@@ -93,6 +95,11 @@ def has_flash_attn() -> bool:
 def has_transformer_engine() -> bool:
     """Return whether NVIDIA Transformer Engine for torch is installed."""
     return _has("transformer_engine.pytorch", "DotProductAttention")
+
+
+def has_transformers() -> bool:
+    """Return whether transformers and safetensors are installed, without importing them."""
+    return all(importlib.util.find_spec(name) is not None for name in ("transformers", "safetensors"))
 
 
 def has_megatron() -> bool:

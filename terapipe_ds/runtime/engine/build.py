@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -38,6 +39,8 @@ from terapipe_ds.runtime.refusals import (
     with_multiple,
 )
 
+NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
+
 
 @dataclass(frozen=True)
 class EngineSetup:
@@ -60,7 +63,7 @@ class EngineSetup:
         module, optimizer = options["model"], options.get("optimizer")
         multiple = slice_length_multiple(module)
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
-        parameters = lay_out(module, layout, chosen, optimizer)
+        parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
         show_log(rank)
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters)
 
@@ -74,6 +77,21 @@ class EngineSetup:
             or problem_of_lengths("terapipe.slices", listed, multiple)
             or problem_of_copies(self.layout, engine.optimizer)
         )
+
+
+def never_none_at_all(module: Any, parameters: Any) -> Any:
+    """Return `parameters`; on a stage where nothing is trained a number that never gets a gradient.
+
+    Optimizers take no empty list. The number is a parameter of the module, so that it has the dtype and the device of
+    all others, but of no layer, so that no checkpoint has it.
+    """
+    listed = list(module.parameters() if parameters is None else parameters)
+    if any(isinstance(each, Mapping) or each.requires_grad for each in listed):
+        return parameters if parameters is None else listed
+    first = next(module.parameters(), None)
+    number = torch.zeros(1) if first is None else first.detach().new_zeros(1)
+    module.register_parameter(NOTHING_TRAINED, torch.nn.Parameter(number))
+    return [getattr(module, NOTHING_TRAINED)]
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:

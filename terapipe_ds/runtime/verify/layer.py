@@ -312,9 +312,8 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     is_float = isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point())
     old, whole, sliced = (torch.as_tensor(each, dtype=torch.float64 if is_float else None) for each in values)
     is_other = compare_values("", sliced, whole, tolerance) is not None
-    return not torch.equal(old, whole) and (
-        is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices)
-    )
+    is_kept = bool(((old == whole) | (old != old) & (whole != whole)).all())  # a constant that is not a number as well
+    return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:

@@ -18,7 +18,8 @@ from terapipe_ds.runtime.batch.loss import weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.verify.layer import NamedLayer
+from terapipe_ds.runtime.verify import compare
+from terapipe_ds.runtime.verify.layer import NamedLayer, _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
@@ -276,3 +277,9 @@ def test_the_findings_of_all_ranks() -> None:
     peers = [Findings(num_layers=2, findings=[last]), Findings(num_layers=3, findings=[first, last], notes=["n"])]
     joined = Findings.of_all([*peers, *peers], copies=2)
     assert (joined.num_layers, joined.findings, joined.notes) == (5, [first, last], ["n"])
+
+
+def test_a_constant_that_is_not_a_number_counts_no_calls() -> None:
+    nan, tolerance = float("nan"), compare.tolerance_of({torch.float32}, tf32=False)
+    assert not _is_updated_per_call(nan, nan, nan, 3, tolerance)
+    assert _is_updated_per_call(0.0, 1.0, 3.0, 3, tolerance)

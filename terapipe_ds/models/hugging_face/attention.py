@@ -1,0 +1,107 @@
+"""Lead the attention of transformers' models to `sliced_attention`: its attention and mask interfaces, by one name.
+
+A model asks the mask interface for a mask before its layers run, and the attention interface in each layer. Ours gives
+a `Pattern` in the place of a mask: what the model's own mask function says of who sees whom, without a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from terapipe_ds.attention import sliced_attention
+from terapipe_ds.models.hugging_face.cache import name_of
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+
+NAME = "terapipe"  # of the implementation, as `config._attn_implementation` has it
+_FAR = 2**40  # a place that no sequence reaches
+
+# What models hand to their attention besides what it computes from: none of it changes the result here.
+_NAMES_WITHOUT_EFFECT = """
+    position_ids position_embeddings use_cache cache_position past_key_values past_key_value output_attentions
+    output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training
+"""
+_WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Who sees whom: each token the `window` tokens up to itself, or all of them, of its own document.
+
+    `problem` says why neither is right; whoever attends by the pattern raises it.
+    """
+
+    window: int | None
+    problem: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelRefusedError(f"its attention reads the mask itself (mask.{name})")
+
+    def __getitem__(self, _: Any) -> Any:
+        raise ModelRefusedError("its attention reads the mask itself")
+
+
+def pattern_of_mask(
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **_: Any,
+) -> Pattern:
+    """Return the pattern that a model asks for, in the place of its mask."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return Pattern(None, "it masks padding")
+
+    def sees(query: int, key: int) -> bool:
+        zero = torch.zeros((), dtype=torch.long)
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    first = 0 if local_size is None else _FAR - local_size + 1
+    if not (sees(_FAR, _FAR) and sees(_FAR, first)) or sees(_FAR, _FAR + 1) or (first and sees(_FAR, first - 1)):
+        return Pattern(None, "its mask is neither causal nor causal in a window of fixed length")
+    return Pattern(local_size)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Pattern | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the attention interface of transformers asks; returns [B, T, H, D].
+
+    Raises ModelRefusedError for whatever the model asks that sliced attention does not have.
+    """
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT)
+    if unknown:
+        raise ModelRefusedError(f"its attention asks for {', '.join(unknown)}")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ModelRefusedError("its attention is not causal")
+    if not isinstance(attention_mask, Pattern):
+        raise ModelRefusedError(f"it makes a mask of its own, a {type(attention_mask).__name__}")
+    if attention_mask.problem:
+        raise ModelRefusedError(attention_mask.problem)
+    window = attention_mask.window
+    if sliding_window is not None and sliding_window != window:
+        raise ModelRefusedError(f"its mask has a window of {window}, and its attention one of {sliding_window}")
+    layer = name_of(int(module.layer_idx))  # type: ignore[arg-type]
+    out = sliced_attention(query, key, value, layer, scaling, dropout, window=window, softcap=softcap, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, pattern_of_mask)

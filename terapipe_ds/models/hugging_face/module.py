@@ -1,0 +1,281 @@
+"""`HuggingFaceModule`: a causal language model of transformers as a DeepSpeed `PipelineModule`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from terapipe_ds.models.gpt import IGNORE_INDEX, gpt_loss
+from terapipe_ds.models.hugging_face.outline import Outline
+from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config
+from terapipe_ds.models.hugging_face.weights import DrawnWeights, StoredWeights
+
+SMALL = 1024
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from terapipe_ds.models.hugging_face.adapters import Adapters
+
+Loss = Callable[[Tensor, Any], Tensor]
+TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
+
+
+class HuggingFaceModule(PipelineModule):
+    """A causal language model of transformers, cut into stages by DeepSpeed; `from_config` makes one.
+
+    Args:
+        blueprint: the model's forward and the seed of its weights.
+        num_stages: where there is no `topology`.
+        partition: the first pipeline layer of each part, and their number at the end; None: each stage gets as many
+            decoder layers.
+        options: other arguments of `PipelineModule`.
+
+    Raises:
+        ModelRefusedError: on every rank, where a decoder layer of some stage cannot run in slices.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        num_stages: int | None,
+        topology: ProcessTopology | None = None,
+        partition: Sequence[int] | None = None,
+        loss_fn: Loss | None = None,
+        **options: Any,
+    ) -> None:
+        layers = layers_of(blueprint)
+        self.source: Path | None = None  # the folder of the weights
+        self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
+        self.config = blueprint.outline.model.config
+        self.partition = None if partition is None else _checked(partition, len(layers))
+        super().__init__(
+            layers=layers,
+            num_stages=None if topology is not None else num_stages,
+            topology=topology,
+            loss_fn=gpt_loss if loss_fn is None else loss_fn,
+            **{"partition_method": "type:^DecoderLayer$", "checkpointable_layers": ["DecoderLayer"], **options},
+        )
+        self.laid_out()
+
+    def laid_out(self) -> None:
+        """Try the decoder layers that are new on this stage in slices; the engine calls this when layers have moved."""
+        problem = ""
+        try:
+            for layer in self.modules():
+                if isinstance(layer, DecoderLayer):
+                    layer.find_way()
+        except ModelRefusedError as error:
+            problem = str(error)
+        problems = [problem] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(problems, problem)
+        if any(problems):  # on all ranks: the others would wait for this one
+            raise ModelRefusedError(next(filter(None, problems)))
+
+    def to_tuple(self, batch: Mapping[str, Tensor]) -> TupleBatch:
+        """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
+
+        labels[:, t] is `batch["labels"][:, t + 1]`; the last one counts not, nor does the last of each document where
+        there are "position_ids". "shift_labels" are taken as they are.
+
+        Raises:
+            ValueError: for left padding, or a batch without labels.
+        """
+        return to_tuple(batch)
+
+    def checkpoint_names(self) -> dict[str, str]:
+        """Return for each parameter of this stage its key in the state dict of the Hugging Face model."""
+        return {
+            f"{prefix}.held.{index}.{key}": f"{name}.{key}"
+            for prefix, piece in self.named_modules()
+            if isinstance(piece, Piece)
+            for index, name in enumerate(piece.names)
+            for key, _ in piece.held[index].named_parameters()
+        }
+
+    def _count_layer_params(self) -> list[int]:
+        """Count without memory: the base class builds each layer of the model on each rank."""
+        with torch.device("meta"):
+            return super()._count_layer_params()
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
+        if self.partition is None:
+            super()._partition_layers(method)
+            return
+        chunks, rest = divmod(len(self.partition) - 1, self.num_stages)
+        if rest:
+            raise ValueError(
+                f"partition {self.partition} has {len(self.partition) - 1} parts, and the model has {self.num_stages} "
+                "stages: give a multiple"
+            )
+        self.parts = list(self.partition[::chunks])
+        stage_id = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
+
+
+def from_config(
+    config: PretrainedConfig,
+    num_stages: int = 2,
+    topology: ProcessTopology | None = None,
+    partition: Sequence[int] | None = None,
+    loss_fn: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    adapter: PeftConfig | None = None,
+    seed: int = 1234,
+    **options: Any,
+) -> HuggingFaceModule:
+    """Return the causal language model of a config of transformers, with random weights, as a `PipelineModule`.
+
+    Args:
+        config: what `transformers.AutoModelForCausalLM.from_config` takes.
+        topology: DeepSpeed's; in its absence `num_stages` stages, and the other ranks are data parallel.
+        partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
+        loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
+        dtype: of the weights; the default is the config's.
+        adapter: of peft; adapters are trained in the place of all weights, and `save_pretrained` writes them.
+        seed: of the initial weights, which do not depend on the number of stages.
+        options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.
+
+    Raises:
+        ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
+    """
+    with _family_named(config):
+        outline = Outline(model_without_weights(config, dtype))
+        blueprint = Blueprint(outline, DrawnWeights(outline, seed), _adapters(adapter, config, dtype, outline, seed))
+        return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    num_stages: int = 2,
+    topology: ProcessTopology | None = None,
+    partition: Sequence[int] | None = None,
+    loss_fn: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    adapter: PeftConfig | None = None,
+    seed: int = 1234,
+    **options: Any,
+) -> HuggingFaceModule:
+    """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
+
+    Args:
+        folder: with a config and safetensors, as `save_pretrained` of transformers writes them.
+
+    The other arguments are those of `from_config`.
+
+    Raises:
+        ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
+    """
+    if not Path(folder).is_dir():
+        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
+    config = AutoConfig.from_pretrained(folder)
+    with _family_named(config):
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
+        model = model_without_weights(config, dtype)
+        outline = Outline(model_without_weights(config, dtype))
+        with contextlib.suppress(OSError):  # most have one
+            outline.model.generation_config = GenerationConfig.from_pretrained(folder)
+        weights = StoredWeights(folder, model, outline.names)
+        blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
+        module = HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
+        module.source = Path(folder)
+        return module
+
+
+def _adapters(
+    adapter: PeftConfig | None, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
+) -> Adapters | None:
+    if adapter is None:
+        return None
+    from terapipe_ds.models.hugging_face.adapters import Adapters  # peft takes seconds to import
+
+    return Adapters(adapter, model_without_weights(config, dtype), outline, seed)
+
+
+@contextlib.contextmanager
+def _family_named(config: PretrainedConfig) -> Iterator[None]:
+    """Check the config; name the family in all that refuses it."""
+    try:
+        check_config(config)
+        yield
+    except ModelRefusedError as error:
+        raise ModelRefusedError(
+            f"{config.model_type} cannot be trained in stages and token slices: {error}. Write its layers as a "
+            "PipelineModule (docs/models.md), or train it on one device"
+        ) from error
+
+
+def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:
+    """Return the model with real buffers, and with parameters on the device "meta"."""
+    given = {} if dtype is None else {"dtype": dtype}
+    with _parameters_on_meta():
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:
+            return None
+        without = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        if parameter.numel() <= SMALL:  # some families set a few numbers as they build the module, and never again
+            without.initial = parameter.detach()  # type: ignore[attr-defined]
+        return without
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def to_tuple(batch: Mapping[str, Tensor]) -> TupleBatch:
+    """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
+    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            '"attention_mask" begins with 0 in some row: pad on the right (tokenizer.padding_side = "right")'
+        )
+    labels = batch.get("shift_labels")
+    if labels is None:
+        if "labels" not in batch:
+            raise ValueError(f'the batch has neither "labels" nor "shift_labels", but {", ".join(map(repr, batch))}')
+        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
+        labels[:, :-1] = batch["labels"][:, 1:]
+        if mask is not None:
+            labels[:, :-1].masked_fill_(mask[:, 1:] == 0, IGNORE_INDEX)
+        if positions is not None:
+            labels[:, :-1].masked_fill_(positions[:, 1:] != positions[:, :-1] + 1, IGNORE_INDEX)
+    return (tokens if positions is None else (tokens, positions)), labels
+
+
+def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
+    bounds = list(partition)
+    if (
+        len(bounds) < 2
+        or bounds[0] != 0
+        or bounds[-1] != num_layers
+        or any(a >= b for a, b in itertools.pairwise(bounds))
+    ):
+        raise ValueError(
+            f"partition {bounds} is not a list of rising bounds from 0 to {num_layers}, the number of pipeline layers "
+            "with embedding, norm and output matrix"
+        )
+    return bounds

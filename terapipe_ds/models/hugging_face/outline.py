@@ -1,0 +1,335 @@
+"""Run one piece of a model of transformers by the model's own forward, with stand-ins for all the rest.
+
+A causal language model is a list of decoder layers with something before and after it. Each piece of the pipeline runs
+the forward of the whole model, in which decoder layers and whatever else has weights are a `StandIn`. What goes before
+the list (rotary embeddings, masks, the scale of embeddings) and after it (scales and caps of logits) is the model's own
+code, and nothing of a family is written here. The run ends as soon as the piece has its result.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from terapipe_ds.models.hugging_face.attention import NAME
+from terapipe_ds.models.hugging_face.cache import SliceCache
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+
+Run = Callable[..., Any]
+Form = Callable[[Tensor], Any]
+
+# In which decoder layers give their hidden states, by family.
+_FORMS: tuple[Form, ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None), lambda h: (h, None, None))
+
+
+class _Finished(Exception):
+    """Leaves the model's forward with the result of the piece."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _finish(result: Any, *_: Any, **__: Any) -> None:
+    raise _Finished(result)
+
+
+class StandIn(nn.Module):
+    """Stands in for a module of the model: has its attributes, and runs what a piece wants."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not a child: there are no weights here
+        self.device = torch.device("cpu")
+        self.let(self.skip)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["original"], name)
+        if torch.is_tensor(value) and value.is_meta:  # models ask weights for their device
+            return torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape)
+        return value
+
+    def let(self, run: Run) -> None:
+        """Call `run` from now on; a module does not become a child."""
+        self.__dict__["_run"] = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](*args, **kwargs)
+
+    def skip(self, x: Tensor, *_: Any, **named: Any) -> Tensor:
+        """Return `x`, or for what embeds numbers a tensor without content."""
+        original = self.__dict__["original"]
+        if not isinstance(original, nn.Embedding):
+            return x
+        numbers = x if named.get("position_ids") is None else named["position_ids"]  # OPT gives a mask before them
+        like = original.weight
+        return torch.zeros((), dtype=like.dtype, device=x.device).expand(*numbers.shape, like.shape[1])
+
+
+class Outline:
+    """The forward of a model without its weights.
+
+    `layers` are the decoder layers, and `before`, `after` and `head` name what else has weights: what runs before the
+    decoder layers, after them, and the output matrix. `embedding` names the one of `before` that embeds tokens.
+
+    Args:
+        model: a `...ForCausalLM` whose parameters are on the device "meta" and whose buffers are real. It is changed.
+
+    Raises:
+        ModelRefusedError: the forward is not a list of decoder layers that hand on their hidden states alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.tied = _tied_matrix(model)
+        self.cache = SliceCache(self.config.num_hidden_layers)
+        self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
+        self.layers = list(layers)
+        self._places_of = [StandIn(layer) for layer in self.layers]
+        _put(model, self.layers_name, nn.ModuleList(self._places_of))
+        self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
+        _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
+        for name, stand_in in self._others.items():
+            _put(model, name, stand_in)
+        parameters = inspect.signature(type(model).forward).parameters
+        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+        if not names:
+            raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
+        self._cache_name = names[0]
+        self._takes_positions = "position_ids" in parameters
+        self.takes_patterns = True  # in the place of masks; False: its forward reads the masks
+        self._form: Form = _FORMS[0]
+        self.embedding = self._name_of(model.get_input_embeddings())
+        self.before, self.after, self.head = self._find_pieces()
+
+    def _name_of(self, stand_in: nn.Module | None) -> str:
+        name = next((name for name, each in self._others.items() if each is stand_in), None)
+        if name is None:
+            raise ModelRefusedError("its embedding, or its output matrix, is not a module with weights of its own")
+        return name
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all modules with weights."""
+        return [*self._others, *(f"{self.layers_name}.{index}" for index in range(len(self.layers)))]
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module of the model, whose parameters are on the device "meta"."""
+        original: nn.Module = self._others[name].__dict__["original"]
+        return original
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module of the model, which shares the config: that says how attention runs."""
+        shared = {id(config): config for config in (self.config, self.model.config)}
+        return copy.deepcopy(module, shared)
+
+    def initialize(self, module: nn.Module) -> None:
+        """Draw the initial values of the module's own parameters as the family does."""
+        self.model._init_weights(module)
+        own = [p for p in module.parameters(recurse=False) if p.isnan().any()]
+        if own and hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+    def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
+        """Return the hidden states [B, T, H] that the first decoder layer gets."""
+        return self._run(own, tokens, places, [_finish] * len(self.layers))
+
+    def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, is_fast: bool) -> Tensor:
+        """Return what a decoder layer makes of `hidden`, with the arguments that the model gives to its place."""
+
+        def here(_: Any, *args: Any, **kwargs: Any) -> None:
+            out = layer(hidden, *args, **kwargs)
+            raise _Finished(out[0] if isinstance(out, tuple) else out)
+
+        runs: list[Run] = [self._skip_layer] * len(self.layers)
+        runs[index] = here
+        return self.cache.tied(self._run({}, _without_content(hidden), places, runs, is_fast))
+
+    def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
+        """Return what the output matrix gets, for the hidden states of the last decoder layer."""
+        runs: list[Run] = [lambda *_, **__: self._form(hidden)] * len(self.layers)
+        return self._run({**own, self.head: _finish}, _without_content(hidden), places, runs)
+
+    def run_head(self, head: Run, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return the logits, for what the output matrix gets."""
+        runs: list[Run] = [self._skip_layer] * len(self.layers)
+        return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
+
+    def _skip_layer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return self._form(hidden)
+
+    def _run(
+        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
+    ) -> Tensor:
+        stand_ins = list(zip(self._places_of, runs, strict=True))
+        stand_ins += [(self._others[name], run) for name, run in own.items()]
+        for stand_in, run in stand_ins:
+            stand_in.let(run)
+        self._prepare(inputs, self.takes_patterns if is_fast is None else is_fast)
+        named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
+        named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
+        if self._takes_positions:
+            named["position_ids"] = places
+        try:
+            result: Tensor = self.model(**named).logits
+        except _Finished as finished:
+            result = finished.result
+        finally:
+            for stand_in, _ in stand_ins:  # they hold tensors
+                stand_in.let(stand_in.skip)
+        return result
+
+    def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
+        """Let attention go the way that the layer wants, and buffers be where its inputs are."""
+        way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
+        if self.config._attn_implementation != way:
+            self.model.config._attn_implementation = self.config._attn_implementation = way
+        self.cache.gives_prefix = not is_fast
+        for each in self.model.modules():
+            if isinstance(each, StandIn):
+                each.device = inputs.device
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
+                    each._buffers[name] = buffer.to(inputs.device)
+
+    # -- what runs when ----------------------------------------------------------------------------------------------
+
+    def _find_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        """Run with stand-ins alone, and note when each is called; find the form of what decoder layers give."""
+        head, problems = self._name_of(self.model.get_output_embeddings()), []
+        for self.takes_patterns, self._form in itertools.product((True, False), _FORMS):
+            try:
+                calls = self._calls(head)
+            except Exception as error:  # of the model's own code, which got a form that it does not know
+                problems.append(error)
+                continue
+            before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
+            after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
+            unknown = {*self._others, head} - {*before, *after, head}
+            if unknown or set(before) & set(after) or calls.count("") != len(self.layers):
+                raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
+            return before, after, head
+        refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
+        raise ModelRefusedError(str((refusals or problems)[-1])) from problems[0]
+
+    def _calls(self, head: str) -> list[str]:
+        """Return the names of the modules that the forward calls, "" for a decoder layer, with 2 x 3 tokens.
+
+        Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
+        """
+        tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
+        trial = _Trial(self._form)
+        self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
+        again = _Trial(self._form)
+        hidden = torch.zeros_like(trial.hidden[0], requires_grad=True) * 1
+        self._run(again.runs(self._others, head), hidden, places, [again.layer] * layers)
+        for first, second in zip(trial.others, again.others, strict=True):
+            differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
+            if differ:
+                raise ModelRefusedError(
+                    "its decoder layers get more that depends on the tokens than hidden states of the layer before: "
+                    f"{', '.join(sorted(differ))}. Only hidden states go from stage to stage"
+                )
+        return trial.calls
+
+
+class _Trial:
+    """Notes what a forward calls, and what else than hidden states its decoder layers get."""
+
+    def __init__(self, form: Form) -> None:
+        self.calls: list[str] = []
+        self.hidden: list[Tensor] = []
+        self.others: list[dict[str, Any]] = []
+        self._form = form
+
+    def runs(self, others: Mapping[str, StandIn], head: str) -> dict[str, Run]:
+        """Return what stands in for all but the decoder layers; whatever it gives needs a gradient."""
+
+        def noted(name: str, skip: Run) -> Run:
+            def run(x: Tensor, *args: Any, **named: Any) -> Any:
+                self._note(name, x)
+                out = skip(x, *args, **named)
+                return out if out.requires_grad else out.clone().requires_grad_() * 1
+
+            return run
+
+        def end(x: Tensor, *_: Any, **__: Any) -> None:
+            self._note(head, x)
+            _finish(x)
+
+        return {name: noted(name, each.skip) for name, each in others.items()} | {head: end}
+
+    def layer(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        self._note("", hidden)
+        self.hidden.append(hidden)
+        given = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
+        self.others.append({name: each for name, each in given.items() if not isinstance(each, SliceCache)})
+        return self._form(hidden)
+
+    def _note(self, name: str, x: Tensor) -> None:
+        if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):
+            what = f"{type(x).__name__} {list(getattr(x, 'shape', []))}"
+            raise ValueError(f"{name or 'a decoder layer'} gets {what} and no hidden states of 2 x 3 tokens")
+        self.calls.append(name)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two arguments are equal, and need no gradient."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    return all(not a.requires_grad and torch.equal(a, b) for a, b in pairs if torch.is_tensor(a) and torch.is_tensor(b))
+
+
+def _tied_matrix(model: PreTrainedModel) -> nn.Parameter | None:
+    """Return the weights of the embedding where these are the output matrix as well."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding is None or head.weight is not embedding.weight:
+        return None
+    if len(list(head.parameters())) > 1:
+        raise ModelRefusedError("its output matrix is tied to the embedding, and has a bias of its own")
+    return head.weight
+
+
+def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter | None) -> None:
+    owners: dict[int, nn.Module] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), module) is not module and parameter is not tied:
+                raise ModelRefusedError(f"{name} of {type(module).__name__} is shared by several layers")
+
+
+def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder layers and its name."""
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    fitting = [(name, each) for name, each in lists if len(each) == number]
+    if not fitting:
+        raise ModelRefusedError(f"it has no list of {number} decoder layers")
+    return fitting[0]
+
+
+def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) or any(isinstance(each, StandIn) for each in child.modules()):
+            found += _with_weights(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            found.append((f"{prefix}{name}", child))
+    return found
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _without_content(hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(()).expand(hidden.shape)

@@ -1,0 +1,126 @@
+"""Find out how a decoder layer can run in slices, by running it: through `sliced_attention`, or by a cache.
+
+A layer runs a few tokens whole, and again in two slices. Where the outputs and the gradients of its inputs are equal,
+it can be trained so. Nothing is known of families: what a layer does decides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
+from terapipe_ds.attention.slice_store import SliceStore
+from terapipe_ds.models.hugging_face.outline import Outline
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+
+_LENGTHS = (4, 3)
+_ROWS = 2
+_TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
+
+
+class Way:
+    """How a layer runs in slices: through `sliced_attention` (`is_fast`) or by a cache; and whether it has states."""
+
+    def __init__(self, is_fast: bool, has_states: bool) -> None:
+        self.is_fast, self.has_states = is_fast, has_states
+
+    @property
+    def shortest_slice(self) -> int:
+        """Return the fewest tokens of a slice: models take one token after others for a step of generation."""
+        return 1 if self.is_fast and not self.has_states else 2
+
+
+def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
+    """Return how a decoder layer with its weights runs in slices.
+
+    Raises:
+        ModelRefusedError: it does not, with what it did in both ways.
+    """
+    problems: list[str] = []
+    trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
+    if next(trial.parameters()).dtype.itemsize < 4:
+        trial.float()
+    outline.model.eval()
+    devices = {p.device for p in trial.parameters() if p.device.type != "cpu"}
+    for is_fast in (True, False) if outline.takes_patterns else (False,):
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            problem = _problem(outline, index, trial, is_fast)
+        if not problem:
+            return Way(is_fast, bool(outline.cache.states_written))
+        problems += [problem] if problem not in problems else []
+    raise ModelRefusedError(
+        f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}"
+    )
+
+
+def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
+    """Return why the layer cannot run in slices this way; nothing where it can."""
+    outline.cache.states_written.clear()
+    problem = ""
+    try:
+        error = _error_of_slices(outline, index, layer, is_fast)
+    except Exception as raised:  # of the model's own code: it was made for other masks or caches
+        problem = str(raised) if isinstance(raised, ModelRefusedError) else f"{type(raised).__name__}: {raised}"
+    else:
+        if not error <= _TOLERANCE:
+            problem = f"on slices it computes something else than on the whole sequence (relative error {error:.0e})"
+    outline.cache.forget_written()
+    kept = _tensors_in_attributes(layer)
+    return f"it keeps a state of its own between calls ({', '.join(sorted(kept))})" if kept else problem
+
+
+def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> float:
+    """Return the relative error of what slices add to the hidden states, and of their gradients."""
+    like, length = next(layer.parameters()), sum(_LENGTHS)
+    generator = torch.Generator().manual_seed(index)
+    width = outline.config.hidden_size
+    hidden, grad = (torch.randn(_ROWS, length, width, generator=generator).to(like) for _ in range(2))
+    whole = _run_slices(outline, index, layer, is_fast, (length,), hidden, grad)
+    sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
+    # what the layer adds, where it adds: the residual stream is equal in any case
+    return max(
+        float((a - b).norm() / (b - residual).norm().clamp_min(torch.finfo(b.dtype).tiny))
+        for a, b, residual in zip(sliced, whole, (hidden, grad), strict=True)
+    )
+
+
+def _run_slices(
+    outline: Outline,
+    index: int,
+    layer: nn.Module,
+    is_fast: bool,
+    lengths: tuple[int, ...],
+    hidden: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of all slices and the gradient of their inputs."""
+    store, runs, start, used = SliceStore(), [], 0, set[str]()
+    store.carried.on_gradient = lambda entry, *_: used.add(entry.name)
+    for slice_id, tokens in enumerate(lengths):
+        stop = start + tokens
+        active = ActiveSlice(start, stop, sum(lengths), slice_id=slice_id, store=store)
+        inputs = hidden[:, start:stop].clone().requires_grad_()
+        places = torch.arange(start, stop, device=hidden.device).expand(len(hidden), -1)
+        with push_slice(active):
+            runs.append((active, inputs, outline.run_layer(index, layer, inputs * 1, places, is_fast)))
+        start = stop
+    for active, _, out in reversed(runs):
+        with push_slice(active):
+            out.backward(grad[:, active.start : active.stop])
+    store.release(0, 0)
+    unused = outline.cache.states_written - used
+    if unused and len(lengths) > 1:
+        raise ModelRefusedError(f"it goes on from a state only with one token at a time ({', '.join(sorted(unused))})")
+    gradients = [torch.zeros_like(inputs) if inputs.grad is None else inputs.grad for _, inputs, _ in runs]
+    return torch.cat([out.detach() for *_, out in runs], 1), torch.cat(gradients, 1)
+
+
+def _tensors_in_attributes(layer: nn.Module) -> set[str]:
+    """Return the attributes with tensors that are neither parameters nor buffers."""
+    return {
+        f"{type(module).__name__}.{name}"
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if torch.is_tensor(value)
+    }

@@ -1,0 +1,35 @@
+"""Say why a model of transformers cannot be cut into pipeline stages or run in token slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class ModelRefusedError(ValueError):
+    """A model that cannot be trained in token slices; the message says what of it, and what to do."""
+
+
+def check_config(config: Any) -> None:
+    """Raise ModelRefusedError where the config alone shows that the model cannot be trained in slices."""
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ModelRefusedError(
+            "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
+            "Set it to False"
+        )
+    kinds = sorted(_rope_types(config))
+    refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
+    if refused:
+        raise ModelRefusedError(
+            f"rope_type {refused[0]!r} computes other angles for short inputs than for long ones, "
+            "so that those of a slice are not those of the sequence; fixed ones are 'linear', 'llama3' and 'yarn'"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    config = config.get_text_config()
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_types = [each for each in scaling.values() if isinstance(each, dict)]  # one for each type of layer
+    return {str(each.get("rope_type", each.get("type", "default"))) for each in (of_types or [scaling])}

@@ -1,0 +1,122 @@
+"""Train tiny models of transformers on stages, and the same models whole by a plain loop. Runs inside the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+import terapipe_ds
+from tests.distributed import engines
+from tests.distributed.compare import relative_error, worst_error
+from tests.hugging_face_families import config_of
+from tests.unit.models.hugging_face.sliced_model import drawn_batch, in_fp64, loss_of, whole_model
+
+STEPS, MICRO_BATCHES = 2, 2
+EPS = 1e-4  # of Adam: a smaller one would make steps of gradients that are nothing but rounding
+ADAM = {"type": "AdamW", "params": {"lr": engines.LEARNING_RATE, "eps": EPS, "weight_decay": 0.0, "torch_adam": True}}
+
+
+@contextlib.contextmanager
+def engine_of(module: Any, terapipe: dict[str, Any] | None, **changes: Any) -> Iterator[PipelineEngine]:
+    """An engine of DeepSpeed's own where `terapipe` is None, else ours."""
+    ds_config = engines.config(**{"optimizer": ADAM, **changes}) | ({} if terapipe is None else {"terapipe": terapipe})
+    start = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine = start(model=module, model_parameters=trained, config=ds_config)[0]
+    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
+        engines.reduce_in_fp64(engine)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def batches(vocab_size: int, rows: int = 2) -> list[list[dict[str, Tensor]]]:
+    """The dict batches of each step, as a Hugging Face collator makes them."""
+    drawn = functools.partial(drawn_batch, vocab_size, rows=rows)
+    return [[drawn(seed=10 * step + index) for index in range(MICRO_BATCHES)] for step in range(STEPS)]
+
+
+def weights_of_all_stages(module: Any) -> dict[str, Tensor]:
+    """The weights of all stages by their names in the model of transformers; tied ones once."""
+    names, local = module.checkpoint_names(), dict(module.named_parameters())
+    assert names.keys() == local.keys()
+    everyone: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(everyone, {names[name]: p.detach().clone() for name, p in local.items()})
+    return {name: weight for stage in everyone for name, weight in stage.items()}
+
+
+def train_family(
+    family: str,
+    terapipe: dict[str, Any] | None,
+    stages: int = 2,
+    changes: dict[str, Any] | None = None,
+    wide: bool = True,
+    **options: Any,
+) -> tuple[dict[str, float], list[str]]:
+    """The largest errors on this rank against the whole model in this process; how its decoder layers run.
+
+    `wide`: in fp64 alone, which does not reach forwards inside a backward.
+    """
+    with in_fp64() if wide else contextlib.nullcontext():
+        config = config_of(family)
+        module = terapipe_ds.from_config(config, num_stages=stages, dtype=torch.float64, **options)
+        whole = whole_model(config, weights_of_all_stages(module))
+        data = batches(config.get_text_config().vocab_size)
+        with engine_of(module, terapipe, **(changes or {})) as engine:
+            run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+            names = module.checkpoint_names()
+        return differences(run, names, *train_whole(whole, data)), ways_of(module)
+
+
+def ways_of(module: Any) -> list[str]:
+    layers = [each.find_way() for each in module.modules() if hasattr(each, "find_way")]
+    return [("fast" if way.is_fast else "slow") + ("+states" if way.has_states else "") for way in layers]
+
+
+def train_whole(model: Any, data: list[list[dict[str, Tensor]]]) -> tuple[list[float], list[dict[str, Tensor]], Any]:
+    """Losses and gradients of each step of a plain loop, and the parameters at its end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=engines.LEARNING_RATE, eps=EPS, weight_decay=0.0)
+    losses, gradients = [], []
+    for step in data:
+        optimizer.zero_grad()
+        loss = sum(loss_of(model, batch) for batch in step) / len(step)  # type: ignore[var-annotated]
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        losses.append(float(loss))
+        optimizer.step()
+    return losses, gradients, dict(model.named_parameters())
+
+
+def differences(
+    run: engines.Run, names: dict[str, str], losses: list[float], gradients: list[dict[str, Tensor]], parameters: Any
+) -> dict[str, float]:
+    """The largest relative errors on this rank."""
+
+    def error_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+        expected = {name: theirs[key].detach() for name, key in names.items() if key in theirs}
+        assert ours.keys() == expected.keys(), "some have no gradient, or only here"
+        return worst_error(ours, expected).error
+
+    return {
+        "loss": max(relative_error(a, b) for a, b in zip(run.losses or losses, losses, strict=True)),
+        "returned": max(relative_error(a, b) for a, b in zip(run.returned, losses, strict=True)),
+        "gradient": max(error_of(a, b) for a, b in zip(run.gradients, gradients, strict=True)),
+        "parameter": error_of(run.parameters, parameters),
+    }
+
+
+def refusal_of(family: str) -> tuple[str, str]:
+    return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2))
+
+
+def bounds_of(partition: list[int]) -> list[int]:
+    return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition).parts)

@@ -1,0 +1,78 @@
+"""Models of transformers on stages and in slices train as the whole model does by a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+from tests.distributed import engines
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
+from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
+
+SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
+
+
+def both_ways(ways: list[list[str]]) -> set[str]:
+    return {way.partition("+")[0] for rank in ways for way in rank}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in CONFIGS]
+)
+def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
+    """Loss, gradients and parameters of two steps of two micro-batches in three slices of different lengths."""
+    section = engines.section(slices=[7, 3, 6])
+    errors, ways = zip(*rank_pool(2).run(train_family, family=family, terapipe=section), strict=True)
+    assert not engines.violations(errors)
+    assert ("slow" in both_ways(list(ways))) == (family in BY_CACHE)
+    assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_next"])
+def test_other_schedules(family: str, options: dict[str, Any]) -> None:
+    """Tied embeddings beside learned positions, and carried states: where layers move and parts have copies."""
+    section = engines.section(slices=[7, 3, 6], **options)
+    errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section)]
+    assert not engines.violations(errors)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("family", ["mistral", "falcon", "bamba"])
+def test_recomputed_layers(family: str, checkpointing: str) -> None:
+    """Under DeepSpeed's activation checkpointing; a partition by hand as well."""
+    layers = 6 if family == "falcon" else 5  # tied embeddings have one more
+    given = {"changes": engines.CHECKPOINTING[checkpointing], "partition": [0, 2, layers], "wide": False}
+    section = engines.section(slices=[7, 3, 6])
+    errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, **given)]
+    assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # which has some fp32 inside
+
+
+@pytest.mark.parametrize("family", ["mamba", "zamba2"])
+def test_a_refusal_comes_on_all_ranks_at_once(family: str) -> None:
+    for kind, text in rank_pool(2).run(refusal_of, family=family):
+        assert (
+            kind == "ModelRefusedError" and text.startswith(f"{family} cannot be trained") and "docs/models.md" in text
+        )
+
+
+def test_a_partition_by_hand() -> None:
+    assert rank_pool(2).run(bounds_of, partition=[0, 1, 5]) == [[0, 1, 5]] * 2
+    assert rank_pool(2).run(bounds_of, partition=[0, 1, 2, 3, 5]) == [[0, 2, 5]] * 2  # two parts on each stage
+    with pytest.raises(RankFailure, match="from 0 to 5, the number of pipeline layers"):
+        rank_pool(2).run(bounds_of, partition=[0, 3, 4])
+    with pytest.raises(RankFailure, match="3 parts, and the model has 2 stages"):
+        rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba2"])
+def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:
+    run = rank_pool(2).run(train_family, family=family, terapipe=None, stages=stages)
+    assert not engines.violations([errors for errors, _ in run])

@@ -1,0 +1,51 @@
+"""The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+from terapipe_ds.models.hugging_face import ModelRefusedError
+from tests.hugging_face_families import BY_CACHE, CONFIGS, REFUSED, WITH_STATES, config_of
+from tests.unit.models.hugging_face.sliced_model import Pipeline, errors, in_fp64, ways_of
+
+FP32_INSIDE = 1e-6
+# gradients of decays go through exponentials of sums of fp32 numbers, in another order where slices cut the blocks
+LOOSE = {"qwen3_next": 1e-5, "qwen3_5_text": 1e-5}
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_trains_in_slices_as_a_whole(family: str) -> None:
+    """First in fp64 throughout, then as the family computes: with fp32 inside where its code says so."""
+    ways: list[str] = []
+    with in_fp64():
+        exact = errors(config_of(family), change=lambda pipeline: ways.extend(ways_of(pipeline)))
+    assert max(exact) <= 1e-10
+    assert any("slow" in way for way in ways) == (family in BY_CACHE)
+    assert any("states" in way for way in ways) == (family in WITH_STATES)
+    if family != "xglm":  # the numbers of its masks are those of the default dtype, too small for fp32
+        assert max(errors(config_of(family))) <= LOOSE.get(family, FP32_INSIDE)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_sliced_is_refused_with_the_reason(family: str) -> None:
+    with pytest.raises(ModelRefusedError, match=REFUSED[family][1]):
+        pipeline = Pipeline(config_of(family))
+        ways_of(pipeline)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_the_length_are_refused(kind: str) -> None:
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ModelRefusedError, match=f"rope_type '{kind}'"):
+        Pipeline(config)
+
+
+def test_a_loss_over_all_routers_is_refused() -> None:
+    config = config_of("mixtral")
+    config.output_router_logits = True
+    with pytest.raises(ModelRefusedError, match="output_router_logits"):
+        Pipeline(config)

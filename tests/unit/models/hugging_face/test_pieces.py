@@ -1,0 +1,216 @@
+"""Pieces of a model: weights, positions, documents, dropout, short slices; and broken ones, which are seen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from terapipe_ds.attention import documents
+from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
+from terapipe_ds.attention.slice_store import SliceStore
+from terapipe_ds.models.hugging_face import ModelRefusedError, attention, cache, pieces
+from terapipe_ds.models.hugging_face.module import to_tuple
+from tests.hugging_face_families import config_of
+from tests.unit.models.hugging_face.sliced_model import (
+    Pipeline,
+    drawn_batch,
+    errors,
+    gradient_error,
+    in_fp64,
+    ways_of,
+    whole_model,
+)
+
+# -- batches
+
+
+def test_labels_are_shifted_once() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    inputs, labels = to_tuple({"input_ids": tokens, "labels": tokens})
+    assert inputs is tokens and labels.tolist() == [[6, 7, 8, -100]]
+    shifted = torch.tensor([[1, 2, 3, 4]])
+    assert to_tuple({"input_ids": tokens, "labels": tokens, "shift_labels": shifted})[1] is shifted
+
+
+def test_labels_do_not_cross_documents_nor_count_padding() -> None:
+    tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
+    (_, given), labels = to_tuple({"input_ids": tokens, "labels": tokens, "position_ids": positions})
+    assert given is positions and labels.tolist() == [[6, -100, 8, -100]]
+    mask = torch.tensor([[1, 1, 1, 0]])
+    assert to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": mask})[1].tolist() == [[6, 7, -100, -100]]
+
+
+def test_left_padding_and_missing_labels_are_refused_by_key() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(ValueError, match='"attention_mask".*pad on the right'):
+        to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+    with pytest.raises(ValueError, match='neither "labels" nor "shift_labels"'):
+        to_tuple({"input_ids": tokens})
+
+
+# -- weights
+
+
+def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
+    """As much spread as transformers gives, norms of ones, and the same for one seed."""
+    config = config_of("llama")
+    first, again, other = (Pipeline(config, seed=seed).parameters for seed in (1, 1, 2))
+    torch.manual_seed(0)
+    fresh = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    assert fresh.keys() == first.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        assert weight.dtype == torch.float64
+        spread = float(weight.detach().std())
+        assert spread == pytest.approx(float(fresh[name].detach().std()), rel=0.2, abs=1e-12), name
+        assert torch.equal(weight, other[name]) == (spread == 0.0)
+    layers = [weight for name, weight in first.items() if name.endswith("q_proj.weight")]
+    assert not torch.equal(*layers)
+
+
+def test_numbers_that_are_set_as_a_module_is_built_are_kept() -> None:
+    pipeline = Pipeline(config_of("apertus"))
+    (name,) = [name for name in pipeline.parameters if name.endswith("0.mlp.act_fn.alpha_p")]
+    fresh = AutoModelForCausalLM.from_config(config_of("apertus"), dtype=torch.float64)
+    assert torch.allclose(pipeline.parameters[name], fresh.get_parameter(name))
+
+
+# -- positions and documents
+
+
+def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
+    pipeline, tokens = Pipeline(config_of("llama")), torch.ones(2, 4, dtype=torch.long)
+    places = torch.arange(4).expand(2, 4)
+    assert torch.equal(pipeline((tokens, places)), pipeline(tokens))
+    with pytest.raises(ModelRefusedError, match='"documents": 1'):
+        pipeline((tokens, torch.tensor([[0, 1, 0, 1]] * 2)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss"])
+def test_documents_train_as_if_each_were_alone(family: str) -> None:
+    """Packed rows in slices, against the model of transformers on each document by itself."""
+    starts = ((0, 6, 7), (0,))
+    with in_fp64():
+        config = config_of(family)
+        pipeline = Pipeline(config)
+        model = whole_model(config, pipeline.parameters)
+        tokens = drawn_batch(config.vocab_size)["input_ids"]
+        positions = torch.stack([torch.tensor([*range(6), 0, *range(9)]), torch.arange(16)])
+        _, labels = to_tuple({"input_ids": tokens, "labels": tokens, "position_ids": positions})
+        texts = [tokens[:1, :6], tokens[:1, 6:7], tokens[:1, 7:], tokens[1:]]
+        losses = [
+            nn.functional.cross_entropy(model(text).logits[0, :-1], text[0, 1:], reduction="sum") for text in texts
+        ]
+        expected = sum(losses) / (labels != -100).sum()
+        expected.backward()  # type: ignore[union-attr]
+        loss = pipeline.loss(tokens, labels, (5, 4, 7), starts)
+    assert abs(loss / float(expected) - 1) <= 1e-10
+    assert gradient_error(pipeline.parameters, dict(model.named_parameters())) <= 1e-10
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba2"])
+def test_documents_are_refused_where_a_layer_would_mix_them(family: str) -> None:
+    pipeline, tokens = Pipeline(config_of(family)), torch.ones(1, 4, dtype=torch.long)
+    with documents(torch.tensor([[0, 1, 0, 1]])), pytest.raises(ModelRefusedError, match="mix the documents"):
+        pipeline(tokens)
+
+
+# -- slices of one token, dropout, recomputation
+
+
+def test_a_slice_of_one_token_is_refused_where_it_would_be_a_step_of_generation() -> None:
+    with pytest.raises(ModelRefusedError, match="give slices of 2 tokens or more"):
+        errors(config_of("mamba2"), (3, 1, 4))
+    assert max(errors(config_of("llama"), (3, 1, 4))) <= 1e-10
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    """In what runs around the decoder layers as well, which no piece holds as a module."""
+    config = config_of("gpt2")
+    config.embd_pdrop = 0.5
+    pipeline, tokens = Pipeline(config), torch.ones(2, 4, dtype=torch.long)
+    drawn = [pipeline(tokens) for _ in range(2)]
+    assert not torch.equal(*drawn)
+    for piece in pipeline.pieces:
+        piece.eval()
+    assert torch.equal(pipeline(tokens), pipeline(tokens))
+
+
+def test_a_recomputed_forward_sees_the_same_slice() -> None:
+    pipeline, store = Pipeline(config_of("mistral")), SliceStore()
+    tokens = drawn_batch(64)["input_ids"]
+    with torch.no_grad():
+        for start, stop in ((0, 6), (6, 16)):
+            active = ActiveSlice(start, stop, 16, store=store)
+            with push_slice(active):
+                first = pipeline(tokens[:, start:stop])
+            with push_slice(active.replace(mode="recompute")):
+                assert torch.equal(pipeline(tokens[:, start:stop]), first)
+
+
+# -- broken on purpose
+
+
+def _no_offset(of: Tensor) -> Tensor:
+    return torch.arange(of.shape[1]).expand(len(of), -1)
+
+
+def _attend_without(dropped: str) -> Any:
+    original = attention.attend
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{name: value for name, value in kwargs.items() if name != dropped})
+
+    return attend
+
+
+def _pattern_without_window(**kwargs: Any) -> Any:
+    return attention.Pattern(None)
+
+
+def _untied(self: cache.SliceCache, out: Tensor) -> Tensor:
+    written, self._written = self._written, {}
+    for (layer, name), state in written.items():
+        cache.carry.write(layer, name, state.detach(), out)
+    return out
+
+
+@pytest.mark.parametrize("broken", ["position", "window", "softcap", "s_aux", "state", "label"])
+def test_a_broken_piece_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these mistakes gives another loss or other gradients, or is an error."""
+    family = {"position": "llama", "window": "mistral", "softcap": "gemma2", "s_aux": "gpt_oss", "state": "mamba2"}
+
+    def breaks(pipeline: Pipeline) -> None:
+        ways_of(pipeline)  # found by whole code: a layer that is tried later would take another way
+        if broken == "position":
+            monkeypatch.setattr(pieces, "places", _no_offset)
+        elif broken == "state":
+            monkeypatch.setattr(cache.SliceCache, "tied", _untied)
+        elif broken == "window":
+            monkeypatch.setitem(attention.AttentionMaskInterface._global_mapping, "terapipe", _pattern_without_window)
+        elif broken in ("softcap", "s_aux"):
+            monkeypatch.setitem(attention.AttentionInterface._global_mapping, "terapipe", _attend_without(broken))
+
+    if broken == "label":
+        shift = to_tuple
+
+        def unshifted(batch: dict[str, Tensor]) -> Any:
+            return shift(batch)[0], batch["labels"]
+
+        monkeypatch.setattr("tests.unit.models.hugging_face.sliced_model.to_tuple", unshifted)
+    config = copy.deepcopy(config_of(family.get(broken, "llama")))
+    config.initializer_range = 0.5
+    try:
+        with in_fp64():
+            error = max(errors(config, change=breaks))
+    except (ModelRefusedError, RuntimeError):
+        return
+    assert error > 1e-6

@@ -33,7 +33,7 @@ def reference() -> list[RankRecord]:
     return train_alone(EXPERTS)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
     """Without slices, pipeline or engine, and with the losses by their formulas: all to 1e-10."""

@@ -245,7 +245,7 @@ def job_report(reduction: str, report: str) -> tuple[float, str, float]:
         return error_of(reported(terapipe), stock), refusal
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("reduction", "report"),
     [(a, b) for a in ("mean_valid", "mean", "sum") for b in (*REPORTS, "of a layer")],

@@ -108,7 +108,7 @@ def _judged(refusal: Verdict, fault: Fault) -> Verdict:
 def caught_by_verify(fault: Fault) -> Verdict:
     """The slice-safety check must refuse the layer before the first step."""
     try:
-        _run(fault.configuration, fault=fault.name, verify="first_batch")
+        _run(fault.configuration, fault=fault.name, **{**fault.section, "verify": "first_batch"})
     except RankFailure as failure:
         verdict = _refusal(failure)
         if "VerifyError" not in str(failure):

@@ -1,7 +1,8 @@
-"""Refuse attention that would silently see only the tokens of its own slice.
+"""Intercept or refuse attention that would silently see only the tokens of its own slice.
 
-A model that still calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` trains without any error when its
-sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.
+A model that calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` would train without any error when its
+sequence is cut in slices, and learn nothing across them. The engine holds the guard while slices run. It sends plain
+causal self-attention to `sliced_attention`, unless the section says `"attention": "explicit"`, and refuses the rest.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention.active_slice import active_slice
+from terapipe_ds.attention.interception import Interception, problem_of
 
 # torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
 _KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "varlen_attn", "xformers")
 _BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
+_intercepted = 0  # calls of torch's multi_head_attention_forward that run, whose own attention is intercepted
 
 
 class PlainAttentionError(RuntimeError):
@@ -47,23 +50,30 @@ def allow_attention_within_slice() -> Iterator[None]:
 
 
 @contextmanager
-def guard_plain_attention() -> Iterator[None]:
+def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
     """Raise PlainAttentionError where plain self-attention is called on a slice that is not the whole sequence.
+
+    With `intercept`, causal self-attention over the tokens of the slice goes to `sliced_attention` instead.
 
     Replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`; the shortcut of
     `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
     whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
     """
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
-    F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
+    fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception()
+    if intercept:
+        F.scaled_dot_product_attention = _intercepting(attention, interception)
+        F.multi_head_attention_forward = _intercepting_multi_head(multi_head)
+    else:
+        F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
+        F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = attention, multi_head
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        interception.close()
 
 
 class GuardCapturedNames(TorchFunctionMode):
@@ -79,7 +89,7 @@ class GuardCapturedNames(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         token_dim = _TOKEN_DIMS.get(func)
-        if token_dim is not None:
+        if token_dim is not None and not _intercepted:
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
@@ -113,14 +123,79 @@ def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]
     return guarded
 
 
+def _intercepting(attention: Callable[..., Any], interception: Interception) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def intercepting(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        active = active_slice()
+        is_plain = active is None or active.is_whole or _allowed
+        if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return attention(query, key, value, attn_mask, **options)  # type: ignore[no-any-return]
+        cause = problem_of(query, key, value, attn_mask, is_causal, enable_gqa, active)
+        if cause is None:
+            out = interception.attend(query, key, value, active, dropout_p, scale)
+            if out is not None:
+                return out
+            cause = "no nn.Module runs that could name the call, but a function: make it the forward of a module"
+        raise _error(query, key, cause)
+
+    return intercepting
+
+
+def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(multi_head)
+
+    @functools.wraps(multi_head)
+    def intercepting(*args: Any, **kwargs: Any) -> Any:
+        global _intercepted
+        active = active_slice()
+        if active is None or active.is_whole or _allowed:
+            return multi_head(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        query, key = given.arguments["query"], given.arguments["key"]
+        if query.shape[0] != key.shape[0]:
+            return multi_head(*args, **kwargs)
+        if given.arguments["need_weights"]:
+            raise _error(query, key, "it returns weights, of which a slice has a part: pass need_weights=False")
+        if not given.arguments["is_causal"]:
+            raise _error(query, key, "is_causal is False: pass is_causal=True beside the causal attn_mask")
+        _intercepted += 1
+        try:  # it calls F.scaled_dot_product_attention, without the mask
+            return multi_head(*args, **kwargs)
+        finally:
+            _intercepted -= 1
+
+    return intercepting
+
+
 def _check(query: torch.Tensor, key: torch.Tensor, token_dim: int) -> None:
     active = active_slice()
     if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
         return
-    raise PlainAttentionError(
+    raise _error(query, key)
+
+
+def _error(query: torch.Tensor, key: torch.Tensor, cause: str = "") -> PlainAttentionError:
+    """Return the error of a call; `cause` says why it could not be intercepted."""
+    active = active_slice()
+    assert active is not None
+    why = f" It could not be sent to sliced_attention: {cause}." if cause else ""
+    return PlainAttentionError(
         f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
         f"{active.sequence_length} tokens, with queries of shape {list(query.shape)} and keys of shape "
-        f"{list(key.shape)}: it would see nothing of the tokens before the slice, which has {active.num_tokens}. Call "
+        f"{list(key.shape)}: it would see nothing of the tokens before the slice, which has {active.num_tokens}."
+        f"{why} Call "
         "terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. Attention over something else than the tokens "
         "of the sequence (features, heads, a memory that has as many entries), or only among those of one slice, is "
         "called inside `with terapipe_ds.attention.allow_attention_within_slice():`. Attention that is not causal "

@@ -80,7 +80,8 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
     inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))
     slicing = Slicing(plan, weights_of(labels, plan, section, job.loss_fn))
-    check = StageCheck(module, slicing, Findings(cut=Cut(plan, plan.sequence_length)))
+    found = Findings(cut=Cut(plan, plan.sequence_length))
+    check = StageCheck(module, slicing, found, intercept=section.attention == "intercept")
     with untouched(module, with_gradients=False):
         outputs = check.check_layers(layers_of(module), inputs)
         if outputs is not None:

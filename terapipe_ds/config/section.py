@@ -119,6 +119,7 @@ class TeraPipeConfig(_StrictModel):
     verify: Literal["off", "first_batch"] | None = Field(
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
     )
+    attention: Literal["intercept", "explicit"] = Field("intercept", description='"intercept" or "explicit"')
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: _Timeout = Field(300.0, description=_TIMEOUT_FORM)
     data_timeout_s: _Timeout = Field(1800.0, description=_TIMEOUT_FORM)

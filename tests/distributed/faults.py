@@ -726,7 +726,18 @@ fault("layer", UNEVEN, "a norm centres over the tokens", "models.gpt:FinalNorm.f
 )
 
 
-@fault("layer", UNEVEN, "attention by torch's own function, to the slice alone", in_layers=True)
+@fault("attention", UNEVEN, "two intercepted calls have one name")
+def intercepted_calls_share_a_name() -> Iterator[None]:
+    from tests.distributed.engines import torch_attention
+
+    with torch_attention(), replaced(lambda *_: "a name", "attention.interception:CallName"):
+        yield
+
+
+EXPLICIT = {"attention": "explicit"}
+
+
+@fault("layer", UNEVEN, "attention by torch's own function, to the slice alone", in_layers=True, section=EXPLICIT)
 def attention_not_sliced() -> Iterator[None]:
     from tests.distributed.engines import torch_attention
 

@@ -55,7 +55,6 @@ attend(EARLY)(
     ),
 )
 attend(PLAIN)(
-    plain_attention=plain_attention,
     plain_attention_by_another_name=lambda q, k, v: captured_attention(q, k, v, is_causal=True),
 )
 

@@ -28,7 +28,7 @@ DATA = {
     "PositionIdsWithoutRows": lambda seed: extended(seed, torch.arange(LONG)),
 }
 UNHEALTHY = (
-    "softmax_by_hand", "plain_attention", "bidirectional", "LearnedPositions", "PositionedEmbedding",
+    "softmax_by_hand", "plain_attention_by_another_name", "bidirectional", "LearnedPositions", "PositionedEmbedding",
     "causal_convolution", "last_token", "without_mean", "running_sum", "LimitedExperts", "BalancingLoss",
     "PooledState", "MeanGradient", "summed", "by_root_of_count", "class_weights", "shifting", "root_mean_square",
     "with_z_loss_of_all_tokens", "PositionIdsWithoutRows",

@@ -85,7 +85,7 @@ class TeraPipeEngine(PipelineEngine):
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
-        self._batch = OpenBatch(stage, self._parts)
+        self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
         self._batch_end = BatchEnd(self, self._layout, stage)
         allow_pickle = self.terapipe_config.checkpoints.allow_pickle
         self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)

@@ -23,8 +23,8 @@ CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 class OpenBatch:
     """The batch of one stage, or none."""
 
-    def __init__(self, stage: Stage, parts: Sequence[PartRunner]) -> None:
-        self._stage, self._parts = stage, parts
+    def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
+        self._stage, self._parts, self._intercept = stage, parts, intercept
         self._batch: BatchInFlight | None = None
         self._modes_run: set[bool] = set()  # training, evaluation: of which a batch has run under the closer guard
 
@@ -52,11 +52,11 @@ class OpenBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Guard the actions of the batch against plain attention, and look for numbers that are not finite."""
+        """Intercept or refuse plain attention in the actions of the batch, and look for numbers that are not finite."""
         finite, training = self._stage.finite, self.current.training
         captured = GuardCapturedNames() if self.is_first_of_its_mode else nullcontext()
         watching = finite.watching() if finite is not None and training else nullcontext()
-        with guard_plain_attention(), captured, watching:
+        with guard_plain_attention(self._intercept), captured, watching:
             yield
         self._modes_run.add(training)
 

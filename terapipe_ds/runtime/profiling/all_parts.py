@@ -97,7 +97,10 @@ def measure_parts(
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     accumulates_in_fp32 = bool(getattr(engine.optimizer, "immediate_grad_update", False))  # BF16_Optimizer
     try:
-        with untouched(engine.module, accumulates_in_fp32), guard_plain_attention():
+        with (
+            untouched(engine.module, accumulates_in_fp32),
+            guard_plain_attention(stage.config.attention == "intercept"),
+        ):
             specs = _exchange_specs(stage, timers, lengths)
             measured: list[tuple[PartTimes, PartMemory | None]] = []
             for place, timer in timers.items():

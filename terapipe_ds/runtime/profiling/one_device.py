@@ -68,7 +68,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
         described.append(describe_part(module))
         timer = _timer(job, module, part_id)
-        with untouched(module), guard_plain_attention():
+        with untouched(module), guard_plain_attention(intercept=True):
             for tokens in lengths:
                 if part_id:
                     timer.receive(tokens, specs[tokens])

@@ -218,7 +218,9 @@ class FirstBatchCheck:
                     starts = cut.of_starts(micro_batch.shape.starts)
                     slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id, starts=starts)
                     autocast = functools.partial(autocast_if_enabled, engine)
-                    check = StageCheck(module, slicing, result, autocast, self._note)
+                    check = StageCheck(
+                        module, slicing, result, autocast, self._note, self._config.attention == "intercept"
+                    )
                     outputs = check.check_layers(layers_of(module), inputs)
                     if part_id + 1 == layout.num_parts and outputs is not None:
                         self._check_loss(check, outputs, micro_batch.labels, cut, at_start)

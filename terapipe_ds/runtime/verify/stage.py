@@ -119,6 +119,7 @@ class StageCheck:
     found: Findings
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     note: Callable[[str], None] = lambda text: None  # told which layer is checked
+    intercept: bool = True  # plain causal attention goes to sliced_attention
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return what the last one gives, None where one cannot run."""
@@ -135,7 +136,7 @@ class StageCheck:
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
         def run() -> Difference | None:
-            with guard_plain_attention(), GuardCapturedNames():
+            with guard_plain_attention(self.intercept), GuardCapturedNames():
                 return check.run()
 
         difference, failure = self._try(run, f"verifying {layer}")
@@ -257,9 +258,9 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
         )
     else:
         meaning = (
-            "slices after the first differ: they see no tokens before them, or their positions start at 0: use "
-            "sliced_attention and active_slice(), carry the state of a recurrence (docs/carried_states.md), or set "
-            "terapipe.slices to 1"
+            "slices after the first differ: they see no tokens before them, or their positions start at 0 (positions "
+            "start at `active_slice().start`): use sliced_attention and active_slice(), carry the state of a "
+            "recurrence (docs/carried_states.md), or set terapipe.slices to 1"
         )
     return f"{difference}: {meaning}"
 

@@ -20,8 +20,8 @@ DEFAULTS = {
     "sequence_dim": 1, "sliced_inputs": None, "documents": "off", "granularity_tokens": 64,
     "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
-    "checkpoints": {"allow_pickle": False}, "verify": None, "check_finite": "off", "stall_timeout_s": 300,
-    "data_timeout_s": 1800, "trace_dir": None,
+    "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "check_finite": "off",
+    "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
 
@@ -57,7 +57,8 @@ def test_every_key() -> None:
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
         "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "documents": 2,
         "granularity_tokens": 128,
-        "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "check_finite": "every_step",
+        "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
+        "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
     }  # fmt: skip
@@ -93,6 +94,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         *(("planner", value) for value in (None, "measure")),
         *(("checkpoints", value) for value in (None, True)),
         *(("verify", value) for value in (True, "on")),
+        *(("attention", value) for value in (True, "sdpa")),
         ("check_finite", True),
         *(
             (key, value)
@@ -408,13 +410,14 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "40d2d8d62385ebae"  # in every process
+    assert fingerprint == "600d156222e832f6"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
+        {"attention": "explicit"},
         {"enabled": False},
     ]  # fmt: skip
     others = {read({**base, **change}).fingerprint() for change in changes}

@@ -167,7 +167,7 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
 def test_what_the_guard_refuses_is_refused_still() -> None:

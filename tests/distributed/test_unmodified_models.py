@@ -1,0 +1,55 @@
+"""Plain torch models train in slices as the stock engine trains them whole: their attention is intercepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.engines import batches, differences, engine_of, run_training, section, step_error, violations
+from tests.distributed.harness import rank_pool
+from tests.distributed.unmodified_models import layers_of
+
+UNEVEN = (9, 8, 5, 1)  # of 23 tokens
+
+
+def job_equal(block: str, interval: int, changes: dict[str, Any]) -> dict[str, float]:
+    module = {"activation_checkpoint_interval": interval, "seed_layers": True}
+    whole = {
+        "seed_layers": True
+    }  # the stock engine, which drops what a recomputed embedding learns, recomputes nothing
+    ours = run_training(lambda: layers_of(block), section(slices=list(UNEVEN), **changes), batches(2), module=module)
+    stock = run_training(lambda: layers_of(block), None, batches(2), module=whole, stages=1)
+    return differences(ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("block", "interval", "changes"),
+    [
+        ("sdpa", 1, {}),
+        ("two calls", 2, {}),
+        ("two calls", 0, {"schedule": "zbv"}),
+        ("multihead", 1, {}),
+        ("encoder", 1, {}),
+    ],
+)
+def test_equal_to_stock(block: str, interval: int, changes: dict[str, Any]) -> None:
+    errors = rank_pool(2).run(job_equal, block=block, interval=interval, changes=changes)
+    assert not violations(errors)
+
+
+def job_refused(from_slice: bool, changes: dict[str, Any]) -> tuple[str, str, int]:
+    with engine_of(layers_of("sdpa", from_slice), section(**changes)) as engine:
+        return *step_error(engine), engine.global_steps
+
+
+def test_positions_from_zero_are_named_before_the_first_step() -> None:
+    for kind, text, steps in rank_pool(2).run(job_refused, from_slice=False, changes={}):
+        assert (kind, steps) == ("VerifyError", 0)
+        assert "\n  layer 1 (Positions): output of tokens 8.. differs" in text
+        assert "positions start at `active_slice().start`" in text and "layer 2" not in text
+
+
+def test_explicit_refuses_the_call() -> None:
+    for kind, text, steps in rank_pool(2).run(job_refused, from_slice=True, changes={"attention": "explicit"}):
+        assert (kind, steps) == ("VerifyError", 0) and "layer 2 (Block): raised PlainAttentionError" in text

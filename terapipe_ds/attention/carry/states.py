@@ -57,7 +57,7 @@ class CarriedEntry:
     def read(self, active: ActiveSlice) -> Tensor | None:
         """Return the state of the boundary where the slice starts."""
         if active.mode == "probe":
-            return self._made_up(active)
+            return self._state_to_measure_with(active)
         self._check_read(active)
         if active.start == 0:
             return None
@@ -89,7 +89,7 @@ class CarriedEntry:
             return
         raise SliceStoreError(f"{self}: slice [{start}, {stop}) reads it {why}")
 
-    def _made_up(self, active: ActiveSlice) -> Tensor | None:
+    def _state_to_measure_with(self, active: ActiveSlice) -> Tensor | None:
         """Return what a probe reads, whose slice before never ran: the last state written, as a leaf of its own."""
         kept = next(iter(self._kept.values()), None)
         if active.start == 0 or kept is None or kept.state is None:

@@ -5,7 +5,7 @@ Each case trains a tiny GPT for a few steps with AdamW, once by the stock Pipeli
 torch's own attention, once by ours, on the same data from the same weights.
 Compared are the loss of every step, every parameter's gradient in every step, the parameters after the last one, and
 evaluation in between and at the end. The default run covers every pair of values of all dimensions in
-`tests/distributed/cases.py` and, in fp64, every triple of those that slices can get wrong; with
+`tests/distributed/cases.py`, in fp64 that of all that slices can get wrong; with
 TERAPIPE_TEST_FULL=1 the whole product of the latter.
 """
 

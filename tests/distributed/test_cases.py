@@ -24,18 +24,18 @@ class TestCoveringSet:
                 pair = {one: value, other: other_value}
                 assert (frozenset(pair.items()) in covered) == cases.is_valid(pair), pair
 
-    def test_in_fp64_every_triple_of_the_product_dimensions_is_covered(self) -> None:
-        exact = {name: cases.TRIPLES_OF.get(name, DIMENSIONS[name]) for name in cases.PRODUCT}
+    def test_in_fp64_every_pair_of_the_product_dimensions_is_covered(self) -> None:
+        exact = {name: DIMENSIONS[name] for name in cases.PRODUCT}
         covered: set[cases.Tuple] = set()
         for assignment in cases.default_assignments():
             if assignment["precision"] == "fp64" and not assignment["clipping"]:
-                covered |= cases.tuples_of({name: assignment[name] for name in exact}, 3)
-        missing = cases.valid_tuples(exact, 3) - covered
+                covered |= cases.tuples_of({name: assignment[name] for name in exact}, 2)
+        missing = cases.valid_tuples(exact, 2) - covered
         assert not missing
 
     def test_the_set_is_the_same_in_every_process(self) -> None:
         assert cases.default_cases() == cases.default_cases()
-        assert len(cases.default_cases()) < 150, "the default run should stay short"
+        assert len(cases.default_cases()) <= 90, "the default run should stay short"
 
 
 def record(rank: int = 0, **parameters: list[float]) -> RankRecord:

@@ -40,7 +40,7 @@ def data(case: Case, steps: int) -> list[list[Any]]:
     return [[micro_batch(case, 0, step, index) for index in range(2)] for step in range(steps)]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "tp2_sp"])
 def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(layout: str) -> None:
     """The engine compares the gradients of replicated parameters after the first batch: with different masks on
     tensor-parallel ranks, where they hold the same tokens, it would raise. Recomputing replays the masks, so the losses

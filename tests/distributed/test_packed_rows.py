@@ -81,6 +81,7 @@ def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_p
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -23,10 +23,12 @@ from command_line import Parser, end_with
 from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
 from hf_data import (
+    Entry,
     Row,
     batches,
+    documents_of,
     packed,
-    read_documents,
+    read_entries,
     split,
     texts_of,
     tiny_llama,
@@ -119,19 +121,21 @@ def model_folder(name: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            snapshot_download(name, allow_patterns=patterns)
-        deepspeed.comm.barrier()
+        try:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                snapshot_download(name, allow_patterns=patterns)
+        finally:
+            deepspeed.comm.barrier()
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
     except Exception as error:  # of many kinds: no such name, no network, no right to read it
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"--model {name} is no folder, and cannot be downloaded: {reason}") from error
 
 
-def make_tiny_model(folder: Path, files: Sequence[Path], seed: int) -> Path:
-    """Write a tiny model of random weights and a tokenizer that is trained on the files; return the folder."""
+def make_tiny_model(folder: Path, entries: Sequence[Entry], seed: int) -> Path:
+    """Write a tiny model of random weights and a tokenizer that is trained on the data; return the folder."""
     if deepspeed.comm.get_rank() == 0:
-        tokenizer = train_tokenizer(texts_of(files), vocab_size=1024)
+        tokenizer = train_tokenizer(texts_of(entries), vocab_size=1024)
         tokenizer.save_pretrained(folder)
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(tiny_llama(tokenizer)).save_pretrained(folder)
@@ -177,9 +181,9 @@ class Data:
     """Rows to train on and held-out ones, and their batches for this rank's replica."""
 
     def __init__(
-        self, args: argparse.Namespace, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, length: int
+        self, args: argparse.Namespace, entries: Sequence[Entry], tokenizer: PreTrainedTokenizerBase, length: int
     ):
-        documents, self.remark = read_documents(files, tokenizer, length)
+        documents, self.remark = documents_of(entries, tokenizer, length)
         training, held_out = split(documents, args.held_out, args.seed)
         self.prompt = training[0].prompt
         rows_of = (lambda those: packed(those, length)) if args.pack else (lambda those: [[each] for each in those])
@@ -250,10 +254,11 @@ def run(args: argparse.Namespace) -> MetricsFile:
     """All of a training, between the start and the end of torch.distributed."""
     is_first = deepspeed.comm.get_rank() == 0
     try:
-        files = list(text_files(args.data))
-        folder = model_folder(args.model) if args.model else make_tiny_model(Path(args.out) / "start", files, args.seed)
+        entries = list(read_entries(text_files(args.data)))
+        start = Path(args.out, "start")
+        folder = model_folder(args.model) if args.model else make_tiny_model(start, entries, args.seed)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        data = Data(args, files, tokenizer, row_length(args.sequence_length, AutoConfig.from_pretrained(folder)))
+        data = Data(args, entries, tokenizer, row_length(args.sequence_length, AutoConfig.from_pretrained(folder)))
         engine = build_engine(args, folder)
     except (OSError, ValueError) as error:
         end_with(str(error))

@@ -30,6 +30,7 @@ SIMPLE_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
 Batch = dict[str, Tensor]
+Entry = Mapping[str, Any]
 
 
 class Document(NamedTuple):
@@ -51,12 +52,17 @@ Row = list[Document]
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
-def read_entries(file: Path) -> Iterator[Mapping[str, Any]]:
+def read_entries(files: Iterable[Path]) -> Iterator[Entry]:
     """Yield {"text": ...} for a text file, and each line of a .jsonl file: that, or {"messages": [...]}.
 
     Raises:
-        ValueError: a line is something else, or the file is no UTF-8 text.
+        ValueError: a line is something else, or a file is no UTF-8 text.
     """
+    for file in files:
+        yield from _entries_of(file)
+
+
+def _entries_of(file: Path) -> Iterator[Entry]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -73,7 +79,7 @@ def read_entries(file: Path) -> Iterator[Mapping[str, Any]]:
             yield _checked(entry, f"{file}, line {number}")
 
 
-def _checked(entry: Any, where: str) -> Mapping[str, Any]:
+def _checked(entry: Any, where: str) -> Entry:
     wanted = 'give {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...} in each line'
     if not isinstance(entry, dict) or ("text" in entry) == ("messages" in entry):
         keys = ", ".join(map(repr, entry)) if isinstance(entry, dict) else type(entry).__name__
@@ -92,8 +98,8 @@ def _checked(entry: Any, where: str) -> Mapping[str, Any]:
     return entry
 
 
-def read_documents(
-    files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, length: int
+def documents_of(
+    entries: Iterable[Entry], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> tuple[list[Document], str]:
     """Return documents of at most `length` tokens, and what became of those that are longer.
 
@@ -102,8 +108,8 @@ def read_documents(
     Raises:
         ValueError: there is nothing to train on.
     """
-    documents, cut, left_out, files = [], 0, 0, list(files)
-    for entry in itertools.chain.from_iterable(map(read_entries, files)):
+    documents, cut, left_out = list[Document](), 0, 0
+    for entry in entries:
         if "text" in entry:
             tokens = with_end(tokenizer(entry["text"])["input_ids"], tokenizer)
             pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
@@ -118,9 +124,9 @@ def read_documents(
                 documents.append(short)
     if len(documents) < 2:
         raise ValueError(
-            f"{', '.join(map(str, files))}: {len(documents)} documents of at most {length} tokens are too few to train "
-            f"and to evaluate on ({left_out} chats without an answer among their first tokens): give more --data, or "
-            "another --sequence-length"
+            f"--data has {len(documents)} documents of at most {length} tokens, which are too few to train and to "
+            f"evaluate on ({left_out} chats have no answer among their first tokens): give more text, or another "
+            "--sequence-length"
         )
     return documents, f"{cut} chats cut at {length} tokens, {left_out} left out for having no answer before"
 
@@ -333,7 +339,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
-def texts_of(files: Iterable[Path]) -> Iterator[str]:
-    """Yield what files say, without the marks of JSON."""
-    for entry in itertools.chain.from_iterable(map(read_entries, files)):
+def texts_of(entries: Iterable[Entry]) -> Iterator[str]:
+    """Yield what entries say."""
+    for entry in entries:
         yield from [entry["text"]] if "text" in entry else (str(m["content"]) for m in entry["messages"])

@@ -21,7 +21,7 @@ import torch
 from command_line import Parser, end_with
 from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
-from hf_data import TextStream, texts_of, tiny_llama, train_tokenizer
+from hf_data import TextStream, read_entries, texts_of, tiny_llama, train_tokenizer
 from metrics import MetricsFile, draw_losses
 from text_data import standard_library, text_files
 from torch.utils.data import DataLoader
@@ -88,7 +88,7 @@ def make_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> Path:
     folder = Path(args.out, "tokenizer")
     if deepspeed.comm.get_rank() == 0 and not (args.resume and (folder / "tokenizer.json").exists()):
         texts, size = [], 0
-        for text in texts_of(files):
+        for text in texts_of(read_entries(files)):
             texts.append(text[: 1_000_000 - size])
             size += len(texts[-1])
             if size >= 1_000_000:

@@ -190,8 +190,10 @@ class Data:
         self.training, self.held_out = rows_of(training), rows_of(held_out)[: args.eval_rows]
         self.size = len(training)
         pad = tokenizer.pad_token_id or 0  # any token would do: padding is not attended to, and does not count
-        self.form = {"length": length, "pad": pad, "with_positions": args.pack}
         self.is_sliced = args.ds_config.get("terapipe", {}).get("enabled", False)
+        # few lengths, for slices are planned for each; DeepSpeed's own engine takes one alone
+        self.form = {"length": length, "multiple": 32 if self.is_sliced else length, "pad": pad}
+        self.form["with_positions"] = args.pack
 
     def batches(self, engine: deepspeed.PipelineEngine, rows: Iterator[Row]) -> Iterator[Any]:
         """Return dicts with labels that are not shifted; for DeepSpeed's own engine tuples with shifted ones."""

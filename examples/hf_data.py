@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 IGNORE_INDEX = -100
-PAD_TO_MULTIPLE = 32  # so that there are few lengths, for each of which slices are planned
 END = "<|end|>"  # of a document, in tokenizers that are trained here
 # For tokenizers that have no template. The marks around what the assistant says are transformers' own.
 SIMPLE_TEMPLATE = (
@@ -215,10 +214,13 @@ def packed(documents: Iterable[Document], length: int, open_rows: int = 64) -> l
     return rows
 
 
-def batch_of(rows: Sequence[Row], length: int, pad: int, with_positions: bool) -> Batch:
-    """Return rows of at most `length` tokens, padded at their ends. Position ids start anew in each document."""
+def batch_of(rows: Sequence[Row], length: int, multiple: int, pad: int, with_positions: bool) -> Batch:
+    """Return rows of at most `length` tokens, padded at their ends to a `multiple` or to `length`.
+
+    Position ids start anew in each document.
+    """
     longest = max(sum(len(document.tokens) for document in row) for row in rows)
-    shape = (len(rows), min(-(-longest // PAD_TO_MULTIPLE) * PAD_TO_MULTIPLE, length))
+    shape = (len(rows), min(-(-longest // multiple) * multiple, length))
     batch = {
         "input_ids": torch.full(shape, pad),
         "labels": torch.full(shape, IGNORE_INDEX),

@@ -160,13 +160,13 @@ def test_packed_rows_hold_whole_documents(hf_data: ModuleType) -> None:
 
 def test_a_batch_is_padded_on_the_right(hf_data: ModuleType) -> None:
     a, b, c = documents_of_lengths(hf_data, 5, 3, 34)
-    batch = hf_data.batch_of([[a, b], [c]], length=40, pad=7, with_positions=True)
+    batch = hf_data.batch_of([[a, b], [c]], length=40, multiple=32, pad=7, with_positions=True)
     assert {tuple(tensor.shape) for tensor in batch.values()} == {(2, 40)}  # 64, but for the length
     assert batch["input_ids"][0].tolist() == [*a.tokens, *b.tokens, *[7] * 32]
     assert batch["labels"][0].tolist() == [*a.labels, *b.labels, *[-100] * 32]
     assert batch["attention_mask"].sum(1).tolist() == [8, 34]
     assert batch["position_ids"][0, :8].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    alone = hf_data.batch_of([[a]], length=40, pad=7, with_positions=False)
+    alone = hf_data.batch_of([[a]], length=40, multiple=32, pad=7, with_positions=False)
     assert alone.keys() == {"input_ids", "labels", "attention_mask"} and alone["input_ids"].shape == (1, 32)
 
 
@@ -174,7 +174,14 @@ def test_rows_are_shared_out_and_come_once_in_each_epoch(hf_data: ModuleType) ->
     rows = [[document] for document in documents_of_lengths(hf_data, *range(2, 10))]
 
     def draw(replica: int, replicas: int, size: int) -> list[list[int]]:
-        share = {"replica_id": replica, "num_replicas": replicas, "length": 64, "pad": 0, "with_positions": False}
+        share = {
+            "replica_id": replica,
+            "num_replicas": replicas,
+            "length": 64,
+            "multiple": 1,
+            "pad": 0,
+            "with_positions": False,
+        }
         drawn = hf_data.batches(hf_data.training_rows(rows, seed=1), size, **share)
         return [batch["input_ids"][:, 0].tolist() for batch in itertools.islice(drawn, 4)]
 

@@ -323,8 +323,7 @@ def tiny_llama(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     """Return the config of a Llama of about a million weights, for the tokens of a tokenizer."""
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    end = tokenizer.eos_token_id
-    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     return LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ids)
 
 
@@ -338,7 +337,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
 def texts_of(entries: Iterable[Entry]) -> Iterator[str]:

@@ -77,6 +77,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         args.ds_config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
+    if args.sequence_length < 2:
+        parser.error("--sequence-length is 2 or more: each token is trained on the next one")
     ranks = int(os.environ.get("WORLD_SIZE", args.stages))  # the launcher sets it
     if args.stages < 1 or ranks % args.stages:
         parser.error(f"{ranks} ranks do not divide by --stages {args.stages}: start a multiple of it by --num_gpus")
@@ -86,13 +88,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def make_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> Path:
     """Train a tokenizer on a million characters, or where a run goes on take the one that it had; return its folder."""
     folder = Path(args.out, "tokenizer")
-    if deepspeed.comm.get_rank() == 0 and not (args.resume and (folder / "tokenizer.json").exists()):
-        texts, size = [], 0
-        for text in texts_of(read_entries(files)):
-            texts.append(text[: 1_000_000 - size])
-            size += len(texts[-1])
-            if size >= 1_000_000:
-                break
+    is_there = args.resume and (folder / "tokenizer.json").exists()
+    deepspeed.comm.barrier()  # before a rank writes it
+    if is_there:
+        return folder
+    texts, size = list[str](), 0
+    for text in texts_of(read_entries(files)):  # on all ranks, so that all hear of a file that is no text
+        texts.append(text[: 1_000_000 - size])
+        size += len(texts[-1])
+        if size >= 1_000_000:
+            break
+    if deepspeed.comm.get_rank() == 0:
         train_tokenizer(texts, VOCAB_SIZE).save_pretrained(folder)
     deepspeed.comm.barrier()
     return folder
@@ -109,6 +115,7 @@ def build_engine(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
             f"the tokenizer has {len(tokenizer)} tokens and the model {text_config.vocab_size}: give the config a "
             "vocab_size that is as large, or another --tokenizer"
         )
+    text_config.bos_token_id, text_config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     module = terapipe_ds.from_config(config, num_stages=args.stages, dtype=torch.float32, seed=args.seed)
     engine, *_ = terapipe_ds.initialize(model=module, model_parameters=module.parameters(), config=args.ds_config)
     return engine
@@ -120,6 +127,7 @@ class Data:
     def __init__(self, args: argparse.Namespace, files: Sequence[Path], tokenizer: Any, engine: Any) -> None:
         grid = engine.grid
         self.engine, self.stream = engine, (files, tokenizer, args.sequence_length)
+        next(iter(TextStream(*self.stream)))  # ValueError where there is too little text, on all ranks
         self.share = {"replica_id": grid.get_data_parallel_rank(), "num_replicas": grid.get_data_parallel_world_size()}
         self.is_sliced = args.ds_config.get("terapipe", {}).get("enabled", False)
 
@@ -192,9 +200,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
         tokenizer.save_pretrained(folder)
         print(f"exported: {folder}")
         if args.plot:
-            print(
-                f"loss curves: {draw_losses(args.plot, {'': metrics.entries}, 'held-out and training loss', 'token')}"
-            )
+            print(f"loss curves: {draw_losses(args.plot, {'': metrics.entries}, 'a model from a config', 'token')}")
     engine.destroy()
     return metrics
 

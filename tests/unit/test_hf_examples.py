@@ -81,7 +81,7 @@ def test_an_answer_that_is_written_otherwise_later_ends_a_document(
 
 
 def test_a_tokenizer_without_marks_of_an_end(hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.eos_token = tokenizer.pad_token = None
+    tokenizer.eos_token = None
     (document,) = hf_data.chat_documents(CHAT, tokenizer)
     assert counted(document, tokenizer) == ["A range of tokens.", "A place in the pipeline."]
     assert hf_data.with_end([1, 2], tokenizer) == [1, 2]

@@ -181,9 +181,16 @@ class Data:
     """Rows to train on and held-out ones, and their batches for this rank's replica."""
 
     def __init__(
-        self, args: argparse.Namespace, entries: Sequence[Entry], tokenizer: PreTrainedTokenizerBase, length: int
-    ):
+        self, args: argparse.Namespace, entries: Sequence[Entry], tokenizer: PreTrainedTokenizerBase, config: Any
+    ) -> None:
+        length, vocab_size = row_length(args.sequence_length, config), config.get_text_config().vocab_size
         documents, self.remark = documents_of(entries, tokenizer, length)
+        largest = max(max(document.tokens) for document in documents)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the tokenizer gives token {largest}, and the model has {vocab_size}: give its own "
+                "tokenizer, or resize its embeddings"
+            )
         training, held_out = split(documents, args.held_out, args.seed)
         self.prompt = training[0].prompt
         rows_of = (lambda those: packed(those, length)) if args.pack else (lambda those: [[each] for each in those])
@@ -260,7 +267,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
         start = Path(args.out, "start")
         folder = model_folder(args.model) if args.model else make_tiny_model(start, entries, args.seed)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        data = Data(args, entries, tokenizer, row_length(args.sequence_length, AutoConfig.from_pretrained(folder)))
+        data = Data(args, entries, tokenizer, AutoConfig.from_pretrained(folder))
         engine = build_engine(args, folder)
     except (OSError, ValueError) as error:
         end_with(str(error))

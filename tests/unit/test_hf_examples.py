@@ -270,6 +270,14 @@ def test_rows_fit_the_positions_of_the_model(monkeypatch: pytest.MonkeyPatch) ->
         row_length(600, model)
 
 
+def test_a_tokenizer_of_another_model(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    finetune_hf = example("finetune_hf", monkeypatch)
+    data = [{"messages": CHAT}] * 4
+    assert finetune_hf.Data(finetune_hf.parse_arguments([]), data, tokenizer, LlamaConfig(vocab_size=512)).size == 3
+    with pytest.raises(ValueError, match=r"the tokenizer gives token \d+, and the model has 100"):
+        finetune_hf.Data(finetune_hf.parse_arguments([]), data, tokenizer, LlamaConfig(vocab_size=100))
+
+
 def test_a_name_is_downloaded_once_on_each_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 

@@ -9,12 +9,10 @@ import argparse
 import json
 import os
 import re
-import signal
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+
+from command_line import Parser
 
 from terapipe_ds.config import TeraPipeConfig
 
@@ -52,25 +50,6 @@ IN_DEEPSPEED_CONFIG = {
     "--zero-stage": "zero_optimization.stage",
 }
 POSITION_IDS = 1  # among the inputs (tokens, position_ids)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong once, not once per rank."""
-
-    def error(self, message: str) -> NoReturn:
-        end_with(f"{message} (--help lists all options)")
-
-
-def end_with(message: str) -> NoReturn:
-    """Print what is wrong and exit, with the first rank of each machine speaking for all.
-
-    The launcher ends the other ranks when one has gone; one that is still there after a while failed alone.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks: without a report of ours
-        time.sleep(30)
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -21,9 +21,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F
+from command_line import end_with
 from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
-from megatron_arguments import end_with, parse_arguments
+from megatron_arguments import parse_arguments
 from metrics import MetricsFile, draw_losses
 from text_data import standard_library
 from tqdm import tqdm

@@ -20,14 +20,21 @@ from tests.unit.models.hugging_face.sliced_model import in_fp64
 
 
 def train_adapters(
-    family: str, terapipe: dict[str, Any], layers: list[int], folder: str, stages: int = 2, is_bf16: bool = False
+    family: str,
+    terapipe: dict[str, Any],
+    layers: list[int],
+    folder: str,
+    stages: int = 2,
+    is_bf16: bool = False,
+    gradients_in: str = "bf16",
 ) -> dict[str, float]:
     """The largest errors on this rank; and whether peft reads what was saved, with the same values.
 
     In bf16, with ZeRO-1, of the losses alone.
     """
     dtype = torch.float32 if is_bf16 else torch.float64
-    changes = {"bf16": {"enabled": True}, **engines.ZERO1} if is_bf16 else {}
+    data_types = {"data_types": {"grad_accum_dtype": gradients_in}}  # in fp32 by another optimizer of DeepSpeed's
+    changes = {"bf16": {"enabled": True}, **engines.ZERO1, **data_types} if is_bf16 else {}
     with contextlib.nullcontext() if is_bf16 else in_fp64():
         config = config_of(family)
         config.num_hidden_layers = 2 * stages

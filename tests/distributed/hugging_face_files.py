@@ -55,6 +55,8 @@ def round_trip(family: str, folder: str, stages: int = 2, **options: Any) -> dic
         data = batches(module.config.get_text_config().vocab_size)
         engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
         evaluated = engine.eval_batch(iter([module.to_tuple(batch) for batch in data[0]]))
+        Path(trained).mkdir(exist_ok=True)
+        Path(trained, "adapter_config.json").write_text("{}")  # of an earlier run
         terapipe_ds.save_pretrained(engine, trained)
     found["files"] = sorted(path.name for path in Path(trained).iterdir())
     model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()

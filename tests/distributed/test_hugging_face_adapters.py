@@ -29,3 +29,10 @@ def test_three_stages_with_one_that_is_frozen(is_bf16: bool, tmp_path: Path) -> 
     given = {"family": "llama", "terapipe": engines.section(slices=[7, 3, 6]), "layers": [0, 5]}
     errors = rank_pool(3).run(train_adapters, folder=str(tmp_path), stages=3, is_bf16=is_bf16, **given)
     assert not engines.violations(errors, 1e-2 if is_bf16 else engines.EXACT)
+
+
+def test_frozen_weights_that_are_tied(tmp_path: Path) -> None:
+    """Embedding and output matrix are one, on two stages, and have no gradients to sum."""
+    given = {"family": "gemma", "terapipe": engines.section(slices=[7, 3, 6]), "layers": [0, 3]}
+    bf16 = {"is_bf16": True, "gradients_in": "fp32"}
+    assert not engines.violations(rank_pool(2).run(train_adapters, folder=str(tmp_path), **given, **bf16), 1e-2)

@@ -23,13 +23,14 @@ def load(name: str) -> dict[str, Any]:
 def test_loads(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     deepspeed_config = DeepSpeedConfig(config)
-    assert deepspeed_config.train_micro_batch_size_per_gpu == (4 if "gpt_tp2" in file.name else 1)
+    is_short = "gpt_tp2" in file.name or file.stem == "hf_tiny"  # for sequences of 512 tokens at most
+    assert deepspeed_config.train_micro_batch_size_per_gpu == (4 if is_short else 1)
     assert deepspeed_config.optimizer_name == "adamw"
     section = TeraPipeConfig.from_deepspeed(config)
     assert section.enabled == ("terapipe" in config)
     if section.enabled and section.slices != "auto":
-        slices = 4 if "gpt_tp2" in file.name else 8  # the former are for sequences of 512 tokens
-        assert section.plan_for(512 if slices == 4 else 1024).num_slices == slices
+        slices = 4 if is_short else 8
+        assert section.plan_for(512 if is_short else 1024).num_slices == slices
         assert section.plan_for(2048).num_slices == slices
 
 
@@ -47,8 +48,13 @@ def test_precision_and_zero_are_all_that_the_two_of_megatron_differ_in() -> None
     assert config == load("gpt_tp2_pp2")
 
 
+def test_adapters_take_another_learning_rate_and_nothing_else() -> None:
+    text = (FOLDER / "finetune_hf.json").read_text()
+    assert text.replace("1e-5", "2e-4") == (FOLDER / "finetune_hf_lora.json").read_text() != text
+
+
 def test_what_the_names_promise() -> None:
-    for name in ("zero1_bf16", "gpt_tp2_pp2_bf16_zero1"):
+    for name in ("zero1_bf16", "gpt_tp2_pp2_bf16_zero1", "finetune_hf", "finetune_hf_lora"):
         deepspeed_config = DeepSpeedConfig(load(name))
         assert deepspeed_config.zero_optimization_stage == 1
         assert deepspeed_config.bfloat16_config.enabled

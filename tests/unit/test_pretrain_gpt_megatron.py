@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,8 +163,8 @@ def test_the_first_rank_speaks_first(
     arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(arguments.time, "sleep", waits.append)
-    monkeypatch.setattr(arguments.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
     for rank, expected in (("0", []), ("1", [30])):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert "unknown arguments: --x" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")

@@ -21,6 +21,7 @@ from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.weights import INDEX, SINGLE
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # transformers would put them onto the model
 _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
 
 
@@ -120,7 +121,8 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path, sizes_of: dict[str,
     else:
         (folder / INDEX).unlink(missing_ok=True)
     for file in folder.iterdir():
-        if (file.name == SINGLE or _SHARD.fullmatch(file.name)) and file.name not in sizes_of:
+        is_weights = file.name in (SINGLE, *_OF_ADAPTERS) or _SHARD.fullmatch(file.name)
+        if is_weights and file.name not in sizes_of:
             file.unlink()
 
 

@@ -46,7 +46,7 @@ def read_dict(batch: Mapping[Any, Any], config: TeraPipeConfig) -> ReadBatch:
         labels = _without_padding(labels, lengths, config.ignore_index)
     elif "labels" in given:
         labels = _shifted(_without_padding(given["labels"], lengths, config.ignore_index), starts, config.ignore_index)
-    inputs = (tokens, given[position_ids]) if position_ids in given else tokens
+    inputs = (tokens, _counted_on(given[position_ids], lengths)) if position_ids in given else tokens
     return ReadBatch(inputs, labels, starts if have_edges(starts) else None)
 
 
@@ -128,6 +128,16 @@ def _without_padding(labels: torch.Tensor, lengths: Sequence[int], ignore_index:
         return labels
     is_padding = torch.arange(labels.size(1)) >= torch.tensor(lengths)[:, None]
     return labels.masked_fill(is_padding.to(labels.device), ignore_index)
+
+
+def _counted_on(position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return position ids that go on through padding, where collators give any number."""
+    if min(lengths) == position_ids.size(1):
+        return position_ids
+    last = torch.tensor(lengths, device=position_ids.device)[:, None] - 1
+    places = torch.arange(position_ids.size(1), device=position_ids.device)
+    of_last = position_ids.long().gather(1, last.clamp_min(0)).masked_fill(last < 0, -1)
+    return torch.where(places > last, of_last + places - last, position_ids).to(position_ids.dtype)
 
 
 def _shifted(labels: torch.Tensor, starts: Starts, ignore_index: int) -> torch.Tensor:

@@ -322,7 +322,7 @@ class TeraPipeEngine(PipelineEngine):
         self._batch_end.after_step()
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self._layout.has_copies:
+        if self._layout.has_copies or self.using_bf16_optimizer:  # DeepSpeed's own fails for weights that are frozen
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()

@@ -112,6 +112,17 @@ class TestDocuments:
         assert found.labels[0].tolist() == [IGNORED, 12, *[IGNORED] * 3]
         assert read("off", position_ids=torch.tensor([[0, 1, 2, 1, 1], [0, 1, 2, 3, 4]]), attention_mask=mask)
 
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+    def test_position_ids_go_on_through_padding(self, dtype: torch.dtype) -> None:
+        """Layers that count positions themselves compare theirs with the ids, and would refuse those of padding."""
+        mask = torch.tensor([[1, 1, 1, 0, 0], [0] * 5, [1] * 5])
+        ids = torch.tensor([[0, 0, 1, 0, 0], [1] * 5, [0, 1, 0, 1, 2]], dtype=dtype)
+        for config in ({"documents": "position_ids"}, {"documents": "ids"}):
+            batch = {"input_ids": ids, config["documents"]: ids, "attention_mask": mask}
+            _, found = read_dict(batch, TeraPipeConfig(enabled=True, slices=2, **config)).inputs
+            assert found.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 0, 1, 2]] and found.dtype == dtype
+        assert read("position_ids", position_ids=ids[:2], attention_mask=mask[[0, 2]]).inputs[1][1].tolist() == [1] * 5
+
     def test_what_a_collator_flattens(self) -> None:
         samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4], "labels": [IGNORED, 4]}]
         samples[0]["labels"], samples[1]["labels"] = [IGNORED, 6, 7], [8]

@@ -40,8 +40,7 @@ def train_adapters(
     changes: dict[str, Any] = {"bf16": {"enabled": True}, **engines.ZERO1} if is_bf16 else {}
     changes["gradient_clipping"] = clipping
     with contextlib.nullcontext() if is_bf16 else in_fp64():
-        config = config_of(family)
-        config.num_hidden_layers = 2 * stages
+        config = config_of(family, 2 * stages)
         adapter = LoraConfig(
             **{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
         )

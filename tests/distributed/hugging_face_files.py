@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import terapipe_ds
 from terapipe_ds.models.hugging_face.pieces import Piece
@@ -38,11 +38,11 @@ def keys_in(folder: str) -> list[str]:
 def write_model(family: str, folder: str, num_layers: int | None = None, **options: Any) -> None:
     """Let transformers write a random model and rank 0 a file of a tokenizer."""
     torch.manual_seed(3)
-    config = config_of(family)
-    if num_layers is not None:
-        config.num_hidden_layers = num_layers
+    config = config_of(family, num_layers)
     if torch_dist.get_rank() == 0:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_config(config)
+        model.generation_config.max_new_tokens = 17
+        model.save_pretrained(folder, **options)
         Path(folder, "tokenizer.json").write_text("{}")
     torch_dist.barrier()
 
@@ -77,6 +77,7 @@ def round_trip(
         evaluated = engine.eval_batch(iter([module.to_tuple(batch) for batch in data[0]]))
         terapipe_ds.save_pretrained(engine, trained)
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
+    found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
     found["files"] = sorted(path.name for path in Path(trained).iterdir())
     model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()
     state = model.state_dict()
@@ -177,6 +178,19 @@ def refused_reading(folder: str, how: str, on_one_rank: bool, later: bool) -> tu
         terapipe_ds.initialize(model=module, config=engines.config() | {"terapipe": engines.section()})
 
     return engines.raised_by(build)
+
+
+def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, str]]:
+    """What is logged, and raised, on this rank where files have a tensor more."""
+    write_model("qwen2" if "bias" in key else "gpt2", folder)
+    if torch_dist.get_rank() == 0:
+        path = Path(folder, "model.safetensors")
+        state = load_file(path)
+        save_file({**state, key: torch.ones(64, 32)}, path, metadata={"format": "pt"})
+    torch_dist.barrier()
+    with engines.logged() as lines:
+        raised = engines.raised_by(lambda: terapipe_ds.from_pretrained(folder, num_stages=2))
+    return lines, raised
 
 
 def interrupted_save(folder: str, at: str) -> tuple[str, str, str]:

@@ -122,5 +122,12 @@ def refusal_of(family: str) -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2))
 
 
+def refusal_of_fields(family: str, fields: dict[str, Any]) -> tuple[str, str]:
+    config = config_of(family)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return engines.raised_by(lambda: terapipe_ds.from_config(config, num_stages=2))
+
+
 def bounds_of(partition: list[int]) -> list[int]:
     return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition).parts)

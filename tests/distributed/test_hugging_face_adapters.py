@@ -34,7 +34,7 @@ def test_adapters_equal_one_process(schedule: str, layers: list[int], tmp_path: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"target_modules": "all-linear", "layers_to_transform": [1]},
+        {"target_modules": "all-linear"},
         {"bias": "all"},
         {"bias": "lora_only", "layers_to_transform": [2]},
         {"modules_to_save": ["lm_head", "norm"]},

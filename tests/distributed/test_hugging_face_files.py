@@ -16,6 +16,7 @@ from tests.distributed.hugging_face_files import (
     change_and_move,
     interrupted_save,
     memory_of_reading,
+    more_than_the_model,
     reading,
     refused_reading,
     round_trip,
@@ -34,7 +35,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     """Read and written unchanged it is the same model; trained, it gives transformers the pipeline's evaluation."""
     for found in rank_pool(2).run(round_trip, family=family, folder=str(tmp_path)):
         assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
-        assert found["evaluation"] <= 1e-5
+        assert found["evaluation"] <= 1e-5 and found["generation"] == 17
         shards = {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)}
         assert set(found["files"]) == COMMON | shards | {"model.safetensors.index.json"}
 
@@ -97,6 +98,15 @@ def test_a_spoilt_folder_is_refused_on_all_ranks(how: str, on_one_rank: bool, tm
     given = {"folder": str(tmp_path), "how": how, "on_one_rank": on_one_rank, "later": False}
     for kind, text in rank_pool(2).run(refused_reading, **given):
         assert kind == "ModelRefusedError" and re.search(SPOILT[how], text), text
+
+
+def test_what_the_model_has_no_place_for_is_said(tmp_path: Path) -> None:
+    """transformers would not tie two matrices that differ, whatever the config says."""
+    first, second = rank_pool(2).run(more_than_the_model, folder=str(tmp_path), key="model.layers.0.mlp.up_proj.bias")
+    assert [line for line in first[0] if "no place for" in line and "layers.0.mlp.up_proj.bias" in line]
+    assert not [line for line in second[0] if "no place for" in line] and first[1] == second[1] == ("", "")
+    for _, (kind, text) in rank_pool(2).run(more_than_the_model, folder=str(tmp_path / "tied"), key="lm_head.weight"):
+        assert kind == "ModelRefusedError" and '"tie_word_embeddings" to false' in text
 
 
 def test_a_file_that_vanishes_later_stops_all_ranks(tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def check_config(config: Any) -> None:
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
             "Set it to False"
         )
+    layerdrop = getattr(config.get_text_config(), "layerdrop", 0) or 0
+    if layerdrop:
+        raise ModelRefusedError(
+            f"layerdrop is {layerdrop}: whole decoder layers would be left out at random, in one slice and not in the "
+            "next. Set it to 0"
+        )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:

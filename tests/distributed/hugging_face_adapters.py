@@ -113,6 +113,30 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
     return found
 
 
+def models_in_memory(adapter_fields: dict[str, Any] | None) -> dict[str, Any]:
+    """Cut a model that is in memory, with adapters or without; what was found on this rank."""
+    torch.manual_seed(11)
+    config = config_of("qwen2", 4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if adapter_fields is not None:
+        fields = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
+        model = get_peft_model(model, LoraConfig(**fields))
+    module = terapipe_ds.from_pretrained(model, num_stages=2)
+    theirs = {name.removeprefix("base_model.model."): value for name, value in model.named_parameters()}
+    names, data = module.checkpoint_names(), batches(VOCAB_SIZE)
+    found: dict[str, Any] = {
+        "equal": all(torch.equal(module.get_parameter(key), theirs[name]) for key, name in names.items()),
+        "same": all(
+            module.get_parameter(key).requires_grad == theirs[name].requires_grad for key, name in names.items()
+        ),
+    }
+    with engine_of(module, engines.section(slices=[7, 3, 6], schedule="zbv")) as engine:
+        run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+    losses, *_ = train_whole(model.train(), data)
+    found["loss"] = max(relative_error(a, b) for a, b in zip(run.returned, losses, strict=True))
+    return found
+
+
 def refusal_of_adapters(family: str, **adapter_fields: Any) -> tuple[str, str]:
     adapter = LoraConfig(**{"r": 4, **adapter_fields})
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2, adapter=adapter))
@@ -122,7 +146,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     """What the wrong folder of adapters, or none, raises on this rank."""
     base, adapters = f"{folder}/base", f"{folder}/adapters"
     write_model("qwen2", base)
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
     if torch_dist.get_rank() == 0:
         wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
         wide.save_pretrained(adapters)
@@ -136,6 +160,6 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     given: dict[str, dict[str, Any]] = {
         "base elsewhere": {"folder": adapters},
         "other adapters": {"folder": base, "adapter": adapters},
-        "a model": {"folder": model},
+        "two": {"folder": model, "adapter": adapters},
     }
     return engines.raised_by(lambda: terapipe_ds.from_pretrained(num_stages=2, **given[case]))

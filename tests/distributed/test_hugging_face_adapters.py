@@ -13,6 +13,7 @@ from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_adapters import (
     folders_of_adapters,
+    models_in_memory,
     refusal_of_adapters,
     refusal_of_folders,
     train_adapters,
@@ -67,6 +68,13 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone")), found
 
 
+@pytest.mark.parametrize("fields", [None, {}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
+def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
+    """As transformers has built it, or peft after that: the same weights, trained alike."""
+    for found in rank_pool(2).run(models_in_memory, adapter_fields=fields):
+        assert found["equal"] and found["same"] and found["loss"] <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "text"),
     [
@@ -87,7 +95,7 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
     [
         ("base elsewhere", "'somebody/model', which is no folder here"),
         ("other adapters", "do not agree on"),
-        ("a model", "whole model in the memory of each rank"),
+        ("two", "leave out adapter="),
     ],
 )
 def test_folders_that_are_refused(case: str, text: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file, save_file
@@ -21,6 +21,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, named
 
 ADAPTER_FILE = "adapter_model.safetensors"
+_NAME = "default"  # of the adapter, as peft calls the first one
 _IN_PEFT = "base_model.model."  # what peft writes before the name of a module
 _INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights beside which adapters are trained
 
@@ -32,7 +33,7 @@ class Adapters:
     the seed and the name of a module alone.
 
     Args:
-        given: peft's config; or a folder of adapters that peft has written, which are trained on.
+        given: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained on.
         model: the model with parameters on the device "meta"; it is changed.
         outline: which modules of it have weights.
 
@@ -42,10 +43,14 @@ class Adapters:
     """
 
     def __init__(
-        self, given: LoraConfig | str | os.PathLike[str], model: PreTrainedModel, outline: Outline, seed: int
+        self,
+        given: LoraConfig | PeftModel | str | os.PathLike[str],
+        model: PreTrainedModel,
+        outline: Outline,
+        seed: int,
     ) -> None:
         self._outline, self._seed = outline, seed
-        config = given if isinstance(given, PeftConfig) else PeftConfig.from_pretrained(os.fspath(given))
+        config = _config_of(given)
         if not isinstance(config, LoraConfig):
             raise ModelRefusedError(f"adapters are those of LoraConfig, and not of {type(config).__name__}")
         if config.init_lora_weights not in _INITIAL:
@@ -71,19 +76,13 @@ class Adapters:
                 "its embedding is the output matrix as well, and takes no adapter: leave both out of target_modules "
                 "and modules_to_save"
             )
-        self._stored = None if given is config else self._read(Path(os.fspath(given)))  # type: ignore[arg-type]
-
-    def _read(self, folder: Path) -> dict[str, Tensor]:
-        if not (folder / ADAPTER_FILE).is_file():
-            raise ModelRefusedError(f"{folder} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
-        stored = load_file(folder / ADAPTER_FILE)
-        differ = sorted(set(stored) ^ set(self._saved_as.values()))
+        self._stored = None if isinstance(given, PeftConfig) else _tensors_of(given)
+        differ = [] if self._stored is None else sorted(set(self._stored) ^ set(self._saved_as.values()))
         if differ:
             raise ModelRefusedError(
-                f"{folder / ADAPTER_FILE} and its {ADAPTER_CONFIG} do not agree on {named(differ)}: give the folder of "
-                "adapters that were made for this model"
+                f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "
+                "were made for this model"
             )
-        return stored
 
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module with frozen weights, and with adapters where the config names some of it."""
@@ -129,6 +128,33 @@ class Adapters:
         config.save_pretrained(folder)
 
 
+def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
+    if isinstance(given, PeftModel):
+        if list(given.peft_config) != [_NAME]:
+            raise ModelRefusedError(f"its adapters are named {list(given.peft_config)}: give one, named {_NAME!r}")
+        return given.peft_config[_NAME]
+    return given if isinstance(given, PeftConfig) else PeftConfig.from_pretrained(os.fspath(given))
+
+
+def _tensors_of(given: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:
+    if isinstance(given, PeftModel):
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(given, save_embedding_layers=False)
+        return tensors
+    file = Path(given) / ADAPTER_FILE
+    if not file.is_file():
+        raise ModelRefusedError(f"{file.parent} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
+    return load_file(file)
+
+
+def without_adapters(model: PeftModel) -> dict[str, Tensor]:
+    """Return the state dict of the model that adapters were put on."""
+    return {
+        key.replace("original_module.", "").replace("base_layer.", ""): value
+        for key, value in model.get_base_model().state_dict().items()
+        if "modules_to_save." not in key and ".lora_" not in f".{key}"
+    }
+
+
 def merged(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a module with its adapters added to them, by the names that they have without adapters."""
     module = copy.deepcopy(module)
@@ -136,7 +162,7 @@ def merged(module: nn.Module) -> dict[str, Tensor]:
         if isinstance(each, BaseTunerLayer):
             each.merge()
     return {
-        key.replace("modules_to_save.default.", "").replace("base_layer.", ""): value
+        key.replace(f"modules_to_save.{_NAME}.", "").replace("base_layer.", ""): value
         for key, value in module.state_dict().items()
         if "original_module." not in key and ".lora_" not in f".{key}"
     }

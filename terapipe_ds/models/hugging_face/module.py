@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -24,15 +24,17 @@ from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.unread import is_unread, read
-from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, DrawnWeights, StoredWeights
+from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
 SMALL = 1024
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
 
     from terapipe_ds.models.hugging_face.adapters import Adapters
 
 Loss = Callable[[Tensor, Any], Tensor]
+Adapter: TypeAlias = "PeftConfig | PeftModel | str | os.PathLike[str] | None"
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
 
@@ -150,7 +152,7 @@ def from_config(
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
     *,
-    adapter: PeftConfig | str | os.PathLike[str] | None = None,
+    adapter: Adapter = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
@@ -177,14 +179,14 @@ def from_config(
 
 
 def from_pretrained(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | PreTrainedModel | PeftModel,
     num_stages: int = 2,
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
     *,
-    adapter: PeftConfig | str | os.PathLike[str] | None = None,
+    adapter: Adapter = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
@@ -192,13 +194,17 @@ def from_pretrained(
 
     Args:
         folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
-            peft writes them, whose config names the folder of the model.
+            peft writes them, whose config names the folder of the model. A model in memory, with adapters of peft or
+            without, is taken as well; then each rank has all of it.
 
     The other arguments are those of `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
     """
+    options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
+    if isinstance(folder, nn.Module):
+        return _from_model(folder, dtype, adapter, seed, options)
     with refused_on_all_ranks():  # each may have a disk of its own
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)
@@ -211,18 +217,30 @@ def from_pretrained(
         weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
     with _family_named(config):
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
-        module = HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
-    module.source = Path(folder)
+        module = HuggingFaceModule(blueprint, **options)
+    module.source = folder
     return module
+
+
+def _from_model(
+    model: PreTrainedModel | PeftModel, dtype: torch.dtype | None, adapter: Adapter, seed: int, options: dict[str, Any]
+) -> HuggingFaceModule:
+    config, state, dtype = model.config, model.state_dict(), dtype or model.dtype
+    if hasattr(model, "peft_config"):
+        from terapipe_ds.models.hugging_face.adapters import without_adapters  # peft takes seconds to import
+
+        if adapter is not None:
+            raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
+        state, adapter = without_adapters(model), model
+    with _family_named(config):
+        outline = Outline(model_without_weights(config, dtype))
+        outline.model.generation_config = model.generation_config
+        blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
+        return HuggingFaceModule(blueprint, **options)
 
 
 def _folders(folder: Any, adapter: Any) -> tuple[Path, Any]:
     """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder."""
-    if isinstance(folder, nn.Module):
-        raise ModelRefusedError(
-            f"a {type(folder).__name__} is a whole model in the memory of each rank. Write it to a folder by its "
-            "save_pretrained, and give the folder"
-        )
     path = Path(folder)
     if not path.is_dir():
         raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
@@ -238,11 +256,7 @@ def _folders(folder: Any, adapter: Any) -> tuple[Path, Any]:
 
 
 def _adapters(
-    adapter: PeftConfig | str | os.PathLike[str] | None,
-    config: PretrainedConfig,
-    dtype: torch.dtype | None,
-    outline: Outline,
-    seed: int,
+    adapter: Adapter, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
 ) -> Adapters | None:
     if adapter is None:
         return None

@@ -57,10 +57,10 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
         raise ValueError("merge=True: the model has no adapters; save it without")
     pieces = dict(_pieces(module, merge))
     if adapters is not None and not merge:
-        tensors = adapters.gathered(pieces)
+        trained = adapters.gathered(pieces)
         with _on_all_ranks():
             if torch_dist.get_rank() == 0:
-                adapters.save(tensors, module.source, path)
+                adapters.save(trained, module.source, path)
         return
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):

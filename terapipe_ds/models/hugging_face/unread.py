@@ -29,7 +29,8 @@ _METHODS = (
 _WITHOUT_VALUES = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
     + [getattr(Tensor, name) for name in _METHODS.split()]
-    + [Tensor.requires_grad.__set__, Tensor.grad.__set__, torch.numel, torch.is_floating_point, torch.is_complex]
+    + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")]
+    + [torch.numel, torch.is_floating_point, torch.is_complex]
 )
 
 

@@ -160,6 +160,19 @@ class StoredWeights:
             logger.warning(text, self._folder, named(unused))
 
 
+class HeldWeights:
+    """The weights of a model in memory, by their keys in its state dict. Values are copied."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
+        """Copy the parameters and saved buffers; see `Weights`."""
+        for key, value in module.state_dict(keep_vars=True).items():
+            value.copy_(self._state[f"{name}.{key}"])
+
+
 class _Header(NamedTuple):
     """What a file says of a tensor: its dtype as safetensors names it, and its shape."""
 

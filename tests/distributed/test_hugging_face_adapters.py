@@ -31,7 +31,7 @@ def test_adapters_equal_one_process(schedule: str, layers: list[int], tmp_path: 
     assert not engines.violations(errors)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -51,6 +51,7 @@ def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path:
     assert not engines.violations(errors)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3]], ids=["everywhere", "last stage"])
 def test_gradients_are_clipped_by_the_norm_of_all_stages(layers: list[int], tmp_path: Path) -> None:
     """Norms are fp32 in DeepSpeed."""
@@ -59,6 +60,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(layers: list[int], tmp_
     assert not engines.violations([{key: each[key] for key in ("loss", "parameter")} for each in errors], 1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fields", [{}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
 def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
     """peft, transformers and a second run read what is saved, with the losses of the engine."""
@@ -68,6 +70,7 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone")), found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fields", [None, {}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
 def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
     """As transformers has built it, or peft after that: the same weights, trained alike."""
@@ -75,6 +78,7 @@ def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
         assert found["equal"] and found["same"] and found["loss"] <= 1e-5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "fields", "text"),
     [

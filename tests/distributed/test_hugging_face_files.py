@@ -65,6 +65,7 @@ def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Pat
         assert found["evaluation"] <= (1e-2 if is_bf16 else 1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "terapipe", [None, {}, {"schedule": "zbv"}, {"schedule": "interleaved", "chunks_per_stage": 2}], ids=str
 )
@@ -91,7 +92,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_one_rank", [False, True], ids=["on all ranks", "on one rank"])
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_folder_is_refused_on_all_ranks(how: str, on_one_rank: bool, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_a_file_that_vanishes_later_stops_all_ranks(tmp_path: Path) -> None:
         assert kind == "ModelRefusedError" and "cannot be read" in text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("at", "left"),
     [("save_file", "old"), ("_write_the_rest", "nothing"), ("os.replace", "nothing"), ("_write_index", "nothing")],

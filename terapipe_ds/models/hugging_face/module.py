@@ -174,7 +174,9 @@ def from_config(
     """
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
-        blueprint = Blueprint(outline, DrawnWeights(outline, seed), _adapters(adapter, config, dtype, outline, seed))
+    adapters = _adapters(adapter, config, dtype, outline, seed)
+    with _family_named(config):
+        blueprint = Blueprint(outline, DrawnWeights(outline, seed), adapters)
         return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
 
 
@@ -215,8 +217,8 @@ def from_pretrained(
         with contextlib.suppress(OSError):  # most have one
             outline.model.generation_config = GenerationConfig.from_pretrained(folder)
         weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
-    with _family_named(config):
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
+    with _family_named(config):
         module = HuggingFaceModule(blueprint, **options)
     module.source = folder
     return module
@@ -234,12 +236,13 @@ def _from_model(
         state, adapter = without_adapters(model), model
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
-        outline.model.generation_config = model.generation_config
-        blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
+    outline.model.generation_config = model.generation_config
+    blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
+    with _family_named(config):
         return HuggingFaceModule(blueprint, **options)
 
 
-def _folders(folder: Any, adapter: Any) -> tuple[Path, Any]:
+def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
     """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder."""
     path = Path(folder)
     if not path.is_dir():

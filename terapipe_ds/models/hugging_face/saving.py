@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -55,13 +55,17 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     adapters = module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
-    pieces = dict(_pieces(module, merge))
-    if adapters is not None and not merge:
-        trained = adapters.gathered(pieces)
-        with _on_all_ranks():
-            if torch_dist.get_rank() == 0:
-                adapters.save(trained, module.source, path)
+    pieces = _pieces(module)
+    if adapters is None or merge:
+        _save_model(module, pieces, path, merge)
         return
+    trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
+    with _on_all_ranks():
+        if torch_dist.get_rank() == 0:
+            adapters.save(trained, module.source, path)
+
+
+def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: Path, merge: bool) -> None:
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -74,12 +78,8 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
         with _on_all_ranks():
             _prepare(path)
             if me in shards:
-                tensors: dict[str, Tensor] = {}
-                for name, state in pieces.items():
-                    if writers[name] == me:
-                        tensors |= _as_stored(module.blueprint.outline.model, state)
-                save_file(tensors, unfinished, metadata={"format": "pt"})
-                sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
+                own = {name: held for name, held in pieces.items() if writers[name] == me}
+                sizes = _write_shard(module.blueprint.outline.model, own, unfinished, merge)
         sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
         with _on_all_ranks():
             if me == 0:
@@ -118,22 +118,29 @@ def _prepare(folder: Path) -> None:
         )
 
 
-def _pieces(module: HuggingFaceModule, merge: bool) -> list[tuple[str, dict[str, Tensor]]]:
-    """Return the modules of this stage, by their names in the model, with parameters and saved buffers by theirs."""
+def _pieces(module: HuggingFaceModule) -> dict[str, nn.Module]:
+    """Return the modules of this stage by their names in the model."""
+    pieces = [piece for piece in module.modules() if isinstance(piece, Piece)]
+    return {name: held for piece in pieces for name, held in zip(piece.names, piece.held, strict=True)}
 
-    def state_of(held: nn.Module) -> dict[str, Tensor]:
-        if not merge:
-            return held.state_dict()
-        from terapipe_ds.models.hugging_face.adapters import merged  # peft takes seconds to import
 
-        return merged(held)
+def _named_state(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters and saved buffers of a module by their names in the model."""
+    return {f"{name}.{key}": value for key, value in state.items()}
 
-    return [
-        (name, {f"{name}.{key}": value for key, value in state_of(held).items()})
-        for piece in module.modules()
-        if isinstance(piece, Piece)
-        for name, held in zip(piece.names, piece.held, strict=True)
-    ]
+
+def _write_shard(model: PreTrainedModel, pieces: dict[str, nn.Module], file: Path, merge: bool) -> dict[str, int]:
+    """Write the weights of some modules; return the bytes of each tensor."""
+    tensors: dict[str, Tensor] = {}
+    for name, held in pieces.items():
+        state: Mapping[str, Tensor] = held.state_dict()
+        if merge:
+            from terapipe_ds.models.hugging_face.adapters import merged  # peft takes seconds to import
+
+            state = merged(held)
+        tensors |= _as_stored(model, _named_state(name, state))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return {key: tensor.nbytes for key, tensor in tensors.items()}
 
 
 def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:

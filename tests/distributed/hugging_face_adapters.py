@@ -88,6 +88,7 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
     with engine_of(module, section) as engine:
         engines.train(engine, data)
         evaluated = float(engine.eval_batch(iter(data[0])))
+        engine.save_checkpoint(f"{folder}/checkpoint")
         terapipe_ds.save_pretrained(engine, first)
         terapipe_ds.save_pretrained(engine, whole, merge=True)
         found["refused"] = engines.raised_by(lambda: terapipe_ds.save_pretrained(engine, first, merge=True))
@@ -108,6 +109,10 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
                 engines.train(engine, data)
                 terapipe_ds.save_pretrained(engine, second)
     torch_dist.barrier()
+    module = terapipe_ds.from_pretrained(base, num_stages=2, adapter=LoraConfig(**fields))
+    with engine_of(module, section) as engine:
+        engine.load_checkpoint(f"{folder}/checkpoint")
+        found["restored"] = relative_error(float(engine.eval_batch(iter(data[0]))), evaluated)
     one, two = (load_file(f"{each}/adapter_model.safetensors") for each in (first, second))
     found["moved"] = one.keys() == two.keys() and all(not torch.equal(one[key], two[key]) for key in one)
     return found

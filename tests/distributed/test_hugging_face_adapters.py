@@ -23,12 +23,13 @@ from tests.distributed.hugging_face_adapters import (
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0], [3]], ids=["everywhere", "first stage", "last stage"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
-def test_adapters_equal_one_process(schedule: str, layers: list[int], tmp_path: Path) -> None:
-    """To 1e-10 in fp64; peft reads what is saved, with the same values."""
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp64", "bf16 with ZeRO-1"])
+def test_adapters_equal_one_process(is_bf16: bool, schedule: str, layers: list[int], tmp_path: Path) -> None:
+    """To 1e-10 in fp64, where peft reads what is saved, with the same values; losses in bf16 to 1e-2."""
     section = engines.section(slices=[7, 3, 6], schedule=schedule)
-    given = {"family": "llama", "terapipe": section, "layers_to_transform": layers}
+    given = {"family": "llama", "terapipe": section, "layers_to_transform": layers, "is_bf16": is_bf16}
     errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), **given)
-    assert not engines.violations(errors)
+    assert not engines.violations(errors, 1e-2 if is_bf16 else engines.EXACT)
 
 
 @pytest.mark.sample(2)
@@ -67,7 +68,7 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
     for found in rank_pool(2).run(folders_of_adapters, folder=str(tmp_path), **fields):
         assert found["config"] and found["moved"]
         assert found["refused"][0] == "SavingError" and "give another folder" in found["refused"][1]
-        assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone")), found
+        assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone", "restored")), found
 
 
 @pytest.mark.sample(2)
@@ -107,9 +108,12 @@ def test_folders_that_are_refused(case: str, text: str, tmp_path: Path) -> None:
         assert kind == "ModelRefusedError" and text in message
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp64", "bf16 with ZeRO-1"])
-def test_three_stages_with_one_that_is_frozen(is_bf16: bool, tmp_path: Path) -> None:
-    """fp64 to 1e-10; losses in bf16 to 1e-2."""
-    given = {"family": "llama", "terapipe": engines.section(slices=[7, 3, 6]), "layers_to_transform": [0, 5]}
+@pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
+def test_three_stages_with_one_that_is_frozen(schedule: str, is_bf16: bool, tmp_path: Path) -> None:
+    """fp64 to 1e-10; losses in bf16 to 1e-2. With zbv the ends of the model are on one stage, and two are frozen."""
+    section = engines.section(slices=[7, 3, 6], schedule=schedule)
+    given = {"family": "llama", "terapipe": section, "layers_to_transform": [0, 5]}
     errors = rank_pool(3).run(train_adapters, folder=str(tmp_path), stages=3, is_bf16=is_bf16, **given)
     assert not engines.violations(errors, 1e-2 if is_bf16 else engines.EXACT)

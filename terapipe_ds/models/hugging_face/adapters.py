@@ -76,13 +76,16 @@ class Adapters:
                 "its embedding is the output matrix as well, and takes no adapter: leave both out of target_modules "
                 "and modules_to_save"
             )
-        self._stored = None if isinstance(given, PeftConfig) else _tensors_of(given)
-        differ = [] if self._stored is None else sorted(set(self._stored) ^ set(self._saved_as.values()))
+        self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
+
+    def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        differ = sorted(set(stored) ^ set(self._saved_as.values()))
         if differ:
             raise ModelRefusedError(
                 f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "
                 "were made for this model"
             )
+        return stored
 
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module with frozen weights, and with adapters where the config names some of it."""

@@ -205,11 +205,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def config_of(family: str) -> Any:
+def config_of(family: str, num_layers: int | None = None) -> Any:
     """Return the config of a family, with experts that compute one by one: those do so in any dtype."""
     from transformers import AutoConfig
 
     fields = CONFIGS[family] if family in CONFIGS else REFUSED[family][0]
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
+    if num_layers is not None:  # of the kinds that there are, in turns
+        kinds = getattr(config, "layer_types", None)
+        if kinds:
+            config.layer_types = [kinds[index % len(kinds)] for index in range(num_layers)]
+        config.num_hidden_layers = num_layers
     config._experts_implementation = "eager"
     return config

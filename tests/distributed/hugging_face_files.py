@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import terapipe_ds
+from terapipe_ds.models.hugging_face.pieces import Piece
+from terapipe_ds.models.hugging_face.refusals import gathered
+from terapipe_ds.models.hugging_face.weights import INDEX, StoredWeights
 from tests.distributed import engines
 from tests.distributed.compare import relative_error
 from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_all_stages
@@ -27,44 +35,189 @@ def keys_in(folder: str) -> list[str]:
     return sorted(keys)
 
 
-def write_model(family: str, folder: str, **options: Any) -> None:
+def write_model(family: str, folder: str, num_layers: int | None = None, **options: Any) -> None:
     """Let transformers write a random model and rank 0 a file of a tokenizer."""
     torch.manual_seed(3)
+    config = config_of(family, num_layers)
     if torch_dist.get_rank() == 0:
-        AutoModelForCausalLM.from_config(config_of(family)).save_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_config(config)
+        model.generation_config.max_new_tokens = 17
+        model.save_pretrained(folder, **options)
         Path(folder, "tokenizer.json").write_text("{}")
     torch_dist.barrier()
 
 
-def round_trip(family: str, folder: str, stages: int = 2, **options: Any) -> dict[str, Any]:
+def round_trip(
+    family: str,
+    folder: str,
+    stages: int = 2,
+    num_layers: int | None = None,
+    terapipe: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Read, write, train, write again; what was found on this rank."""
     first, same, trained = (f"{folder}/{name}" for name in ("first", "same", "trained"))
-    write_model(family, first, max_shard_size="50KB")
+    write_model(family, first, num_layers, max_shard_size="50KB")
     module = terapipe_ds.from_pretrained(first, num_stages=stages, **options)
     module.config._experts_implementation = "eager"
     theirs = AutoModelForCausalLM.from_pretrained(first).state_dict()
     read = weights_of_all_stages(module)
     found: dict[str, Any] = {"read": all(torch.equal(value, theirs[name]) for name, value in read.items())}
-    section = engines.section(slices=[7, 3, 6])
-    with engine_of(module, section) as engine:
+    section = engines.section(slices=[7, 3, 6], **(terapipe or {}))
+    with engine_of(module, section, **(changes or {})) as engine:
         terapipe_ds.save_pretrained(engine, same)
         torch_dist.barrier()
         found["keys"] = keys_in(same) == keys_in(first)
         again = AutoModelForCausalLM.from_pretrained(same).state_dict()
-        found["written"] = again.keys() == theirs.keys() and all(torch.equal(again[key], theirs[key]) for key in theirs)
+        cast = {key: value.to(again[key].dtype) for key, value in theirs.items()}
+        found["written"] = again.keys() == theirs.keys() and all(torch.equal(again[key], cast[key]) for key in cast)
         data = batches(module.config.get_text_config().vocab_size)
         engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
         evaluated = engine.eval_batch(iter([module.to_tuple(batch) for batch in data[0]]))
         Path(trained).mkdir(exist_ok=True)
         Path(trained, "adapter_config.json").write_text("{}")  # of an earlier run
         terapipe_ds.save_pretrained(engine, trained)
+        own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
+    found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
     found["files"] = sorted(path.name for path in Path(trained).iterdir())
     model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()
-    found["moved"] = any(not torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+    state = model.state_dict()
+    found["saved"] = all(torch.equal(value, state[name]) for name, value in own.items())
+    found["moved"] = any(not torch.equal(value, cast[name]) for name, value in state.items())
     with torch.no_grad():
         expected = sum(float(loss_of(model, batch)) for batch in data[0]) / len(data[0])
     found["evaluation"] = relative_error(float(evaluated), expected)
     return found
+
+
+def reading(folder: str, terapipe: dict[str, Any] | None) -> dict[str, Any]:
+    """Which modules are read before and by an engine, into layers that this stage has then; and their values."""
+    write_model("llama", folder, num_layers=4)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    reads, original = list[tuple[str, list[Any]]](), StoredWeights._read
+
+    def noted(self: StoredWeights, name: str, tensors: Any) -> None:
+        reads.append((name, list(tensors.values())))  # kept, so that no other gets their ids
+        original(self, name, tensors)
+
+    with mock.patch.object(StoredWeights, "_read", noted):
+        module = terapipe_ds.from_pretrained(folder, num_stages=2)
+        listed = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        early = {id(each) for each in listed}
+
+        def read_into(wanted: set[int]) -> list[str]:
+            return sorted(name for name, tensors in reads if wanted & {id(each) for each in tensors})
+
+        found: dict[str, Any] = {"early": read_into(early)}
+        with engine_of(module, terapipe) as engine:
+            held = {id(each) for each in engine.module.parameters()}
+            names = module.checkpoint_names()
+            found["read"] = read_into(held | early)
+            found["held"] = sorted(
+                {name for each in module.modules() if isinstance(each, Piece) for name in each.names}
+            )
+            found["equal"] = all(torch.equal(module.get_parameter(key), theirs[name]) for key, name in names.items())
+    return found
+
+
+def change_and_move(folder: str) -> bool:
+    """Whether a weight that is changed before `initialize` goes with its layer to another stage."""
+    write_model("llama", folder, num_layers=4)
+    module = terapipe_ds.from_pretrained(folder, num_stages=2)
+    changed = "model.layers.2.mlp.up_proj.weight"
+    for key, name in module.checkpoint_names().items():
+        if name == changed:
+            module.get_parameter(key).data.fill_(0.125)
+    with engine_of(module, engines.section(schedule="zbv")):
+        stages = [names for names in gathered([*module.checkpoint_names().values()]) if changed in names]
+        kept = [key for key, name in module.checkpoint_names().items() if name == changed]
+        return len(stages) == 1 and all(bool((module.get_parameter(key) == 0.125).all()) for key in kept)
+
+
+def spoilt(folder: str, how: str) -> None:
+    """Spoil a folder of two files."""
+    path = Path(folder)
+    _, second = sorted(path.glob("model-*.safetensors"))[:2]
+    state = load_file(second)
+    key = sorted(state)[0]
+    if how == "missing file":
+        second.unlink()
+    elif how == "half a file":
+        second.write_bytes(second.read_bytes()[:-100])
+    elif how == "missing key":
+        save_file({name: value for name, value in state.items() if name != key}, second)
+    elif how == "key in no file":
+        index = json.loads((path / INDEX).read_text())
+        del index["weight_map"][key]
+        (path / INDEX).write_text(json.dumps(index))
+    elif how == "other shape":
+        save_file({**state, key: state[key].new_zeros(3)}, second)
+    elif how == "other dtype":
+        save_file({**state, key: state[key].to(torch.int8)}, second)
+    elif how == "other form":
+        for file in path.glob("model*"):
+            file.unlink()
+        (path / "pytorch_model.bin").write_bytes(b"")
+    else:
+        raise ValueError(how)
+
+
+def refused_reading(folder: str, how: str, on_one_rank: bool, later: bool) -> tuple[str, str]:
+    """What reading a spoilt folder raises on this rank; `later`: it is spoilt once the module is there."""
+    mine = f"{folder}/{torch_dist.get_rank()}"  # as on machines with disks of their own
+    write_model("llama", folder, num_layers=4, max_shard_size="50KB")
+    shutil.copytree(folder, mine, ignore=lambda *_: ["0", "1"])
+    is_spoilt = torch_dist.get_rank() == 1 or not on_one_rank
+
+    def build() -> None:
+        if is_spoilt and not later:
+            spoilt(mine, how)
+        module = terapipe_ds.from_pretrained(mine, num_stages=2)
+        if is_spoilt and later:
+            for file in Path(mine).glob("model-*"):
+                file.unlink()
+        terapipe_ds.initialize(model=module, config=engines.config() | {"terapipe": engines.section()})
+
+    return engines.raised_by(build)
+
+
+def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, str]]:
+    """What is logged, and raised, on this rank where files have a tensor more."""
+    write_model("qwen2" if "bias" in key else "gpt2", folder)
+    if torch_dist.get_rank() == 0:
+        path = Path(folder, "model.safetensors")
+        state = load_file(path)
+        save_file({**state, key: torch.ones(64, 32)}, path, metadata={"format": "pt"})
+    torch_dist.barrier()
+    with engines.logged() as lines:
+        raised = engines.raised_by(lambda: terapipe_ds.from_pretrained(folder, num_stages=2))
+    return lines, raised
+
+
+def interrupted_save(folder: str, at: str) -> tuple[str, str, str]:
+    """What a save raises on this rank that fails on one; and what transformers reads from the folder then."""
+    write_model("llama", f"{folder}/first", num_layers=4)
+    module = terapipe_ds.from_pretrained(f"{folder}/first", num_stages=2)
+    with engine_of(module, engines.section()) as engine:
+        terapipe_ds.save_pretrained(engine, f"{folder}/saved")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError("no space left")
+
+        is_here = torch_dist.get_rank() == (1 if at in ("save_file", "os.replace") else 0)
+        with mock.patch(f"terapipe_ds.models.hugging_face.saving.{at}", fail) if is_here else contextlib.nullcontext():
+            kind, text = engines.raised_by(lambda: terapipe_ds.save_pretrained(engine, f"{folder}/saved"))
+        torch_dist.barrier()
+    try:
+        state = AutoModelForCausalLM.from_pretrained(f"{folder}/saved").state_dict()
+    except OSError:
+        return kind, text, "nothing"
+    theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/first").state_dict()
+    return kind, text, "old" if all(torch.equal(value, theirs[name]) for name, value in state.items()) else "mixed"
 
 
 def private_bytes() -> int:
@@ -74,7 +227,7 @@ def private_bytes() -> int:
     return fields["Anonymous"]
 
 
-def memory_of_reading(folder: str, **fields: Any) -> tuple[int, int]:
+def memory_of_reading(folder: str, schedule: str, **fields: Any) -> tuple[int, int]:
     """How much private memory grows at most while a model is read over two stages, and the bytes of the model."""
     import threading
 
@@ -94,7 +247,8 @@ def memory_of_reading(folder: str, **fields: Any) -> tuple[int, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     module = terapipe_ds.from_pretrained(folder, num_stages=2)
+    terapipe_ds.lay_out(module, engines.config() | {"terapipe": engines.section(schedule=schedule)})
     stop.set()
     watcher.join()
-    assert sum(p.numel() for p in module.parameters()) * 4 > size / 3
+    assert sum(p.numel() for p in module.parameters()) * 4 > size / 6
     return max(peak[0], private_bytes()) - before, size

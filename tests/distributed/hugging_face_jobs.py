@@ -82,7 +82,9 @@ def ways_of(module: Any) -> list[str]:
     return [("fast" if way.is_fast else "slow") + ("+states" if way.has_states else "") for way in layers]
 
 
-def train_whole(model: Any, data: list[list[dict[str, Tensor]]]) -> tuple[list[float], list[dict[str, Tensor]], Any]:
+def train_whole(
+    model: Any, data: list[list[dict[str, Tensor]]], clipping: float = 0.0
+) -> tuple[list[float], list[dict[str, Tensor]], Any]:
     """Losses and gradients of each step of a plain loop, and the parameters at its end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=engines.LEARNING_RATE, eps=EPS, weight_decay=0.0)
     losses, gradients = [], []
@@ -92,6 +94,8 @@ def train_whole(model: Any, data: list[list[dict[str, Tensor]]]) -> tuple[list[f
         loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         losses.append(float(loss))
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
         optimizer.step()
     return losses, gradients, dict(model.named_parameters())
 
@@ -116,6 +120,13 @@ def differences(
 
 def refusal_of(family: str) -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2))
+
+
+def refusal_of_fields(family: str, fields: dict[str, Any]) -> tuple[str, str]:
+    config = config_of(family)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return engines.raised_by(lambda: terapipe_ds.from_config(config, num_stages=2))
 
 
 def bounds_of(partition: list[int]) -> list[int]:

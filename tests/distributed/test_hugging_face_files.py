@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_files import memory_of_reading, round_trip
+from tests.distributed.hugging_face_files import (
+    change_and_move,
+    interrupted_save,
+    memory_of_reading,
+    more_than_the_model,
+    reading,
+    refused_reading,
+    round_trip,
+)
 from tests.hugging_face_families import CONFIGS
 
 SAMPLE = ("gpt2", "mixtral", "deepseek_v3", "gpt_oss")
@@ -24,8 +34,8 @@ COMMON = {"config.json", "generation_config.json", "tokenizer.json"}
 def test_there_and_back(family: str, tmp_path: Path) -> None:
     """Read and written unchanged it is the same model; trained, it gives transformers the pipeline's evaluation."""
     for found in rank_pool(2).run(round_trip, family=family, folder=str(tmp_path)):
-        assert found["read"] and found["keys"] and found["written"] and found["moved"]
-        assert found["evaluation"] <= 1e-5
+        assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
+        assert found["evaluation"] <= 1e-5 and found["generation"] == 17
         shards = {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)}
         assert set(found["files"]) == COMMON | shards | {"model.safetensors.index.json"}
 
@@ -35,6 +45,90 @@ def test_one_stage_writes_one_file(tmp_path: Path) -> None:
         assert found["read"] and found["written"] and set(found["files"]) == COMMON | {"model.safetensors"}
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma", {"terapipe": {"schedule": "zbv"}}),  # whose embedding is tied, over a stage with its both ends
+        ("gpt2", {"terapipe": {"schedule": "interleaved", "chunks_per_stage": 2}}),
+        ("llama", {"changes": {"bf16": {"enabled": True}, **engines.ZERO1}}),
+        ("llama", {"stages": 1}),  # and two replicas
+        ("gpt2", {"partition": [0, 2, 8]}),
+    ],
+    ids=lambda each: str(each),
+)
+def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Several parts on a stage, two replicas, bf16 with ZeRO-1, a partition by hand."""
+    is_bf16 = "bf16" in options.get("changes", {})
+    for found in rank_pool(2).run(round_trip, family=family, folder=str(tmp_path), num_layers=4, **options):
+        assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
+        assert found["evaluation"] <= (1e-2 if is_bf16 else 1e-5)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "terapipe", [None, {}, {"schedule": "zbv"}, {"schedule": "interleaved", "chunks_per_stage": 2}], ids=str
+)
+def test_weights_are_read_once_layers_have_their_stages(terapipe: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Nothing before an engine is built, and then each module of the stage once; None is DeepSpeed's own engine."""
+    section = None if terapipe is None else engines.section(**terapipe)
+    for found in rank_pool(2).run(reading, folder=str(tmp_path), terapipe=section):
+        assert found["early"] == [] and found["equal"]
+        assert found["read"] == found["held"]
+
+
+def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> None:
+    assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
+
+
+SPOILT = {
+    "missing file": "which is not there: download",
+    "half a file": "cannot be read",
+    "missing key": "index.json says it has",
+    "key in no file": "has no weights for",
+    "other shape": "is stored with the shape \\[3\\]",
+    "other dtype": "stored as I8.*Give those of the original",
+    "other form": "pytorch_model.bin.*save_pretrained",
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("on_one_rank", [False, True], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_folder_is_refused_on_all_ranks(how: str, on_one_rank: bool, tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "how": how, "on_one_rank": on_one_rank, "later": False}
+    for kind, text in rank_pool(2).run(refused_reading, **given):
+        assert kind == "ModelRefusedError" and re.search(SPOILT[how], text), text
+
+
+def test_what_the_model_has_no_place_for_is_said(tmp_path: Path) -> None:
+    """transformers would not tie two matrices that differ, whatever the config says."""
+    first, second = rank_pool(2).run(more_than_the_model, folder=str(tmp_path), key="model.layers.0.mlp.up_proj.bias")
+    assert [line for line in first[0] if "no place for" in line and "layers.0.mlp.up_proj.bias" in line]
+    assert not [line for line in second[0] if "no place for" in line] and first[1] == second[1] == ("", "")
+    for _, (kind, text) in rank_pool(2).run(more_than_the_model, folder=str(tmp_path / "tied"), key="lm_head.weight"):
+        assert kind == "ModelRefusedError" and '"tie_word_embeddings" to false' in text
+
+
+def test_a_file_that_vanishes_later_stops_all_ranks(tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "how": "", "on_one_rank": True, "later": True}
+    for kind, text in rank_pool(2).run(refused_reading, **given):
+        assert kind == "ModelRefusedError" and "cannot be read" in text
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("at", "left"),
+    [("save_file", "old"), ("_write_the_rest", "nothing"), ("os.replace", "nothing"), ("_write_index", "nothing")],
+)
+def test_a_save_that_fails_leaves_the_old_model_or_none(at: str, left: str, tmp_path: Path) -> None:
+    for kind, text, found in rank_pool(2).run(interrupted_save, folder=str(tmp_path), at=at):
+        assert kind == "SavingError" and "no space left" in text and found == left
+    assert not list(tmp_path.glob("saved/.*"))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -46,7 +140,7 @@ def test_one_stage_writes_one_file(tmp_path: Path) -> None:
     ],
     ids=["50 MB", "1 GB"],
 )
-def test_a_stage_reads_its_own_weights_alone(fields: dict[str, Any], tmp_path: Path) -> None:
-    """A rank's private memory grows by 0.75 of the model at most, over two stages."""
-    for grown, size in rank_pool(2).run(memory_of_reading, folder=str(tmp_path), **fields):
+def test_a_stage_reads_its_own_weights_alone(fields: dict[str, Any], schedule: str, tmp_path: Path) -> None:
+    """A rank's private memory grows by 0.75 of the model at most, over two stages, also where layers change these."""
+    for grown, size in rank_pool(2).run(memory_of_reading, folder=str(tmp_path), schedule=schedule, **fields):
         assert grown <= 0.75 * size

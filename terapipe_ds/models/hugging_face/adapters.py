@@ -1,51 +1,91 @@
-"""Put adapters of peft into the modules of a stage, and write them as peft does."""
+"""Put adapters of peft into the modules of a stage, read them from a folder, and write them as peft does."""
 
 from __future__ import annotations
 
 import copy
+import os
 import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as torch_dist
-from peft import LoraConfig, inject_adapter_in_model
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.outline import Outline
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
+from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, named
 
+ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
+_IN_PEFT = "base_model.model."  # what peft writes before the name of a module
+_INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights beside which adapters are trained
 
 
 class Adapters:
     """Low-rank adapters beside frozen weights, in the modules that a config of peft names.
 
-    Their initial values depend on the seed and the name of a module alone.
+    What is trained, and under which key peft saves it, is what peft says of the whole model. Initial values depend on
+    the seed and the name of a module alone.
 
     Args:
-        config: peft's.
+        given: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained on.
         model: the model with parameters on the device "meta"; it is changed.
         outline: which modules of it have weights.
 
     Raises:
-        ModelRefusedError: no module has such a name, or what is asked does not end at a module of a stage.
+        ModelRefusedError: no module has such a name; what is asked for does not end at a module of a stage, or cannot
+            be saved; or the folder has other adapters than its config says.
     """
 
-    def __init__(self, config: LoraConfig, model: PreTrainedModel, outline: Outline, seed: int) -> None:
-        self.config, self._outline, self._seed = config, outline, seed
-        if config.modules_to_save or config.bias != "none":
-            raise ModelRefusedError("adapters with modules_to_save or bias are not supported: train the whole model")
+    def __init__(
+        self,
+        given: LoraConfig | PeftModel | str | os.PathLike[str],
+        model: PreTrainedModel,
+        outline: Outline,
+        seed: int,
+    ) -> None:
+        self._outline, self._seed = outline, seed
+        config = _config_of(given)
+        if not isinstance(config, LoraConfig):
+            raise ModelRefusedError(f"adapters are those of LoraConfig, and not of {type(config).__name__}")
+        if config.init_lora_weights not in _INITIAL:
+            raise ModelRefusedError(
+                f"init_lora_weights {config.init_lora_weights!r} changes the weights that are not saved: give True"
+            )
+        self.config = copy.deepcopy(config)
+        self.config.inference_mode = False  # as saved adapters have it
         try:
-            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+            whole = get_peft_model(model, self.config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
         except ValueError as error:
             raise ModelRefusedError(str(error)) from error
-        names = [name for name, _ in model.named_parameters() if f".{_NAME}." in name]
-        self._owners = {owner for owner in outline.names if any(name.startswith(f"{owner}.") for name in names)}
+        key_of = {id(value): key.removeprefix(_IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
+        saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
+        self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
+        self._trained = {key.removeprefix(_IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
+        unsaved = sorted(self._trained - set(self._saved_as))
+        if unsaved:
+            raise ModelRefusedError(f"peft would train {named(unsaved)}, and not save it: give bias='none'")
+        self._owners = {name for name in outline.names if any(key.startswith(f"{name}.") for key in self._trained)}
         if outline.tied is not None and self._owners & {outline.embedding, outline.head}:
-            raise ModelRefusedError("its embedding is the output matrix as well, and takes no adapter")
+            raise ModelRefusedError(
+                "its embedding is the output matrix as well, and takes no adapter: leave both out of target_modules "
+                "and modules_to_save"
+            )
+        self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
+
+    def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        differ = sorted(set(stored) ^ set(self._saved_as.values()))
+        if differ:
+            raise ModelRefusedError(
+                f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "
+                "were made for this model"
+            )
+        return stored
 
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module with frozen weights, and with adapters where the config names some of it."""
@@ -57,28 +97,75 @@ class Adapters:
             whole, inner = nn.Module(), whole
             whole.add_module(part, inner)
         whole.config = self._outline.config  # type: ignore[assignment]
+        config = copy.deepcopy(self.config)
+        if not any(key.startswith(f"{name}.") and ".lora_" in key for key in self._trained):
+            config.target_modules = DUMMY_TARGET_MODULES  # a whole module, or a bias, is trained and nothing beside it
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(f"adapters of {name}".encode()))
-            inject_adapter_in_model(copy.deepcopy(self.config), whole)
-        return whole.get_submodule(name)
+            inject_adapter_in_model(config, whole)
+        injected = whole.get_submodule(name)
+        for key, parameter in injected.named_parameters():
+            if parameter.requires_grad != (f"{name}.{key}" in self._trained):
+                raise ModelRefusedError(f"peft trains other weights of {name} alone than of it in the model ({key})")
+            if parameter.requires_grad and self._stored is not None:
+                parameter.data.copy_(self._stored[self._saved_as[f"{name}.{key}"]])
+        return injected
 
-    def save(self, pieces: dict[str, dict[str, Tensor]], source: Path | None, folder: Path) -> None:
-        """Write the adapters of all stages and their config, as `PeftModel.save_pretrained` does. Rank 0 writes."""
-        mark = f".{_NAME}."
+    def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the adapters of all stages by the keys of peft. A collective over all ranks."""
         here = {
-            f"base_model.model.{key.replace(mark, '.')}": value.detach().cpu().clone()
+            self._saved_as[key]: value.detach().cpu().clone()
             for state in pieces.values()
             for key, value in state.items()
-            if mark in key
+            if key in self._saved_as
         }
-        everyone: list[dict[str, Tensor]] = [{} for _ in range(torch_dist.get_world_size())]
-        torch_dist.all_gather_object(everyone, here)
-        if torch_dist.get_rank() == 0:
-            tensors = {key: value for stage in everyone for key, value in stage.items()}
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / "adapter_model.safetensors"
-            write_atomically(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-            config = copy.deepcopy(self.config)
-            config.inference_mode = True
-            config.base_model_name_or_path = None if source is None else str(source)
-            config.save_pretrained(folder)
+        return {key: value for stage in gathered(here) for key, value in stage.items()}
+
+    def save(self, tensors: dict[str, Tensor], source: Path | None, folder: Path) -> None:
+        """Write adapters and their config, as `PeftModel.save_pretrained` does."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / ADAPTER_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        config.base_model_name_or_path = None if source is None else str(source)
+        config.save_pretrained(folder)
+
+
+def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
+    if isinstance(given, PeftModel):
+        if list(given.peft_config) != [_NAME]:
+            raise ModelRefusedError(f"its adapters are named {list(given.peft_config)}: give one, named {_NAME!r}")
+        return given.peft_config[_NAME]
+    return given if isinstance(given, PeftConfig) else PeftConfig.from_pretrained(os.fspath(given))
+
+
+def _tensors_of(given: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:
+    if isinstance(given, PeftModel):
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(given, save_embedding_layers=False)
+        return tensors
+    file = Path(given) / ADAPTER_FILE
+    if not file.is_file():
+        raise ModelRefusedError(f"{file.parent} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
+    return load_file(file)
+
+
+def without_adapters(model: PeftModel) -> dict[str, Tensor]:
+    """Return the state dict of the model that adapters were put on."""
+    return {
+        key.replace("original_module.", "").replace("base_layer.", ""): value
+        for key, value in model.get_base_model().state_dict().items()
+        if "modules_to_save." not in key and ".lora_" not in f".{key}"
+    }
+
+
+def merged(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a module with its adapters added to them, by the names that they have without adapters."""
+    module = copy.deepcopy(module)
+    for each in module.modules():
+        if isinstance(each, BaseTunerLayer):
+            each.merge()
+    return {
+        key.replace(f"modules_to_save.{_NAME}.", "").replace("base_layer.", ""): value
+        for key, value in module.state_dict().items()
+        if "original_module." not in key and ".lora_" not in f".{key}"
+    }

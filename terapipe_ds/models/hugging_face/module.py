@@ -8,29 +8,33 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.gpt import IGNORE_INDEX, gpt_loss
 from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config
-from terapipe_ds.models.hugging_face.weights import DrawnWeights, StoredWeights
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.unread import is_unread, read
+from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
 SMALL = 1024
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
 
     from terapipe_ds.models.hugging_face.adapters import Adapters
 
 Loss = Callable[[Tensor, Any], Tensor]
+Adapter: TypeAlias = "PeftConfig | PeftModel | str | os.PathLike[str] | None"
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
 
@@ -58,6 +62,7 @@ class HuggingFaceModule(PipelineModule):
         **options: Any,
     ) -> None:
         layers = layers_of(blueprint)
+        self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.config = blueprint.outline.model.config
@@ -69,21 +74,33 @@ class HuggingFaceModule(PipelineModule):
             loss_fn=gpt_loss if loss_fn is None else loss_fn,
             **{"partition_method": "type:^DecoderLayer$", "checkpointable_layers": ["DecoderLayer"], **options},
         )
-        self.laid_out()
+        self._is_built = True
+        with refused_on_all_ranks():
+            self._try_layers()
 
     def laid_out(self) -> None:
-        """Try the decoder layers that are new on this stage in slices; the engine calls this when layers have moved."""
-        problem = ""
-        try:
-            for layer in self.modules():
-                if isinstance(layer, DecoderLayer):
-                    layer.find_way()
-        except ModelRefusedError as error:
-            problem = str(error)
-        problems = [problem] * torch_dist.get_world_size()
-        torch_dist.all_gather_object(problems, problem)
-        if any(problems):  # on all ranks: the others would wait for this one
-            raise ModelRefusedError(next(filter(None, problems)))
+        """Read the weights of this stage, and try decoder layers that are new on it in slices.
+
+        The engine calls this when layers have their stages. Under DeepSpeed's own weights are read as its engine looks
+        at them (`unread`).
+        """
+        with refused_on_all_ranks():
+            read(self.parameters())
+            self._try_layers()
+
+    def _try_layers(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, DecoderLayer):
+                layer.find_way()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Leave weights unread where the base class brings them to a device as it builds the module."""
+        return super()._apply(fn, recurse) if self._is_built or not is_unread(self) else self
+
+    def _synchronize_tied_weights(self) -> None:
+        """Send tied weights to the other stages that hold them; all read the same where they are read from a folder."""
+        if self._is_built or not self._is_stored:
+            super()._synchronize_tied_weights()
 
     def to_tuple(self, batch: Mapping[str, Tensor]) -> TupleBatch:
         """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
@@ -135,7 +152,7 @@ def from_config(
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
     *,
-    adapter: PeftConfig | None = None,
+    adapter: Adapter = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
@@ -147,7 +164,8 @@ def from_config(
         partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
         loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights; the default is the config's.
-        adapter: of peft; adapters are trained in the place of all weights, and `save_pretrained` writes them.
+        adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained in the place of
+            all weights, and `save_pretrained` writes them.
         seed: of the initial weights, which do not depend on the number of stages.
         options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.
 
@@ -156,51 +174,92 @@ def from_config(
     """
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
-        blueprint = Blueprint(outline, DrawnWeights(outline, seed), _adapters(adapter, config, dtype, outline, seed))
+    adapters = _adapters(adapter, config, dtype, outline, seed)
+    with _family_named(config):
+        blueprint = Blueprint(outline, DrawnWeights(outline, seed), adapters)
         return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
 
 
 def from_pretrained(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | PreTrainedModel | PeftModel,
     num_stages: int = 2,
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
     dtype: torch.dtype | None = None,
     *,
-    adapter: PeftConfig | None = None,
+    adapter: Adapter = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
     """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
 
     Args:
-        folder: with a config and safetensors, as `save_pretrained` of transformers writes them.
+        folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
+            peft writes them, whose config names the folder of the model. A model in memory, with adapters of peft or
+            without, is taken as well; then each rank has all of it.
 
     The other arguments are those of `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
     """
-    if not Path(folder).is_dir():
-        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
-    config = AutoConfig.from_pretrained(folder)
-    with _family_named(config):
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
-        model = model_without_weights(config, dtype)
-        outline = Outline(model_without_weights(config, dtype))
+    options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
+    if isinstance(folder, nn.Module):
+        return _from_model(folder, dtype, adapter, seed, options)
+    with refused_on_all_ranks():  # each may have a disk of its own
+        folder, adapter = _folders(folder, adapter)
+        config = AutoConfig.from_pretrained(folder)
+        with _family_named(config):
+            if getattr(config, "quantization_config", None) is not None:
+                raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
+            outline = Outline(model_without_weights(config, dtype))
         with contextlib.suppress(OSError):  # most have one
             outline.model.generation_config = GenerationConfig.from_pretrained(folder)
-        weights = StoredWeights(folder, model, outline.names)
+        weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
-        module = HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
-        module.source = Path(folder)
-        return module
+    with _family_named(config):
+        module = HuggingFaceModule(blueprint, **options)
+    module.source = folder
+    return module
+
+
+def _from_model(
+    model: PreTrainedModel | PeftModel, dtype: torch.dtype | None, adapter: Adapter, seed: int, options: dict[str, Any]
+) -> HuggingFaceModule:
+    config, state, dtype = model.config, model.state_dict(), dtype or model.dtype
+    if hasattr(model, "peft_config"):
+        from terapipe_ds.models.hugging_face.adapters import without_adapters  # peft takes seconds to import
+
+        if adapter is not None:
+            raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
+        state, adapter = without_adapters(model), model
+    with _family_named(config):
+        outline = Outline(model_without_weights(config, dtype))
+    outline.model.generation_config = model.generation_config
+    blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
+    with _family_named(config):
+        return HuggingFaceModule(blueprint, **options)
+
+
+def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
+    """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
+    if adapter is not None or not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
+        return path, adapter
+    base = parse_json(read_bytes(path / ADAPTER_CONFIG)).get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise ModelRefusedError(
+            f"{path} has adapters for the model {base!r}, which is no folder here: give the folder of the model, and "
+            f"adapter={str(path)!r}"
+        )
+    return Path(base), path
 
 
 def _adapters(
-    adapter: PeftConfig | None, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
+    adapter: Adapter, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
 ) -> Adapters | None:
     if adapter is None:
         return None

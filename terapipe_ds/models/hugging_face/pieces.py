@@ -23,6 +23,7 @@ from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from terapipe_ds.models.hugging_face.outline import Outline, Run
 from terapipe_ds.models.hugging_face.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.unread import is_unread
 from terapipe_ds.models.hugging_face.weights import Weights
 from terapipe_ds.models.positions import first_position, places_in_documents
 
@@ -35,8 +36,11 @@ class Adapters(Protocol):
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module with its weights frozen, and with what is trained."""
 
-    def save(self, pieces: dict[str, dict[str, Tensor]], source: Path | None, folder: Path) -> None:
-        """Write what is trained; a collective over all ranks."""
+    def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return what is trained on all stages; a collective over all ranks."""
+
+    def save(self, tensors: dict[str, Tensor], source: Path | None, folder: Path) -> None:
+        """Write what is trained."""
 
 
 class Blueprint:
@@ -47,13 +51,15 @@ class Blueprint:
         self._ways: dict[tuple[str, str], Way] = {}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
-        """Return how a decoder layer runs in slices; layers of one kind are tried once.
+        """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.
 
         Raises ModelRefusedError where it does not.
         """
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
         kind = kinds[index], _described(layer)
         if kind not in self._ways:
+            if is_unread(layer):
+                layer = self.filled(f"{self.outline.layers_name}.{index}", self.outline.layers[index])
             self._ways[kind] = find_way(self.outline, index, layer)
         return self._ways[kind]
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as torch_dist
+
+T = TypeVar("T")
 
 # Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -12,12 +18,43 @@ class ModelRefusedError(ValueError):
     """A model that cannot be trained in token slices; the message says what of it, and what to do."""
 
 
+def gathered(value: T) -> list[T]:
+    """Return the values that all ranks give, by rank. A collective on the CPU: ranks may have no device yet."""
+    group = None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
+    values = [value] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(values, value, group=group)
+    if group is not None:
+        torch_dist.destroy_process_group(group)
+    return values
+
+
+@contextlib.contextmanager
+def refused_on_all_ranks() -> Iterator[None]:
+    """Raise what some rank refuses on all ranks, since the others would wait for it. A collective at its end."""
+    problem = ""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem = str(error)
+        if torch_dist.get_world_size() == 1:
+            raise
+    problems = gathered(problem)
+    if any(problems):
+        raise ModelRefusedError(next(filter(None, problems)))
+
+
 def check_config(config: Any) -> None:
     """Raise ModelRefusedError where the config alone shows that the model cannot be trained in slices."""
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ModelRefusedError(
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
             "Set it to False"
+        )
+    layerdrop = getattr(config.get_text_config(), "layerdrop", 0) or 0
+    if layerdrop:
+        raise ModelRefusedError(
+            f"layerdrop is {layerdrop}: whole decoder layers would be left out at random, in one slice and not in the "
+            "next. Set it to 0"
         )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]

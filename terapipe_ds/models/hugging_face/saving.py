@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as torch_dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from terapipe_ds.files.atomic import write_atomically, write_text
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
-from terapipe_ds.models.hugging_face.weights import INDEX, SINGLE
+from terapipe_ds.models.hugging_face.refusals import gathered
+from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, INDEX, SINGLE
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # transformers would put them onto the model
+_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
 _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
 
 
@@ -35,59 +38,101 @@ class SavingError(RuntimeError):
     """A stage could not write its weights; raised on all ranks."""
 
 
-def save_pretrained(engine: Engine, folder: str | os.PathLike[str]) -> None:
+def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
     """Write the model's weights, config, generation config and tokenizer into a folder. A collective over all ranks.
 
-    Each stage writes its own weights, tied ones once. Weights have the dtype that the engine's module has. What the
-    folder has of another model is removed after that. Of a model with adapters these are written, as peft does.
+    Each stage writes its own weights, tied ones once, under names that nobody reads. Once all are there they take the
+    places of what the folder has of another model, the index at last: a save that is interrupted leaves the old model,
+    or none. Weights have the dtype that the engine's module has.
+
+    Of a model with adapters these are written alone, as peft does; with `merge` the whole model is, with the adapters
+    added to its weights.
 
     Raises:
+        ValueError: `merge`, and the model has no adapters.
         SavingError: on all ranks, with what each of them could not do.
     """
     module, path = engine.module, Path(folder)
-    pieces = dict(_pieces(module))
     adapters = module.blueprint.adapters
-    if adapters is not None:
-        adapters.save(pieces, module.source, path)
+    if merge and adapters is None:
+        raise ValueError("merge=True: the model has no adapters; save it without")
+    pieces = _pieces(module)
+    if adapters is None or merge:
+        _save_model(module, pieces, path, merge)
         return
+    trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
+    with _on_all_ranks():
+        if torch_dist.get_rank() == 0:
+            adapters.save(trained, module.source, path)
+
+
+def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: Path, merge: bool) -> None:
     writers: dict[str, int] = {}
-    for rank, names in enumerate(_gathered(list(pieces))):
+    for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
             writers.setdefault(name, rank)
     ranks, me = sorted(set(writers.values())), torch_dist.get_rank()
     shards = {rank: f"model-{place:05d}-of-{len(ranks):05d}.safetensors" for place, rank in enumerate(ranks, 1)}
     shards = shards if len(ranks) > 1 else {ranks[0]: SINGLE}
-    sizes, problem = dict[str, int](), ""
+    sizes, unfinished = dict[str, int](), path / f".{shards.get(me, '')}.unfinished"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        with _on_all_ranks():
+            path.mkdir(parents=True, exist_ok=True)
+            if me in shards:
+                own = {name: held for name, held in pieces.items() if writers[name] == me}
+                sizes = _write_shard(module.blueprint.outline.model, own, unfinished, merge)
+        sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
+        with _on_all_ranks():
+            if me == 0:
+                _remove_weights(path)
+                _write_the_rest(module, path)
+        with _on_all_ranks():
+            if me in shards:
+                os.replace(unfinished, path / shards[me])
+    finally:
         if me in shards:
-            tensors: dict[str, Tensor] = {}
-            for name, state in pieces.items():
-                if writers[name] == me:
-                    tensors |= _as_stored(module.blueprint.outline.model, state)
-            write_atomically(path / shards[me], lambda file: save_file(tensors, file, metadata={"format": "pt"}))
-            sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
-    except Exception as error:  # so that all ranks hear of it
-        problem = f"{type(error).__name__}: {error}"
-    everyone = _gathered((sizes, problem))
-    _raise_on_all(problem for _, problem in everyone)
+            unfinished.unlink(missing_ok=True)
+    with _on_all_ranks():
+        if me == 0 and len(shards) > 1:
+            _write_index(path, sizes_of)
+
+
+@contextlib.contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Raise on all ranks what some of them could not do. A collective at its end."""
     problem = ""
-    if me == 0:
-        try:
-            _write_the_rest(module, path, {shards[rank]: everyone[rank][0] for rank in ranks})
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    _raise_on_all(_gathered(problem))
+    try:
+        yield
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    lines = [f"rank {rank}: {each}" for rank, each in enumerate(gathered(problem)) if each]
+    if lines:
+        raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 
-def _pieces(module: HuggingFaceModule) -> list[tuple[str, dict[str, Tensor]]]:
-    """Return the modules of this stage, by their names in the model, with parameters and saved buffers by theirs."""
-    return [
-        (name, {f"{name}.{key}": value for key, value in held.state_dict().items()})
-        for piece in module.modules()
-        if isinstance(piece, Piece)
-        for name, held in zip(piece.names, piece.held, strict=True)
-    ]
+def _pieces(module: HuggingFaceModule) -> dict[str, nn.Module]:
+    """Return the modules of this stage by their names in the model."""
+    pieces = [piece for piece in module.modules() if isinstance(piece, Piece)]
+    return {name: held for piece in pieces for name, held in zip(piece.names, piece.held, strict=True)}
+
+
+def _named_state(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters and saved buffers of a module by their names in the model."""
+    return {f"{name}.{key}": value for key, value in state.items()}
+
+
+def _write_shard(model: PreTrainedModel, pieces: dict[str, nn.Module], file: Path, merge: bool) -> dict[str, int]:
+    """Write the weights of some modules; return the bytes of each tensor."""
+    tensors: dict[str, Tensor] = {}
+    for name, held in pieces.items():
+        state: Mapping[str, Tensor] = held.state_dict()
+        if merge:
+            from terapipe_ds.models.hugging_face.adapters import merged  # peft takes seconds to import
+
+            state = merged(held)
+        tensors |= _as_stored(model, _named_state(name, state))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return {key: tensor.nbytes for key, tensor in tensors.items()}
 
 
 def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,7 +146,15 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
     return {key: value.detach().cpu().contiguous().clone() for key, value in stored.items()}
 
 
-def _write_the_rest(module: HuggingFaceModule, folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:
+def _remove_weights(folder: Path) -> None:
+    """Remove what the folder has of another model, the index first: what is left is seen to be no model."""
+    (folder / INDEX).unlink(missing_ok=True)
+    for file in folder.iterdir():
+        if file.name in (SINGLE, *_ADAPTERS) or _SHARD.fullmatch(file.name):
+            file.unlink()
+
+
+def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
@@ -113,26 +166,10 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path, sizes_of: dict[str,
         for file in module.source.iterdir():
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
-    if len(sizes_of) > 1:
-        weight_map = {key: name for name, sizes in sizes_of.items() for key in sizes}
-        total = sum(size for sizes in sizes_of.values() for size in sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    else:
-        (folder / INDEX).unlink(missing_ok=True)
-    for file in folder.iterdir():
-        is_weights = file.name in (SINGLE, *_OF_ADAPTERS) or _SHARD.fullmatch(file.name)
-        if is_weights and file.name not in sizes_of:
-            file.unlink()
 
 
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(values, value)
-    return values
-
-
-def _raise_on_all(problems: Any) -> None:
-    lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    if lines:
-        raise SavingError(f"the model was not saved: {'; '.join(lines)}")
+def _write_index(folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:
+    weight_map = {key: name for name, sizes in sizes_of.items() for key in sizes}
+    total = sum(size for sizes in sizes_of.values() for size in sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")

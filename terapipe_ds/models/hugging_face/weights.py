@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
+import torch.distributed as torch_dist
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -19,16 +23,24 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.unread import leave_unread
+
+logger = logging.getLogger("terapipe_ds")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Weights(Protocol):
     """Where weights come from."""
 
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Set all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
+        """Set all parameters of `module`, a copy of `original`, which has the name `name` in the model.
+
+        They may be set later, when somebody looks at them.
+        """
 
 
 class DrawnWeights:
@@ -59,31 +71,54 @@ class DrawnWeights:
 
 
 class StoredWeights:
-    """The weights of a folder in the form of `save_pretrained`; a module's are read when it is built, and no others.
+    """The weights of a folder in the form of `save_pretrained`; each stage reads those of its own modules.
 
-    Where the folder's keys are not those of the model (experts by number, fused in memory), transformers' own
-    conversion goes between.
+    `fill` reads nothing yet (`unread`). Where the folder's keys are not those of the model (experts by number, fused in
+    memory), transformers' own conversion goes between.
 
     Args:
         model: the model with parameters on the device "meta"; its modules hold the weights while they are converted.
-        names: of all modules that have weights.
+        outline: which modules have weights.
+
+    Raises:
+        ModelRefusedError: the files are not those of such a model. Their headers say so, before anything is read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, names: Sequence[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline) -> None:
         self._folder, self._model = Path(folder), model
         self._file_of = _files(self._folder)
         self._conversions = _conversions(model)
+        names = [name for name in outline.names if outline.tied is None or name != outline.head]
         self._keys_of: dict[str, list[str]] = {name: [] for name in names}
-        state = model.state_dict()
-        for key in self._file_of:
-            target = self._conversions.target(key, state)
+        state, stored = model.state_dict(), _headers(self._folder, self._file_of)
+        found, without_place = set[str](), list[str]()
+        for key, header in stored.items():
+            target, is_converted = self._conversions.target(key, state)
             owner = next((name for name in names if target.startswith(f"{name}.")), None)
-            if owner is not None:
-                self._keys_of[owner].append(key)
+            if target not in state or owner is None:
+                without_place += [] if target in state else [key]
+                continue
+            header.check(key, state[target], is_converted)
+            self._keys_of[owner].append(key)
+            found.add(target)
+        missing = [key for key in state if key not in found and key.startswith(tuple(f"{name}." for name in names))]
+        ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
+        missing = [key for key in missing if state[key].is_meta or not re.search(ignored, key)]
+        if missing:
+            raise ModelRefusedError(
+                f"{self._folder} has no weights for {named(missing)}: give the folder of a whole model whose config is "
+                "of the same sizes, or remove what they belong to from its config"
+            )
+        self._say_unused(without_place)
+        if outline.tied is not None and torch_dist.get_rank() == 0:
+            self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
 
-    @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Read the parameters and buffers; see `Weights`."""
+        """Let parameters and saved buffers be read when they are needed; see `Weights`."""
+        leave_unread(module, functools.partial(self._read, name))
+
+    def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read what is stored of the module `name` into the tensors of a copy of it."""
         holder = self._model.get_submodule(name)
         meta = [(each, key, value) for each in holder.modules() for key, value in each._parameters.items()]
         with contextlib.ExitStack() as stack:
@@ -91,26 +126,108 @@ class StoredWeights:
             for key in self._keys_of[name]:
                 file = self._file_of[key]
                 if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self._folder / file, framework="pt"))
+                    opened[file] = stack.enter_context(_opened(self._folder / file))
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict()
-            missing = sorted(key for key, value in loaded.items() if value.is_meta)
-            if missing:
+            wrong = [key for key in tensors if loaded[key].is_meta or loaded[key].shape != tensors[key].shape]
+            if wrong:
                 raise ModelRefusedError(
-                    f"{self._folder} has no weights, or none of this shape, for {name}.{missing[0]}"
+                    f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}: give a folder whose "
+                    "config and weights are of one model"
                 )
-            for key, value in module.state_dict().items():
+            for key, value in tensors.items():
                 value.copy_(loaded[key])  # out of the file, whose memory is mapped
         for each, key, value in meta:
             each._parameters[key] = value
+
+    def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
+        """Raise ModelRefusedError where embedding and output matrix are both stored, and differ."""
+        both = [key for key in self._file_of if self._conversions.target(key, state)[0] in targets]
+        with contextlib.ExitStack() as stack:
+            tensors = [stack.enter_context(_opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
+            if len(both) == 2 and not torch.equal(*tensors):
+                raise ModelRefusedError(
+                    f"{both[0]} and {both[1]} are stored with different values, and the config ties them: set "
+                    '"tie_word_embeddings" to false in its config.json'
+                )
+
+    def _say_unused(self, keys: list[str]) -> None:
+        ignored = "|".join(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"])
+        unused = [key for key in keys if not re.search(ignored, key) and not key.endswith("rotary_emb.inv_freq")]
+        if unused and torch_dist.get_rank() == 0:
+            text = "%s has weights that the model of its config has no place for, and they are not read: %s"
+            logger.warning(text, self._folder, named(unused))
+
+
+class HeldWeights:
+    """The weights of a model in memory, by their keys in its state dict. Values are copied."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
+        """Copy the parameters and saved buffers; see `Weights`."""
+        for key, value in module.state_dict(keep_vars=True).items():
+            value.copy_(self._state[f"{name}.{key}"])
+
+
+class _Header(NamedTuple):
+    """What a file says of a tensor: its dtype as safetensors names it, and its shape."""
+
+    dtype: str
+    shape: list[int]
+
+    def check(self, key: str, like: torch.Tensor, is_converted: bool) -> None:
+        """Raise ModelRefusedError where it cannot be the values of `like`."""
+        if like.is_floating_point() and self.dtype not in _FLOATS:
+            raise ModelRefusedError(
+                f"{key} is stored as {self.dtype}, and the model computes with it in floating point: quantized weights "
+                "are not trained. Give those of the original"
+            )
+        if not is_converted and self.shape != list(like.shape):
+            raise ModelRefusedError(
+                f"{key} is stored with the shape {self.shape}, and the config asks for {list(like.shape)}: give a "
+                "folder whose config and weights are of one model"
+            )
+
+
+def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
+    """Return what the files of a folder say of each key. Raises ModelRefusedError where the index says otherwise."""
+    found: dict[str, _Header] = {}
+    for name in sorted(set(file_of.values())):
+        if not (folder / name).is_file():
+            raise ModelRefusedError(f"{folder / INDEX} names {name}, which is not there: download or copy it again")
+        keys = [key for key, file in file_of.items() if file == name]
+        with _opened(folder / name) as file:
+            absent = sorted(set(keys) - set(file.keys()))
+            if absent:
+                raise ModelRefusedError(f"{folder / name} lacks {named(absent)}, which {INDEX} says it has")
+            for key in keys:
+                entry = file.get_slice(key)
+                found[key] = _Header(entry.get_dtype(), entry.get_shape())
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelRefusedError(f"{path} cannot be read ({error}): download or copy it again") from error
+
+
+def named(keys: Sequence[str]) -> str:
+    """Name the first of some keys, and how many there are."""
+    return f"{keys[0]}{f' and {len(keys) - 1} others' if len(keys) > 1 else ''}"
 
 
 class _Conversions:
     """The names of weights in files and in the model are the same, as in transformers 4."""
 
-    def target(self, key: str, state: dict[str, torch.Tensor]) -> str:
-        return key
+    def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
+        """Return the key in the model, and whether the values have another form there."""
+        return key, False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         for key, each in slices.items():
@@ -130,11 +247,14 @@ class _RegisteredConversions(_Conversions):
         self._renamings = [each for each in self._all if isinstance(each, WeightRenaming)]
         self._converters = [each for each in self._all if isinstance(each, WeightConverter)]
 
-    def target(self, key: str, state: dict[str, torch.Tensor]) -> str:
+    def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
         from transformers.core_model_loading import rename_source_key
 
-        target = rename_source_key(key, self._renamings, self._converters, self._prefix, state)[0]
-        return target if target in state else rename_source_key(key, [], [], self._prefix, state)[0]
+        known = dict(state)
+        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
+        if target in state:
+            return target, pattern is not None
+        return rename_source_key(key, [], [], self._prefix, known)[0], False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -175,8 +295,8 @@ def _files(folder: Path) -> dict[str, str]:
         return weight_map
     if not (folder / SINGLE).is_file():
         raise ModelRefusedError(
-            f"{folder} has neither {SINGLE} nor {INDEX}: give a folder that save_pretrained of transformers has "
-            "written, with safe_serialization"
+            f"{folder} has neither {SINGLE} nor {INDEX}. Where its weights are in another form (pytorch_model.bin), "
+            "write them anew: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
         )
-    with safe_open(folder / SINGLE, framework="pt") as file:
+    with _opened(folder / SINGLE) as file:
         return dict.fromkeys(file.keys(), SINGLE)

@@ -48,6 +48,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             )
         return parameters
     if layout.is_plain:
+        _tell(module)
         return parameters
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TeraPipeConfigError(
@@ -64,13 +65,18 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         module.terapipe_layout = layout
         _build(module, built)
     _move_layers(module, bounds_before, built)
+    _tell(module)
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
+    return _parameters_of(module, parameters, ids_before)
+
+
+def _tell(module: Any) -> None:
+    """Let the module know that its layers have their stages. Every rank calls, before anybody needs weights."""
     laid_out = getattr(module, "laid_out", None)
     if laid_out is not None:
         laid_out()
-    return _parameters_of(module, parameters, ids_before)
 
 
 def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
@@ -212,14 +218,20 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
         targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
-                values = [(key, t.detach().cpu().clone(), t.requires_grad) for key, t in _tensors(built[name]).items()]
+                values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]
                 torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
                 tensors, received = _tensors(held[name]), list[Any]([None])
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
                 for key, value, requires_grad in received[0]:
-                    tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
+                    if value is not None:
+                        tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
                     tensors[key].requires_grad_(requires_grad)
+
+
+def _value_of(tensor: Tensor) -> Tensor | None:
+    """Return what is sent of a tensor; None: it has no values yet, and gets them where it goes (`module.laid_out`)."""
+    return None if getattr(tensor, "is_unread", False) else tensor.detach().cpu().clone()
 
 
 def _tensors(layer: Any) -> dict[str, Tensor]:

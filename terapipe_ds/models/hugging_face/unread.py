@@ -1,0 +1,88 @@
+"""Parameters whose values are read when somebody looks at them, so that a stage reads no layer that it does not keep.
+
+DeepSpeed builds the layers of a stage before any config is read, and an engine may give them to other stages. Until
+then they have memory that nothing has touched. Under each engine values are read when the engine is built: ours asks
+for all of them (`HuggingFaceModule.laid_out`), and DeepSpeed's own looks at each to cast it and to bring it to its
+device. Whoever looks earlier (a norm, a copy, a `state_dict`) finds the values too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Read = Callable[[Mapping[str, Tensor]], None]
+
+_PROPERTIES = (
+    "shape dtype device layout ndim is_leaf is_meta is_sparse is_cuda is_cpu is_quantized is_nested grad requires_grad "
+    "grad_fn"
+)
+_METHODS = (
+    "size dim numel nelement element_size ndimension stride is_floating_point is_complex is_contiguous get_device "
+    "requires_grad_ __hash__ __len__"
+)
+_WITHOUT_VALUES = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
+    + [getattr(Tensor, name) for name in _METHODS.split()]
+    + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")]
+    + [torch.numel, torch.is_floating_point, torch.is_complex]
+)
+
+
+class Unread(nn.Parameter):
+    """A parameter without values yet; the first operation that needs them reads those of its whole module.
+
+    Then it is an `nn.Parameter`, and the same object, so that lists of parameters and optimizers stay true.
+    """
+
+    is_unread = True  # asked by whoever moves layers: there is nothing to send
+    read: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _WITHOUT_VALUES:
+            read(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        read([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        read([self])
+        return self.__reduce_ex__(protocol)
+
+
+def leave_unread(module: nn.Module, how: Read) -> None:
+    """Let `how` fill the parameters and saved buffers of `module`, by their names, when one parameter is needed."""
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    parameters = list(module.parameters())
+
+    def read_all() -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            how(tensors)
+        for each in parameters:
+            del each.read  # type: ignore[attr-defined]
+            each.__class__ = nn.Parameter
+
+    for each in parameters:
+        each.read = read_all  # type: ignore[attr-defined]
+        each.__class__ = Unread
+
+
+def read(tensors: Iterable[Tensor]) -> None:
+    """Read the values of those that have none yet."""
+    for each in tensors:
+        if isinstance(each, Unread):
+            each.read()
+
+
+def is_unread(module: nn.Module) -> bool:
+    """Return whether some parameter of the module has no values yet."""
+    return any(isinstance(each, Unread) for each in module.parameters())

@@ -1,0 +1,105 @@
+"""A PipelineModule of which a stage, or several, train nothing trains with every schedule as on one stage.
+
+DeepSpeed's own engine hangs there: a frozen stage gets no gradient to send.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+
+from terapipe_ds.runtime.engine.build import NOTHING_TRAINED
+from terapipe_ds.schedule import SCHEDULE_NAMES
+from tests.distributed import engines
+from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.harness import rank_pool
+
+CHUNKS = {"interleaved": 2, "seq1f1b-interleaved": 2}
+
+
+class OneTrained(PipelineModule):
+    """All layers but one are frozen as they are built."""
+
+    trained = -1
+
+    def _build(self) -> None:
+        super()._build()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(f"{self.trained}."))
+
+
+@functools.cache
+def module_class(trained: int) -> type[PipelineModule]:
+    return type("OneTrained", (OneTrained,), {"trained": trained})
+
+
+def errors_of(trained: int, terapipe: dict[str, Any], stages: int, **changes: Any) -> dict[str, float]:
+    """The largest errors on this rank against the stock engine with one stage."""
+    given = {"module_class": module_class(trained), **changes}
+    data = engines.batches(2)
+    stock = engines.run_training(engines.gpt_layers, None, data, stages=1, **given)
+    ours = engines.run_training(engines.gpt_layers, terapipe, data, stages=stages, **given)
+    ours.parameters.pop(NOTHING_TRAINED, None)
+    for ours_of_step, stock_of_step in zip(ours.gradients, stock.gradients, strict=True):
+        ours_of_step.pop(NOTHING_TRAINED, None)
+        assert set(ours_of_step) == {name for name in stock_of_step if name in ours.parameters}
+    pairs = list(zip(ours.gradients, stock.gradients, strict=True))
+    return {
+        "returned": max(relative_error(a, b) for a, b in zip(ours.returned, stock.returned, strict=True)),
+        "gradient": max(worst_error(a, b).error for a, b in pairs),
+        "parameter": worst_error(ours.parameters, stock.parameters).error,
+    }
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("trained", [0, 1, 4, 5], ids="layer {}".format)
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [(name, 2) for name in SCHEDULE_NAMES]
+    + [(name, 3) for name in SCHEDULE_NAMES if not name.startswith("chimera")],  # which has an even number of stages
+)
+def test_one_layer_is_trained(schedule: str, trained: int, stages: int) -> None:
+    changes = {"schedule": schedule, **({"chunks_per_stage": 2} if schedule in CHUNKS else {})}
+    given = {"trained": trained, "terapipe": engines.section(**changes), "stages": stages}
+    errors = rank_pool(stages).run(errors_of, **given)
+    assert not engines.violations(errors)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("trained", [0, 4], ids=["first stage", "last stage"])
+def test_the_norm_is_that_of_the_trained_stage(trained: int) -> None:
+    """Norms are fp32 in DeepSpeed."""
+    given = {"trained": trained, "terapipe": engines.section(), "stages": 2, "gradient_clipping": 0.01}
+    errors = rank_pool(2).run(errors_of, **given)
+    assert not engines.violations(errors, 1e-6)
+
+
+def goes_on(folder: str, terapipe: dict[str, Any], **changes: Any) -> float:
+    """The largest difference on this rank between two steps, and one, a checkpoint, and one."""
+    data, given = engines.batches(2), {"module_class": module_class(4), **changes}
+    layers = functools.partial(engines.gpt_layers, "float32")
+    whole = engines.run_training(layers, terapipe, data, **given)
+    with engines.engine_of(layers(), terapipe, **given) as engine:
+        engines.train(engine, data[:1])
+        engine.save_checkpoint(folder)
+    with engines.engine_of(layers(), terapipe, **given) as engine:
+        engine.load_checkpoint(folder)
+        again = engines.train(engine, data[1:])
+    pairs = ((again.parameters[name], value) for name, value in whole.parameters.items() if name != NOTHING_TRAINED)
+    return max((float((a.float() - b.float()).abs().max()) for a, b in pairs), default=torch.inf)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("terapipe", "changes"),
+    [({}, {}), ({"schedule": "zbv"}, {"bf16": {"enabled": True}, **engines.ZERO1})],
+    ids=["fp32", "bf16 with ZeRO-1"],
+)
+def test_checkpoints_of_a_frozen_stage(terapipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "terapipe": engines.section(**terapipe), **changes}
+    assert rank_pool(2).run(goes_on, **given) == [0.0, 0.0]

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from terapipe_ds.models.gpt import IGNORE_INDEX, gpt_loss
+from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.dict_batch import BatchError, read_dict
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.outline import Outline
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
+from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config
 from terapipe_ds.models.hugging_face.weights import DrawnWeights, StoredWeights
 
@@ -73,26 +76,43 @@ class HuggingFaceModule(PipelineModule):
 
     def laid_out(self) -> None:
         """Try the decoder layers that are new on this stage in slices; the engine calls this when layers have moved."""
-        problem = ""
+        problem, mixing, shortest = "", "", 1
         try:
             for layer in self.modules():
                 if isinstance(layer, DecoderLayer):
-                    layer.find_way()
+                    way = layer.find_way()
+                    shortest = max(shortest, way.shortest_slice)
+                    mixing = mixing or (f"decoder layer {layer.index} has {way.mixing}" if way.mixing else "")
         except ModelRefusedError as error:
             problem = str(error)
-        problems = [problem] * torch_dist.get_world_size()
-        torch_dist.all_gather_object(problems, problem)
+        everyone = [(problem, mixing, shortest)] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(everyone, (problem, mixing, shortest))
+        problems, mixings, fewest = zip(*everyone, strict=True)
         if any(problems):  # on all ranks: the others would wait for this one
             raise ModelRefusedError(next(filter(None, problems)))
+        self._mixing, self.shortest_slice = next(filter(None, mixings), ""), max(fewest)
 
-    def to_tuple(self, batch: Mapping[str, Tensor]) -> TupleBatch:
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise ModelRefusedError for inputs that layers would not respect; the engine shows those of whole rows.
+
+        `starts` says where documents start in them.
+        """
+        if starts is not None and self._mixing:
+            raise ModelRefusedError(
+                f"the rows hold several documents, and {self._mixing}, which would mix them: give each document a row "
+                "of its own"
+            )
+        if not torch.is_tensor(inputs):
+            check_positions(inputs, places_of_rows(inputs[0], starts))
+
+    def to_tuple(self, batch: Mapping[str, Any]) -> TupleBatch:
         """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
 
-        labels[:, t] is `batch["labels"][:, t + 1]`; the last one counts not, nor does the last of each document where
-        there are "position_ids". "shift_labels" are taken as they are.
+        labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
+        are taken as they are. Position ids say where documents start, however the batch says it.
 
         Raises:
-            ValueError: for left padding, or a batch without labels.
+            BatchError: for left padding, labels that are missing, an entry that nothing reads.
         """
         return to_tuple(batch)
 
@@ -246,24 +266,21 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def to_tuple(batch: Mapping[str, Tensor]) -> TupleBatch:
+def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
     """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
-    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError(
-            '"attention_mask" begins with 0 in some row: pad on the right (tokenizer.padding_side = "right")'
-        )
-    labels = batch.get("shift_labels")
-    if labels is None:
-        if "labels" not in batch:
-            raise ValueError(f'the batch has neither "labels" nor "shift_labels", but {", ".join(map(repr, batch))}')
-        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
-        labels[:, :-1] = batch["labels"][:, 1:]
-        if mask is not None:
-            labels[:, :-1].masked_fill_(mask[:, 1:] == 0, IGNORE_INDEX)
-        if positions is not None:
-            labels[:, :-1].masked_fill_(positions[:, 1:] != positions[:, :-1] + 1, IGNORE_INDEX)
-    return (tokens if positions is None else (tokens, positions)), labels
+    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
+    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
+    if read.labels is None:
+        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
+    if read.starts is None or isinstance(read.inputs, tuple):
+        return read.inputs, read.labels
+    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
+
+
+def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
+    """Return each token's place in its document, int64 [B, L], for whole rows."""
+    rows, length = tokens.shape
+    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:

@@ -16,6 +16,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    DataCollatorWithPadding,
     PreTrainedTokenizerFast,
 )
 
@@ -58,17 +59,13 @@ def with_prompts(samples: Sequence[dict[str, list[int]]]) -> list[dict[str, list
     return [{**each, "labels": [-100, -100, *each["input_ids"][2:]]} for each in samples]
 
 
-def ids_alone(samples: Sequence[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
-    return [{"input_ids": each["input_ids"]} for each in samples]
-
-
 def language_modeling(samples: Sequence[Any]) -> Batch:
     return DataCollatorForLanguageModeling(tokenizer(), mlm=False)(list(samples))
 
 
 def padded(samples: Sequence[Any]) -> Batch:
-    """As by `DataCollatorWithPadding`, with labels made of the result, where those of padding count not."""
-    batch = tokenizer().pad(list(samples), return_tensors="pt")
+    """With int32 labels made of the result, where those of padding count not."""
+    batch = DataCollatorWithPadding(tokenizer())(list(samples))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100).int()
     return batch
 
@@ -153,13 +150,13 @@ def train_collated(
 ) -> tuple[dict[str, float], list[str]]:
     """The largest errors on this rank against the model's own loss in this process; what the log says of labels."""
     collate = COLLATORS[collator]
-    lengths = LENGTHS if source == "generator" else (LENGTHS[0],) * len(LENGTHS)
+    lengths = LENGTHS if source in ("generator", "tuples") else (LENGTHS[0],) * len(LENGTHS)
     samples = [texts(each, seed) for seed, each in enumerate(lengths)]
     if collator == "with_edges_alone":
         reference = [COLLATORS["flattened"](each) for each in samples]
     else:
         reference = [collate(copy.deepcopy(each)) for each in samples]
-    documents = {"documents": "position_ids"} if collator in PACKED else {}
+    documents: dict[str, Any] = {"documents": 1 if source == "tuples" else "position_ids"} if collator in PACKED else {}
     with in_fp64(), engines.logged() as log:
         config = config_of(family)
         config.tie_word_embeddings = False
@@ -168,7 +165,9 @@ def train_collated(
         data = (collate(each) for each in samples)
         flat = [sample for each in samples for sample in each]
         iterator: Any = data
-        if source == "loader":
+        if source == "tuples":
+            iterator = map(module.to_tuple, data)
+        elif source == "loader":
             iterator = iter(DataLoader(flat, batch_size=2, collate_fn=collate))
         elif source == "stream":
             iterator = iter(DataLoader(Stream(flat), batch_size=2, collate_fn=collate))
@@ -189,6 +188,15 @@ def refusals(family: str, batches: Mapping[str, Batch], documents: str = "off") 
         right = language_modeling(texts((8, 6), seed=1)) if documents == "off" else one_document()
         assert engine.train_batch(iter([right] * MICRO_BATCHES)) > 0
     return told
+
+
+def shuffled_apart() -> tuple[str, str]:
+    """What is raised where each rank shuffles samples of one length by a seed of its own."""
+    samples = [texts((9,), seed)[0] for seed in range(8)]
+    order = torch.Generator().manual_seed(torch.distributed.get_rank())
+    loader = DataLoader(samples, batch_size=2, shuffle=True, generator=order, collate_fn=language_modeling)
+    with engine_of(a_module(), SECTION) as engine:
+        return engines.step_error(engine, list(loader))
 
 
 def a_module(family: str = "llama") -> Any:
@@ -216,6 +224,7 @@ def bad_batches() -> dict[str, Batch]:
         "shift_labels": {"input_ids": tokens},
         "position_ids": flattened(samples),
         "cu_seq_lens_q": with_edges_alone(samples),
+        "terapipe.slices": language_modeling(texts((3, 2), seed=3)),
         "position ids": {**right, "position_ids": torch.arange(2, 16).expand(2, 14)},
     }
 

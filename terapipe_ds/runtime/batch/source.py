@@ -40,13 +40,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class DrawnMicroBatch:
     """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape.
 
-    `starts` says where documents start in the rows of the inputs.
+    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict.
     """
 
     inputs: Any = None
     labels: SliceableTensors | None = None
     seen: MicroBatchShape | None = None
     starts: Starts | None = None
+    dicts: int = 0
 
 
 class BatchSource:
@@ -116,8 +117,9 @@ class BatchSource:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
-        starts = tuple(each.starts for each in drawn)
-        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts)
+        starts, sums_of_dicts = tuple(each.starts for each in drawn), [each.dicts for each in drawn]
+        dicts = checksum(sums_of_dicts) if any(sums_of_dicts) else 0
+        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, dicts)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
@@ -146,6 +148,8 @@ class BatchSource:
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
         inputs, labels, starts = self._read(batch, needs_labels)
+        if isinstance(batch, Mapping) and len(self._place.drawing) > 1:
+            drawn.dicts = checksum(batch["input_ids"])
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)

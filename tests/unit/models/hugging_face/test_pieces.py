@@ -131,9 +131,12 @@ def test_documents_train_as_if_each_were_alone(family: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", sorted(MIXING))
 def test_documents_are_refused_where_a_layer_would_mix_them(family: str) -> None:
-    pipeline, tokens = Pipeline(config_of(family)), torch.ones(1, 4, dtype=torch.long)
-    with documents(torch.tensor([[0, 1, 0, 1]])), pytest.raises(ModelRefusedError, match="mix the documents"):
-        pipeline(tokens)
+    with (
+        in_fp64(),
+        documents(torch.tensor([[0, 1, 0, 1]])),
+        pytest.raises(ModelRefusedError, match="mix the documents"),
+    ):
+        Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
 
 
 # -- slices of one token, dropout, recomputation

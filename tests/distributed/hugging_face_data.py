@@ -274,3 +274,23 @@ def train_short_slices(family: str, lengths: Sequence[int], slices: Any) -> tupl
                 return differences(run, module.checkpoint_names(), *train_whole(whole, data, own_loss)), ""
         except ValueError as error:
             return {}, str(error)
+
+
+def divide_by_all_items() -> dict[str, float]:
+    """Errors of a summed loss, divided by the mean number of labels of a micro-batch, against `num_items_in_batch`."""
+    step = [dict(language_modeling(texts(lengths, seed))) for seed, lengths in enumerate(((14, 12), (3, 5)))]
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total * MICRO_BATCHES / items
+
+    def of_transformers(model: Any, batch: Batch) -> Tensor:
+        return model(**batch, use_cache=False, num_items_in_batch=items).loss * MICRO_BATCHES
+
+    with in_fp64():
+        module = terapipe_ds.from_config(config_of("llama"), num_stages=2, dtype=torch.float64, loss_fn=loss_fn)
+        whole = whole_model(config_of("llama"), weights_of_all_stages(module))
+        with engine_of(module, {**SECTION, "loss_reduction": "sum"}) as engine:
+            run = engines.train(engine, [step])
+        return differences(run, module.checkpoint_names(), *train_whole(whole, [step], of_transformers))

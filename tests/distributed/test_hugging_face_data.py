@@ -11,6 +11,7 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_data import (
     COLLATORS,
     bad_batches,
+    divide_by_all_items,
     evaluate,
     flattened,
     packed_rows,
@@ -94,3 +95,8 @@ def test_slices_that_would_have_one_token_are_joined(family: str, slices: int) -
 def test_listed_slices_of_one_token_are_refused_before_the_first_step() -> None:
     for _, text in rank_pool(2).run(train_short_slices, family="mamba2", lengths=(8,), slices=[4, 1, 3]):
         assert "terapipe.slices = [4, 1, 3]: a slice has 1 token" in text and "slices of 2 tokens or more" in text
+
+
+def test_a_summed_loss_can_count_as_num_items_in_batch_does() -> None:
+    """As the docs say, where micro-batches have labels of very different numbers."""
+    assert not engines.violations(rank_pool(2).run(divide_by_all_items))

@@ -89,6 +89,7 @@ def test_training_data_and_collate_fn_of_initialize() -> None:
 def test_slices_that_would_have_one_token_are_joined(family: str, slices: int) -> None:
     """Models with states or with a cache take a single token for a step of generation."""
     run = rank_pool(2).run(train_short_slices, family=family, lengths=(5, 9, 4), slices=slices)
+    assert [refusal for _, refusal in run] == ["", ""]
     assert not engines.violations([errors for errors, _ in run])
 
 

@@ -65,6 +65,18 @@ class SlicePlan:
         lengths[-1] -= sum(lengths) - sequence_length  # the last granule may be partial
         return cls(tuple(lengths))
 
+    def joined(self, fewest_tokens: int) -> SlicePlan:
+        """Return the plan with slices of fewer tokens joined to the next one, and the last to the one before."""
+        lengths: list[int] = []
+        for length in self.lengths:
+            if lengths and lengths[-1] < fewest_tokens:
+                lengths[-1] += length
+            else:
+                lengths.append(length)
+        if len(lengths) > 1 and lengths[-1] < fewest_tokens:
+            lengths[-2:] = [sum(lengths[-2:])]
+        return SlicePlan(tuple(lengths))
+
     @property
     def num_slices(self) -> int:
         """How many slices there are; at least 1."""

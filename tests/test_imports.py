@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
 RINGS = {
     "config": 0, "plan": 0, "messages": 0, "costs": 0, "compat": 0, "files": 0, "schedule": 0, "planner": 0,
     "simulator": 0, "timeline": 0,
-    "attention": 1,
+    "attention": 1, "dict_batch": 1,
     "runtime": 2, "run": 2,
     "models": 3, "bench": 3, "integrations": 3,
 }  # fmt: skip

@@ -186,8 +186,21 @@ def slice_length_multiple(module: Any) -> int:
     return multiple
 
 
-def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
+def shortest_slice(module: Any) -> int:
+    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
+
+    A module sets it where its layers take a single token for a step of generation.
+    """
+    return int(getattr(module, "shortest_slice", 1))
+
+
+def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:
     """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
+    if len(lengths) > 1 and min(lengths) < shortest:
+        return (
+            f"{what} = {list(lengths)}: a slice has {min(lengths)} token, which layers of the model take for a step of "
+            f"generation: give slices of {shortest} tokens or more"
+        )
     bad = [str(length) for length in lengths if length % multiple]
     if not bad:
         return None

@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import terapipe_ds
 from terapipe_ds.models import gpt
@@ -65,6 +66,10 @@ def batches(num_batches: int, num_micro_batches: int = 2, first_seed: int = 0, *
         [micro_batch(first_seed + 100 * step + index, **shape) for index in range(num_micro_batches)]
         for step in range(num_batches)
     ]
+
+
+def loader_in_process(*args: Any, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(*args, **{**kwargs, "num_workers": 0})  # a rank may not have child processes
 
 
 # -- the log ------------------------------------------------------------------------------------------------

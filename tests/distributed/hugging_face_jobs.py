@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -25,12 +25,14 @@ ADAM = {"type": "AdamW", "params": {"lr": engines.LEARNING_RATE, "eps": EPS, "we
 
 
 @contextlib.contextmanager
-def engine_of(module: Any, terapipe: dict[str, Any] | None, **changes: Any) -> Iterator[PipelineEngine]:
+def engine_of(
+    module: Any, terapipe: dict[str, Any] | None, initialize: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[PipelineEngine]:
     """An engine of DeepSpeed's own where `terapipe` is None, else ours."""
     ds_config = engines.config(**{"optimizer": ADAM, **changes}) | ({} if terapipe is None else {"terapipe": terapipe})
     start = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
     trained = [p for p in module.parameters() if p.requires_grad]
-    engine = start(model=module, model_parameters=trained, config=ds_config)[0]
+    engine = start(model=module, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
     if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
         engines.reduce_in_fp64(engine)
     try:
@@ -83,7 +85,10 @@ def ways_of(module: Any) -> list[str]:
 
 
 def train_whole(
-    model: Any, data: list[list[dict[str, Tensor]]], clipping: float = 0.0
+    model: Any,
+    data: Sequence[Sequence[Any]],
+    clipping: float = 0.0,
+    loss_of: Callable[[Any, Any], Tensor] = loss_of,
 ) -> tuple[list[float], list[dict[str, Tensor]], Any]:
     """Losses and gradients of each step of a plain loop, and the parameters at its end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=engines.LEARNING_RATE, eps=EPS, weight_decay=0.0)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from tests.dict_batches import flattened
 from tests.distributed import tuple_models
@@ -41,6 +41,7 @@ from tests.distributed.engines import (
     error_of,
     fp32_layers,
     gpt_layers,
+    loader_in_process,
     logged,
     micro_batch,
     record_gradients,
@@ -227,10 +228,6 @@ class TestShapes:
 def dataset() -> Dataset[Any]:
     tokens, labels = zip(*(micro_batch(seed, rows=1) for seed in range(14)), strict=True)
     return TensorDataset(torch.cat(tokens), torch.cat(labels))
-
-
-def loader_in_process(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-    return DataLoader(*args, **{**kwargs, "num_workers": 0})  # a rank may not have child processes
 
 
 def job_training_data() -> list[float]:

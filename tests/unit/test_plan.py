@@ -83,6 +83,15 @@ def test_equal_names_the_argument(bad: object) -> None:
             SlicePlan.equal(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((2, 2, 1), (2, 3)), ((1, 1, 1, 1), (2, 2)), ((1, 4, 1, 3), (5, 4)), ((1,), (1,)), ((1, 1, 1), (3,))],
+)
+def test_slices_that_are_too_short_are_joined(lengths: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    assert SlicePlan(lengths).joined(2) == SlicePlan(expected)
+    assert SlicePlan(lengths).joined(1) == SlicePlan(lengths)
+
+
 @given(lengths)
 def test_spans_cover_the_sequence_and_plans_come_back(values: list[int]) -> None:
     plan = SlicePlan(tuple(values))

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.dict_batch import BatchError, read_dict
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
-from terapipe_ds.models.gpt import IGNORE_INDEX, gpt_loss
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.outline import Outline
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, check_positions, layers_of
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.unread import is_unread, read
 from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
@@ -77,6 +80,7 @@ class HuggingFaceModule(PipelineModule):
         self._is_built = True
         with refused_on_all_ranks():
             self._try_layers()
+        self._agree()
 
     def laid_out(self) -> None:
         """Read the weights of this stage, and try decoder layers that are new on it in slices.
@@ -87,11 +91,12 @@ class HuggingFaceModule(PipelineModule):
         with refused_on_all_ranks():
             read(self.parameters())
             self._try_layers()
+        self._agree()
 
     def _try_layers(self) -> None:
-        for layer in self.modules():
-            if isinstance(layer, DecoderLayer):
-                layer.find_way()
+        ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}
+        self._mixing = next((f"decoder layer {k} has {way.mixing}" for k, way in ways.items() if way.mixing), "")
+        self.shortest_slice = max((way.shortest_slice for way in ways.values()), default=1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Leave weights unread where the base class brings them to a device as it builds the module."""
@@ -102,14 +107,32 @@ class HuggingFaceModule(PipelineModule):
         if self._is_built or not self._is_stored:
             super()._synchronize_tied_weights()
 
-    def to_tuple(self, batch: Mapping[str, Tensor]) -> TupleBatch:
+    def _agree(self) -> None:
+        """Let all stages know what the layers of some do not take."""
+        mixing, shortest = zip(*gathered((self._mixing, self.shortest_slice)), strict=True)
+        self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
+
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise ModelRefusedError for inputs that layers would not respect; the engine shows those of whole rows.
+
+        `starts` says where documents start in them.
+        """
+        if starts is not None and self._mixing:
+            raise ModelRefusedError(
+                f"the rows hold several documents, and {self._mixing}, which would mix them: give each document a row "
+                "of its own"
+            )
+        if not torch.is_tensor(inputs):
+            check_positions(inputs, places_of_rows(inputs[0], starts))
+
+    def to_tuple(self, batch: Mapping[str, Any]) -> TupleBatch:
         """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
 
-        labels[:, t] is `batch["labels"][:, t + 1]`; the last one counts not, nor does the last of each document where
-        there are "position_ids". "shift_labels" are taken as they are.
+        labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
+        are taken as they are. Position ids say where documents start, however the batch says it.
 
         Raises:
-            ValueError: for left padding, or a batch without labels.
+            BatchError: for left padding, labels that are missing, an entry that nothing reads.
         """
         return to_tuple(batch)
 
@@ -305,24 +328,21 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def to_tuple(batch: Mapping[str, Tensor]) -> TupleBatch:
+def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
     """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
-    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError(
-            '"attention_mask" begins with 0 in some row: pad on the right (tokenizer.padding_side = "right")'
-        )
-    labels = batch.get("shift_labels")
-    if labels is None:
-        if "labels" not in batch:
-            raise ValueError(f'the batch has neither "labels" nor "shift_labels", but {", ".join(map(repr, batch))}')
-        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
-        labels[:, :-1] = batch["labels"][:, 1:]
-        if mask is not None:
-            labels[:, :-1].masked_fill_(mask[:, 1:] == 0, IGNORE_INDEX)
-        if positions is not None:
-            labels[:, :-1].masked_fill_(positions[:, 1:] != positions[:, :-1] + 1, IGNORE_INDEX)
-    return (tokens if positions is None else (tokens, positions)), labels
+    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
+    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
+    if read.labels is None:
+        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
+    if read.starts is None or isinstance(read.inputs, tuple):
+        return read.inputs, read.labels
+    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
+
+
+def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
+    """Return each token's place in its document, int64 [B, L], for whole rows."""
+    rows, length = tokens.shape
+    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:

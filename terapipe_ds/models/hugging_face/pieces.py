@@ -224,19 +224,24 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
 def tokens_of(inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the token ids of inputs, whose position ids must be those that the decoder layers find.
 
-    Raises ModelRefusedError where they are others: the rows hold documents, and the config does not say so.
+    Raises ModelRefusedError where they are others. Within our engine `HuggingFaceModule.check_inputs` has looked.
     """
-    if torch.is_tensor(inputs):
-        return inputs
-    tokens, *rest = inputs
-    active = active_slice()
-    if rest and (active is None or active.documents is None) and not torch.equal(rest[0], places(tokens)):
-        raise ModelRefusedError(
-            "the position ids are not 0, 1, 2, ... in each row. If they start again where a document does, let the "
-            'terapipe section say so: {"documents": 1}, or the key "position_ids" where batches are dicts. Positions '
-            "of another kind are not supported"
-        )
-    return tokens
+    if not torch.is_tensor(inputs) and active_slice() is None:
+        check_positions(inputs, places(inputs[0]))
+    return inputs if torch.is_tensor(inputs) else inputs[0]
+
+
+def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
+    """Raise ModelRefusedError where inputs are not token ids and the position ids that the decoder layers find."""
+    if len(inputs) > 2:
+        raise ModelRefusedError(f"there are {len(inputs)} inputs: the model takes (input_ids, position_ids)")
+    for ids in inputs[1:]:
+        if not torch.equal(ids.to(expected), expected):
+            raise ModelRefusedError(
+                "the position ids are not 0, 1, 2, ... in each row, or in each of its documents. If they start again "
+                'where a document does, let the terapipe section say so: {"documents": 1}, or {"documents": '
+                '"position_ids"} where batches are dicts. Positions of another kind are not supported'
+            )
 
 
 def places(of: Tensor) -> Tensor:

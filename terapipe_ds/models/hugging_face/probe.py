@@ -26,6 +26,13 @@ class Way:
         self.is_fast, self.has_states = is_fast, has_states
 
     @property
+    def mixing(self) -> str:
+        """Return what of the layer mixes the documents of packed rows; nothing where it keeps to them."""
+        if self.has_states:
+            return "states of a convolution or a recurrence"
+        return "" if self.is_fast else "attention by code of its own"
+
+    @property
     def shortest_slice(self) -> int:
         """Return the fewest tokens of a slice: models take one token after others for a step of generation."""
         return 1 if self.is_fast and not self.has_states else 2

@@ -17,9 +17,10 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
 from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
-from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -96,7 +97,8 @@ class StageReport:
 
     `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are those of the
     micro-batches, None on stages that draw no labels; `seen` are those of all labels that this rank was given.
-    `starts` are where documents start in the micro-batches whose inputs this rank has drawn.
+    `starts` are where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of
+    the token ids of dict batches, which are the same on each stage that draws.
     """
 
     training: bool
@@ -107,6 +109,7 @@ class StageReport:
     sums: DataSums = field(default_factory=DataSums)
     seen: Shapes = ()
     starts: tuple[Starts | None, ...] = ()
+    dicts: int = 0
 
 
 class _Header(NamedTuple):
@@ -114,6 +117,7 @@ class _Header(NamedTuple):
 
     other_counts: int  # 0: all stages have the same number of micro-batches
     other_labels: int  # 0: the stages that draw were given labels of the same shapes
+    other_dicts: int  # 0: and dicts with the same token ids, or none
     without_labels: int  # stages that draw, and were given no labels
     edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
     is_uniform: int = 0  # all micro-batches have the shape that follows
@@ -141,7 +145,11 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
     other_labels = [each.other_labels and not each.without_labels for each in headers]
     if other_labels[place.pipeline_id]:  # errors in them come of that
         report = replace(report, error=None)
-    if any(other_labels) or any(each.other_counts for each in headers) or bool(sums[:_SHARED].any()):
+    if (
+        any(other_labels)
+        or any(each.other_counts or each.other_dicts for each in headers)
+        or bool(sums[:_SHARED].any())
+    ):
         raise RaisedEverywhere(_problem(report, place))
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
@@ -159,9 +167,14 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
     """Return what this rank adds to the sums over all ranks."""
     rank, num_ranks = (0, 1) if place.world is None else (torch_dist.get_rank(), torch_dist.get_world_size())
     draws = place.stage_id in place.drawing
+
+    def of_drawing(number: int) -> int:
+        return share(number, place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0
+
     header = _Header(
         share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
-        share(digest(report.seen), place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0,
+        of_drawing(digest(report.seen)),
+        of_drawing(digest(report.dicts)),
         draws and not report.seen,
         len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
     )
@@ -258,6 +271,8 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         stages = [rank for rank in everyone if messages[rank].place.pipeline_id == pipeline_id]
         labelled = [rank for rank in stages if messages[rank].report.seen]
         what = "the [rows, tokens] of the labels of each micro-batch"
+        drawing = [rank for rank in stages if messages[rank].place.stage_id in messages[rank].place.drawing]
+        lines += differing("the token ids of dict batches", drawing, lambda one: f"checksum {one.dicts:016x}")
         lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
         lines += differing(what, labelled, lambda one: str([[shape.rows, shape.length] for shape in one.seen]))
     return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
+from terapipe_ds.dict_batch import BatchError
+
 Tensors = tuple[torch.Tensor, ...]
 
 _NO_SEQUENCES = (
     'Batches that are no sequences (images with a class each) train whole, with terapipe "slices": 1, '
     '"schedule": "1f1b".'
 )
-
-
-class BatchError(ValueError):
-    """A batch that cannot be cut into token slices."""
 
 
 def as_tuple(tensors: Any, what: str) -> Tensors:

@@ -14,6 +14,7 @@ import torch
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import (
     DataSums,
@@ -23,9 +24,8 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
-from terapipe_ds.runtime.batch.dict_batch import ReadBatch, read_dict
 from terapipe_ds.runtime.batch.packed_rows import find_starts
-from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_sizes
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 
 logger = logging.getLogger("terapipe_ds")
@@ -40,13 +40,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class DrawnMicroBatch:
     """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape.
 
-    `starts` says where documents start in the rows of the inputs.
+    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict.
     """
 
     inputs: Any = None
     labels: SliceableTensors | None = None
     seen: MicroBatchShape | None = None
     starts: Starts | None = None
+    dicts: int = 0
 
 
 class BatchSource:
@@ -57,6 +58,7 @@ class BatchSource:
         is_cut: whether sequences of a length are to be cut in slices.
         length_multiple: the number of tokens that must divide the length of sequences.
         tells: whether this rank writes to the log which inputs are cut.
+        accept: shown the inputs of each micro-batch and where documents start, where the first part is; it may raise.
         look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
         require: called where the last part is, with the lengths of the micro-batches and whether they are trained on;
@@ -72,6 +74,7 @@ class BatchSource:
         is_cut: Callable[[int], bool],
         length_multiple: int = 1,
         tells: bool = True,
+        accept: Callable[[Any, Starts | None], None] = lambda inputs, starts: None,
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
         require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
@@ -81,7 +84,7 @@ class BatchSource:
         self._is_last = place.stage_id in layout.stages_with_end(first=False)
         self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = self._tells_of_labels = tells  # once each
-        self._look_at, self._check, self._require = look_at, check, require
+        self._accept, self._look_at, self._check, self._require = accept, look_at, check, require
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -114,8 +117,9 @@ class BatchSource:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
-        starts = tuple(each.starts for each in drawn)
-        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts)
+        starts, sums_of_dicts = tuple(each.starts for each in drawn), [each.dicts for each in drawn]
+        dicts = checksum(sums_of_dicts) if any(sums_of_dicts) else 0
+        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, dicts)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
@@ -144,11 +148,14 @@ class BatchSource:
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
         inputs, labels, starts = self._read(batch, needs_labels)
+        if isinstance(batch, Mapping) and len(self._place.drawing) > 1:
+            drawn.dicts = checksum(batch["input_ids"])
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
         if self._is_first:
             drawn.inputs, drawn.starts = _copied(inputs), starts
+            self._accept(drawn.inputs, starts)
             if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
                 drawn.seen = MicroBatchShape.of(self._labels_of(labels))
                 self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))

@@ -35,6 +35,7 @@ from terapipe_ds.runtime.refusals import (
     problem_of_device_waits,
     problem_of_layers,
     problem_of_lengths,
+    shortest_slice,
     slice_length_multiple,
     with_multiple,
 )
@@ -74,7 +75,7 @@ class EngineSetup:
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
             problem_of_layers(engine.module, config, engine.has_moe_layers)
-            or problem_of_lengths("terapipe.slices", listed, multiple)
+            or problem_of_lengths("terapipe.slices", listed, multiple, shortest_slice(engine.module))
             or problem_of_copies(self.layout, engine.optimizer)
         )
 

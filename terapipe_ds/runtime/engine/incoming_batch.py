@@ -38,6 +38,7 @@ class IncomingBatches:
             plans.cuts,
             to_plan.token_multiple,
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
+            accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,

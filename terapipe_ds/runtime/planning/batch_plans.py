@@ -17,7 +17,7 @@ from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_lengths
+from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
 from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
@@ -31,6 +31,7 @@ class Plans:
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._layout, self._config = stage.layout, stage.config
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
+        self._shortest = shortest_slice(stage.engine.module)
         plans_itself = "auto" in (self._config.slices, self._config.schedule)
         self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}
@@ -52,9 +53,9 @@ class Plans:
             choice = self._planner.known(length)
             if choice is None:
                 raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
-            return choice.plan
+            return choice.plan.joined(self._shortest)
         if length not in self._configured:
-            self._configured[length] = self._config.plan_for(length)
+            self._configured[length] = self._config.plan_for(length).joined(self._shortest)
             if self._is_first_rank:
                 logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
         return self._configured[length]
@@ -74,7 +75,7 @@ class Plans:
 
         A schedule that wants the layers at other places is refused: they stay where they are.
         """
-        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._token_multiple)
+        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._token_multiple, self._shortest)
         if problem is not None:
             raise PlanError(problem)
         layout, schedule = self._layout, schedule or self._config.schedule

@@ -18,7 +18,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face import ModelRefusedError, attention, cache, pieces
 from terapipe_ds.models.hugging_face.module import to_tuple
-from tests.hugging_face_families import config_of
+from tests.hugging_face_families import BY_CACHE, CONFIGS, VOCAB_SIZE, WITH_STATES, config_of
 from tests.unit.models.hugging_face.sliced_model import (
     Pipeline,
     drawn_batch,
@@ -28,6 +28,8 @@ from tests.unit.models.hugging_face.sliced_model import (
     ways_of,
     whole_model,
 )
+
+MIXING = {*BY_CACHE, *WITH_STATES}  # the documents of packed rows
 
 # -- batches
 
@@ -48,11 +50,19 @@ def test_labels_do_not_cross_documents_nor_count_padding() -> None:
     assert to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": mask})[1].tolist() == [[6, 7, -100, -100]]
 
 
+def test_documents_of_any_entry_are_told_by_position_ids() -> None:
+    """A tuple has no other place for them; the collator of transformers may give edges alone."""
+    tokens, edges = torch.tensor([[5, 6, 7, 8]]), torch.tensor([0, 3, 4], dtype=torch.int32)
+    for entry in ({"cu_seq_lens_q": edges}, {"seq_idx": torch.tensor([[0, 0, 0, 1]])}):
+        (_, given), labels = to_tuple({"input_ids": tokens, "labels": tokens, **entry})
+        assert given.tolist() == [[0, 1, 2, 0]] and labels.tolist() == [[6, 7, -100, -100]]
+
+
 def test_left_padding_and_missing_labels_are_refused_by_key() -> None:
     tokens = torch.tensor([[5, 6, 7, 8]])
-    with pytest.raises(ValueError, match='"attention_mask".*pad on the right'):
+    with pytest.raises(ValueError, match="attention_mask .*pad at the end of rows"):
         to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-    with pytest.raises(ValueError, match='neither "labels" nor "shift_labels"'):
+    with pytest.raises(ValueError, match="neither labels nor shift_labels"):
         to_tuple({"input_ids": tokens})
 
 
@@ -94,20 +104,22 @@ def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
         pipeline((tokens, torch.tensor([[0, 1, 0, 1]] * 2)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss"])
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - MIXING))
 def test_documents_train_as_if_each_were_alone(family: str) -> None:
     """Packed rows in slices, against the model of transformers on each document by itself."""
-    starts = ((0, 6, 7), (0,))
+    starts = ((0, 6, 7), (0, 9))
     with in_fp64():
         config = config_of(family)
         pipeline = Pipeline(config)
         model = whole_model(config, pipeline.parameters)
-        tokens = drawn_batch(config.vocab_size)["input_ids"]
-        positions = torch.stack([torch.tensor([*range(6), 0, *range(9)]), torch.arange(16)])
+        tokens = drawn_batch(VOCAB_SIZE)["input_ids"]
+        positions = torch.tensor([[*range(6), 0, *range(9)], [*range(9), *range(7)]])
         _, labels = to_tuple({"input_ids": tokens, "labels": tokens, "position_ids": positions})
-        texts = [tokens[:1, :6], tokens[:1, 6:7], tokens[:1, 7:], tokens[1:]]
+        texts = [tokens[:1, :6], tokens[:1, 6:7], tokens[:1, 7:], tokens[1:, :9], tokens[1:, 9:]]
         losses = [
-            nn.functional.cross_entropy(model(text).logits[0, :-1], text[0, 1:], reduction="sum") for text in texts
+            nn.functional.cross_entropy(model(text, use_cache=False).logits[0, :-1], text[0, 1:], reduction="sum")
+            for text in texts
         ]
         expected = sum(losses) / (labels != -100).sum()
         expected.backward()  # type: ignore[union-attr]
@@ -116,11 +128,15 @@ def test_documents_train_as_if_each_were_alone(family: str) -> None:
     assert gradient_error(pipeline.parameters, dict(model.named_parameters())) <= 1e-10
 
 
-@pytest.mark.parametrize("family", ["bloom", "mamba2"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", sorted(MIXING))
 def test_documents_are_refused_where_a_layer_would_mix_them(family: str) -> None:
-    pipeline, tokens = Pipeline(config_of(family)), torch.ones(1, 4, dtype=torch.long)
-    with documents(torch.tensor([[0, 1, 0, 1]])), pytest.raises(ModelRefusedError, match="mix the documents"):
-        pipeline(tokens)
+    with (
+        in_fp64(),
+        documents(torch.tensor([[0, 1, 0, 1]])),
+        pytest.raises(ModelRefusedError, match="mix the documents"),
+    ):
+        Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
 
 
 # -- slices of one token, dropout, recomputation

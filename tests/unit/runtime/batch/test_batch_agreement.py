@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch import batch_agreement
 from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
-from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.unit.runtime.rank_threads import Ranks
 
 SHAPES = (MicroBatchShape(2, 12), MicroBatchShape(2, 12))

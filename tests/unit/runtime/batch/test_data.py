@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.batch import source as data
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, PlaceInJob, StageReport, TensorPeers
-from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.batch.source import BatchSource
 from terapipe_ds.runtime.layout.layout import Layout
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.batch.dict_batch import ReadBatch, read_dict
-from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
 from tests.dict_batches import flattened
 
 TOKENS = torch.arange(10, 20).reshape(2, 5)
@@ -123,6 +122,15 @@ class TestDocuments:
             assert found.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 0, 1, 2]] and found.dtype == dtype
         assert read("position_ids", position_ids=ids[:2], attention_mask=mask[[0, 2]]).inputs[1][1].tolist() == [1] * 5
 
+    def test_position_ids_go_on_within_padding(self) -> None:
+        """Collators fill it with ones, or count on as if a document began."""
+        mask = torch.tensor([[1, 1, 1, 0, 0], [0] * 5])
+        ids = torch.tensor([[0, 0, 1, 1, 1], [1] * 5], dtype=torch.int32)
+        for documents in ("position_ids", "off"):
+            given = ids if documents != "off" else torch.tensor([[0, 1, 2, 1, 1], [1] * 5])
+            found = read(documents, position_ids=given, attention_mask=mask).inputs[1].tolist()
+            assert found == [[0, 0, 1, 2, 3] if documents != "off" else [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
     def test_what_a_collator_flattens(self) -> None:
         samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4], "labels": [IGNORED, 4]}]
         samples[0]["labels"], samples[1]["labels"] = [IGNORED, 6, 7], [8]
@@ -163,7 +171,17 @@ class TestDocuments:
 @pytest.mark.parametrize(
     ("batch", "section", "message"),
     [
-        ({"token_type_ids": TOKENS}, {}, r"entry token_type_ids .*int64 \[2, 5\].* nothing reads it: leave it out"),
+        (
+            {"token_type_ids": TOKENS},
+            {},
+            r"entry token_type_ids .*int64 \[2, 5\].* nothing reads it: call the tokenizer with",
+        ),
+        ({"num_items_in_batch": 7}, {}, "entry num_items_in_batch .* a mean over the labels of each micro-batch"),
+        (
+            {"pixel_values": torch.zeros(2, 3, 4, 4)},
+            {},
+            "entry pixel_values .*float32.* nothing reads it: leave it out",
+        ),
         ({7: "x"}, {}, "entry 7 of a dict batch .'x'.: nothing reads it"),
         ({"input_ids": None}, {}, "a dict batch needs input_ids, and has labels"),
         ({"input_ids": TOKENS[0]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),

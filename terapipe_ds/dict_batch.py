@@ -10,13 +10,22 @@ import torch
 from terapipe_ds.attention.documents import Starts, have_edges, starts_at
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import show_key, show_value
-from terapipe_ds.runtime.batch.sliceable import BatchError
 
 _POSITION_IDS = "position_ids"
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # besides the position ids
 _OTHERS = (*_BY_TOKEN, *_CUMULATIVE, *_LONGEST)
+
+
+_FIXES = {
+    "token_type_ids": "call the tokenizer with return_token_type_ids=False",
+    "num_items_in_batch": "leave it out. The loss is a mean over the labels of each micro-batch",
+}
+
+
+class BatchError(ValueError):
+    """A batch that cannot be cut into token slices."""
 
 
 class ReadBatch(NamedTuple):
@@ -93,8 +102,8 @@ def _check_entries(given: Mapping[Any, Any], position_ids: str) -> None:
     known = (position_ids, *_OTHERS)
     for key, value in given.items():
         if key not in known:
-            fix = f"leave it out in the collate_fn (entries are {', '.join(known)})"
-            _refuse(key, value, f"nothing reads it: {fix}, or give tuples, ((input_ids, ...), labels)")
+            fix = f"leave it out in the collate_fn (entries are {', '.join(known)}), or give tuples"
+            _refuse(key, value, f"nothing reads it: {_FIXES.get(key, fix)}")
     if "input_ids" not in given:
         raise BatchError(f"a dict batch needs input_ids, and has {', '.join(map(show_key, given)) or 'no entry'}")
     shape = getattr(given["input_ids"], "shape", ())

@@ -180,8 +180,7 @@ def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | 
             f"terapipe.partition = {list(given)}: the module was built with partition={list(own)}; give the same, or "
             "leave one of them out"
         )
-    num_layers = len(module._layer_specs)
-    if given is not None and given[-1] != num_layers:
+    if given is not None and given[-1] != (num_layers := len(module._layer_specs)):
         raise TeraPipeConfigError(
             f"terapipe.partition = {list(given)}: ends with {given[-1]}, and the module has {num_layers} layers, "
             f"embedding and head among them; end it with {num_layers}"

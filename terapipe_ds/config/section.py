@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -42,6 +43,12 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _bounds(value: tuple[int, ...]) -> tuple[int, ...]:
+    if value[0] != 0 or any(start >= stop for start, stop in itertools.pairwise(value)):
+        raise ValueError
+    return value
+
+
 def _no_repetition(value: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(value)) < len(value):
         raise ValueError
@@ -58,6 +65,7 @@ _Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
 _Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
+_Bounds = Annotated[tuple[_Index, ...], Field(min_length=2), AfterValidator(_bounds)]
 
 
 class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
@@ -92,6 +100,11 @@ class TeraPipeConfig(_StrictModel):
         "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
+    partition: Annotated[_Bounds | None, BeforeValidator(_list_to_tuple)] = Field(
+        None,
+        description="null, or a list of two or more rising integers that begins with 0: the first layer of each part, "
+        "and the number of layers",
+    )
     schedule_options: dict[str, str | list[int]] = Field(
         {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
     )

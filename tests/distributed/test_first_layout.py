@@ -71,8 +71,12 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
     return path
 
 
-def job_train(path: str, **changes: Any) -> tuple[dict[str, float], dict[tuple[int, int], int], str, list[str]]:
-    with logged() as lines, engine_of(gpt_layers(), section(**AUTO, planner={"profile": path}), **changes) as engine:
+def job_train(
+    path: str, partition: list[int] | None = None, **changes: Any
+) -> tuple[dict[str, float], dict[tuple[int, int], int], str, list[str]]:
+    planned = section(**AUTO, planner={"profile": path}, partition=partition)
+    with logged() as lines, engine_of(gpt_layers(), planned, **changes) as engine:
+        assert partition is None or list(engine.module.parts) == partition
         ours = train(engine, batches(2))
         found = dict(engine._layout.placement), engine._plans._planner.known(LENGTH).schedule
     return differences(ours, stock_run()), *found, [line for line in lines if line.startswith('schedule "auto"')]
@@ -91,6 +95,35 @@ def test_the_best_schedule_of_all_runs(
     assert first[2] == second[2] and first[2] in schedules
     assert f"laid out for {schedules[0]}" in line and "23 tokens and 2 micro-batches" in line
     assert second[3] == []
+
+
+@pytest.mark.parametrize(
+    ("partition", "send_s", "num_bytes", "placed"),
+    [
+        ([0, 2, 3, 4, 7], 10.0, None, ("zbv", "interleaved")),  # other schedules have two parts, which is not to be
+        ([0, 5, 7], 1e-6, None, ("1f1b",)),  # so is the V, which would be faster
+        ([0, 4, 7], 1e-6, 10**12, ("chimera-seq",)),
+    ],
+)
+def test_only_schedules_with_the_parts_of_a_partition_by_hand(
+    measured: Path, tmp_path: Path, partition: list[int], send_s: float, num_bytes: int | None, placed: tuple[str, ...]
+) -> None:
+    path = str(by_hand(measured, send_s, tmp_path, num_bytes))
+    first, second = rank_pool(2).run(job_train, path=path, partition=partition)
+    assert not violations([first[0], second[0]])
+    chunks = 1 if placed == ("1f1b",) else 2
+    assert first[1] == second[1] and first[1] in [placement_for(name, 2, chunks) for name in placed], first[3]
+    assert first[2] == second[2]
+
+
+def test_a_partition_that_no_schedule_has(measured: Path, tmp_path: Path) -> None:
+    path = str(by_hand(measured, 1e-6, tmp_path))
+    for kind, text in rank_pool(2).run(job_partition_refused, path=path, partition=[0, 1, 3, 7]):
+        assert kind == "TeraPipeConfigError" and "[0, 1, 3, 7]: has 3 parts" in text, text
+
+
+def job_partition_refused(path: str, partition: list[int]) -> tuple[str, str]:
+    return raised_by(lambda: build(gpt_layers(), section(**AUTO, planner={"profile": path}, partition=partition)))
 
 
 def test_layers_stay_where_links_are_slow(measured: Path, tmp_path: Path) -> None:

@@ -76,3 +76,27 @@ def test_a_partition_by_hand() -> None:
 def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:
     run = rank_pool(2).run(train_family, family=family, terapipe=None, stages=stages)
     assert not engines.violations([errors for errors, _ in run])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("argument", "of_section", "stages", "changes"),
+    [
+        (None, [0, 1, 2, 3, 5], 2, {"schedule": "zbv"}),
+        ([0, 1, 2, 3, 5], [0, 1, 2, 3, 5], 2, {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}),
+        ([0, 3, 5], None, 2, {}),
+        (None, [0, 1, 5], 2, {"schedule": "chimera-seq"}),
+    ],
+)
+def test_a_partition_of_argument_or_section_trains(
+    argument: list[int] | None, of_section: list[int] | None, stages: int, changes: dict[str, Any]
+) -> None:
+    section = engines.section(slices=[7, 3, 6], partition=of_section, **changes)
+    found = rank_pool(stages).run(train_family, family="llama", terapipe=section, stages=stages, partition=argument)
+    assert not engines.violations([errors for errors, _ in found])
+
+
+def test_an_argument_and_a_section_that_contradict_each_other() -> None:
+    section = engines.section(partition=[0, 2, 5])
+    with pytest.raises(RankFailure, match=r"terapipe.partition = \[0, 2, 5\].*partition=\[0, 3, 5\]"):
+        rank_pool(2).run(train_family, family="llama", terapipe=section, partition=[0, 3, 5])

@@ -198,7 +198,7 @@ class OptimizerStates:
             reason = f"{len(orders[0])} groups of parameters there, {len(self.orders[0])} here"
         return reason and (
             "the checkpoint was saved by stages that hold other layers, and its optimizer states cannot be moved: "
-            f"{reason}. Use the schedule, chunks_per_stage and partition_method that it was saved with. Or: "
+            f"{reason}. Use the schedule, chunks_per_stage, partition and partition_method that it was saved with. Or: "
             f"{_MODULE_ONLY}"
         )
 
@@ -229,9 +229,10 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
         stuck = "stages have different numbers of groups"
     stuck = stuck or next((each for *_, each in everyone if each is not None), None)
     unknown, owners = None, {}
-    if not layout.is_plain:
+    as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
+    if not as_stock:
         unknown = next(filter(None, (_problem_of_order(named, groups) for named, groups, _ in everyone)), None)
-    stock = None if unknown else orders if layout.is_plain else stock_orders(engine.module, shapes, orders)
+    stock = None if unknown else orders if as_stock else stock_orders(engine.module, shapes, orders)
     if layout.has_copies:
         by_layer = owners_of(engine.module, layout)
         owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +27,9 @@ from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, laye
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+from terapipe_ds.runtime.log import show_log
+
+logger = logging.getLogger("terapipe_ds")
 
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 
@@ -41,13 +46,16 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
     if isinstance(module, PartedModule):
-        if module.terapipe_layout.placement != layout.placement:
+        there = module.terapipe_layout
+        same_cut = layout.bounds in (there.bounds, tuple(module.parts))
+        if there.placement != layout.placement or not same_cut:
             raise TeraPipeConfigError(
-                f"the module is laid out for {_described(module.terapipe_layout)}, and the terapipe section asks for "
-                f"{_described(layout)}: build a new PipelineModule, or give the same schedule and chunks_per_stage"
+                f"the module is laid out for {_described(there)}, and the terapipe section asks for "
+                f"{_described(layout)}: build a new PipelineModule, or give the same schedule, chunks_per_stage and "
+                "partition"
             )
         return parameters
-    if layout.is_plain:
+    if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
         _tell(module)
         return parameters
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -55,7 +63,8 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
-    ids_before, bounds_before, method = _parameter_ids(module), list(module.parts), _method_of(module)
+    ids_before, bounds_before = _parameter_ids(module), list(module.parts)
+    method = _method_of(module) if layout.bounds is None else None
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
     with random_states_kept():
@@ -79,11 +88,16 @@ def _tell(module: Any) -> None:
         laid_out()
 
 
-def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
-    """Return whether `lay_out` could move layers of this rank; if so, store the method by which `module` is cut."""
+def can_move(module: Any, parameters: Any, optimizer: Any, by_hand: bool = False) -> bool:
+    """Return whether `lay_out` could move layers of this rank; if so, store the method by which `module` is cut.
+
+    A module that is cut `by_hand` needs no method.
+    """
     listed = None if parameters is None else list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
         return False
+    if by_hand:
+        return True
     with contextlib.suppress(TeraPipeConfigError):
         setattr(module, PARTITION_METHOD, _method_of(module))
         return True
@@ -91,7 +105,10 @@ def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
 
 
 def _described(layout: Layout) -> str:
-    return f"parts {[layout.placement[place] for place in sorted(layout.placement)]} (stage by stage, chunk by chunk)"
+    return (
+        f"parts {[layout.placement[place] for place in sorted(layout.placement)]} (stage by stage, chunk by chunk)"
+        + ("" if layout.bounds is None else f" with the partition {list(layout.bounds)}")
+    )
 
 
 @functools.cache
@@ -154,8 +171,14 @@ def _method_of(module: Any) -> str:
     return str(method)
 
 
-def _cut(module: Any, layout: Layout, method: str) -> None:
+def _cut(module: Any, layout: Layout, method: str | None) -> None:
     """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
+    if layout.bounds is not None:
+        module.parts = list(layout.bounds)
+        if torch_dist.get_rank() == 0:
+            show_log(0)
+            logger.info("partition by hand: %s, in the place of partition_method %s", *_shown_cut(module))
+        return
     bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
     if len(module._layer_specs) < num_parts:
         raise TeraPipeConfigError(
@@ -178,6 +201,13 @@ def _cut(module: Any, layout: Layout, method: str) -> None:
             f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
+
+
+def _shown_cut(module: Any) -> tuple[str, str]:
+    parts = ", ".join(
+        f"part {i} has layers {a} to {b - 1}" for i, (a, b) in enumerate(itertools.pairwise(module.parts))
+    )
+    return f"{module.parts} ({parts})", repr(getattr(module, PARTITION_METHOD, None) or "of the module")
 
 
 def _build(module: Any, built: Mapping[LayerName, Any]) -> None:

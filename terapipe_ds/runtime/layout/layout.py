@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
@@ -32,10 +32,14 @@ class Layout:
 
     A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
     there the part is saved, and there evaluation runs it.
+
+    `bounds` are those of a partition by hand, the first layer of each part and the end. None: the module's own method
+    of partition gives them.
     """
 
     num_stages: int
     placement: Mapping[tuple[int, int], int] = field(hash=False)
+    bounds: tuple[int, ...] | None = None
 
     @classmethod
     def plain(cls, num_stages: int) -> Layout:
@@ -142,7 +146,7 @@ def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Place
 
 
 def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
-    """Return the layout that the schedule of `config` runs on. Raises TeraPipeConfigError where it has none."""
+    """Return the layout that the schedule of `config` runs on, not cut by hand. Raises TeraPipeConfigError."""
     what = f"terapipe.schedule = {config.schedule!r}"
     if config.schedule.endswith(".csv"):
         schedule = load(config.schedule)
@@ -161,3 +165,36 @@ def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
         return Layout(num_stages, placement_for(name, num_stages, config.chunks_per_stage))
     except ScheduleError as error:
         raise TeraPipeConfigError(f"{what}: {error.reason}") from None
+
+
+def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | None:
+    """Return the partition that the section or the `partition` of `module` gives; None: neither does.
+
+    Raises:
+        TeraPipeConfigError: they contradict each other, or do not end with the number of layers.
+    """
+    given, of_module = config.partition, getattr(module, "partition", None)
+    own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
+    if given is not None and own is not None and given != own:
+        raise TeraPipeConfigError(
+            f"terapipe.partition = {list(given)}: the module was built with partition={list(own)}; give the same, or "
+            "leave one of them out"
+        )
+    if given is not None and given[-1] != (num_layers := len(module._layer_specs)):
+        raise TeraPipeConfigError(
+            f"terapipe.partition = {list(given)}: ends with {given[-1]}, and the module has {num_layers} layers, "
+            f"embedding and head among them; end it with {num_layers}"
+        )
+    return own if given is None else given
+
+
+def cut_by_hand(layout: Layout, bounds: tuple[int, ...] | None) -> Layout:
+    """Return `layout` with the bounds of a partition by hand. TeraPipeConfigError: of another number of parts."""
+    if bounds is not None and len(bounds) != layout.num_parts + 1:
+        raise TeraPipeConfigError(
+            f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule wants "
+            f"{layout.num_parts} ({layout.num_stages} stages, {layout.chunks_per_stage} chunks each"
+            f"{', every part twice' if layout.has_copies else ''}): give {layout.num_parts + 1} numbers, or another "
+            "schedule or chunks_per_stage"
+        )
+    return replace(layout, bounds=bounds)

@@ -46,7 +46,7 @@ class PartedModule(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of the active part for an engine. Any other caller, who would not know which, is refused."""
-        if active_slice() is None:
+        if active_slice() is None and len(self.held_parts) > 1:
             raise RuntimeError(
                 "the layers of this module are in several parts per stage, and this call does not say which: train and "
                 "evaluate it by the engine that terapipe_ds.initialize() gives, with the same terapipe section"

@@ -33,7 +33,7 @@ from terapipe_ds.planner import (
 from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.layout.cut_module import can_move
-from terapipe_ds.runtime.layout.layout import Layout, layout_of
+from terapipe_ds.runtime.layout.layout import Layout, cut_by_hand, layout_of, partition_by_hand
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
@@ -171,6 +171,8 @@ class Cuts:
         return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
 
     def _bounds(self, num_parts: int) -> list[int] | None:
+        if (by_hand := self._layout.bounds) is not None:  # never moved
+            return list(by_hand) if len(by_hand) == num_parts + 1 else None
         if num_parts == self._layout.num_parts:
             return list(self._module.parts)
         if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
@@ -222,19 +224,19 @@ def first_layout(
         ProfileError: on every rank: rank 0 cannot read the profile.
         Exception: on every rank: what else one of them raised meanwhile, in the program's own code for example.
     """
-    stages = module.num_stages
+    stages, by_hand = module.num_stages, partition_by_hand(config, module)
     if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
-        return layout_of(config, stages), parameters
+        return cut_by_hand(layout_of(config, stages), by_hand), parameters
     if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
-        return module.terapipe_layout, parameters
+        return cut_by_hand(module.terapipe_layout, by_hand), parameters
     rank = torch_dist.get_rank()
 
     def answer_of_rank() -> tuple[bool, tuple[_Moved | None, str]]:
         nonlocal parameters
         if isinstance(parameters, Iterator):
             parameters = list(parameters)
-        movable = can_move(module, parameters, optimizer)
-        return movable, _best_move(config, raw, module) if rank == 0 else (None, "")
+        movable = can_move(module, parameters, optimizer, by_hand is not None)
+        return movable, _best_move(config, raw, module, by_hand) if rank == 0 else (None, "")
 
     everyone = [answer for answer in gather_results(answer_of_rank) if answer is not None]
     _, (moved, why) = everyone[0]
@@ -244,12 +246,14 @@ def first_layout(
         show_log(0)
         logger.info('schedule "auto": %s', why)
     if moved is None:
-        return Layout.plain(stages), parameters
+        return cut_by_hand(Layout.plain(stages), by_hand), parameters
     schedule, chunks = moved
-    return Layout(stages, placement_for(schedule, stages, chunks)), parameters
+    return cut_by_hand(Layout(stages, placement_for(schedule, stages, chunks)), by_hand), parameters
 
 
-def _best_move(config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> tuple[_Moved | None, str]:
+def _best_move(
+    config: TeraPipeConfig, raw: Mapping[str, Any], module: Any, by_hand: tuple[int, ...] | None
+) -> tuple[_Moved | None, str]:
     """Return the schedule whose layout is best, if layers have to move for it, and why."""
     profile = Profile.load(config.planner.profile)
     parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
@@ -259,12 +263,19 @@ def _best_move(config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> t
         return None, f"layers stay; {config.planner.profile} is the profile of other layers"
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
-        ranking = Cuts(module, Layout.plain(module.num_stages), parts, None).ranking(config, length, count)
+        layout = dataclasses.replace(Layout.plain(module.num_stages), bounds=by_hand)
+        ranking = Cuts(module, layout, parts, None).ranking(config, length, count)
     except ValueError as error:  # slices of another length, say: the first batch has its own
         return None, f"layers stay; no schedules were compared ({error})"
     results = [one for one in ranking.results if can_have(one.schedule, raw=raw) and one.extra_s is not None]
-    plain, best = choose([one for one in results if one.chunks_per_stage == 1]), choose(results)
-    case = f"for {length} tokens and {count} micro-batches"
+    case, plain_ones = f"for {length} tokens and {count} micro-batches", [r for r in results if r.chunks_per_stage == 1]
+    if not results:
+        return None, f"layers stay; no schedule has the {len(by_hand or ()) - 1} parts of the partition {case}"
+    best = choose(results)
+    if not plain_ones:  # a partition by hand has more parts than there are stages
+        why = f"layers are laid out for {best.schedule}, {best.chunks_per_stage} parts per stage, as the partition asks"
+        return (best.schedule, best.chunks_per_stage), f"{why} {case}"
+    plain = choose(plain_ones)
     gain = _gain(best, plain)
     if best.chunks_per_stage == 1 or gain <= WORTH_MOVING:
         return None, f"layers stay, no other layout is better than that of {plain.schedule} {case}"

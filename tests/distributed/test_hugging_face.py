@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
-from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
+from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, WITH_STATES
 
 SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
 

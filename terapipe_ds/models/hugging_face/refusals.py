@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from transformers import cache_utils
+
 # Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -18,6 +21,12 @@ def check_config(config: Any) -> None:
         raise ModelRefusedError(
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
             "Set it to False"
+        )
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
+        raise ModelRefusedError(
+            f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
+            "newer ones, from 5.2 on, have one for all"
         )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]

@@ -239,6 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "Only hidden states go from stage to stage",
     ),
+    "zaya": (_of(**_HEADS), "has parameters beside those of its layers"),
 }  # fmt: skip
 
 IS_4 = version("transformers").startswith("4.")
@@ -246,7 +247,7 @@ if IS_4:  # 4.57
     NEWER = {
         "afmoe", "cohere2_moe", "cwm", "deepseek_v32", "deepseek_v4", "exaone_moe", "gemma4_text", "gemma4_text, E2B",
         "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "lfm2_moe", "mimo_v2_flash", "minicpm3", "minimax_m2",
-        "ministral3", "nanochat", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+        "ministral3", "nanochat", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zaya",
     }  # fmt: skip
     CONFIGS, REFUSED = ({name: each[name] for name in each if name not in NEWER} for each in (CONFIGS, REFUSED))
     STATEFUL = WITH_STATES & set(CONFIGS) | {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba2"}

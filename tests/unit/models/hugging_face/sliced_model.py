@@ -30,7 +30,7 @@ class _Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(each: Any) -> Any:
-            return torch.float64 if each in (torch.float32, torch.bfloat16) else each
+            return torch.float64 if each is torch.float32 or each is torch.bfloat16 else each
 
         func = Tensor.double if func is Tensor.float else func
         return func(*map(wide, args), **{name: wide(each) for name, each in (kwargs or {}).items()})

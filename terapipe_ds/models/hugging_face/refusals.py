@@ -22,6 +22,8 @@ def check_config(config: Any) -> None:
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
             "Set it to False"
         )
+    if getattr(config.get_text_config(), "layerdrop", 0.0):
+        raise ModelRefusedError("layerdrop leaves out layers by a draw for each call, so for each slice. Set it to 0")
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
         raise ModelRefusedError(

@@ -51,6 +51,13 @@ def test_angles_that_depend_on_the_length_are_refused(kind: str) -> None:
         Pipeline(config)
 
 
+def test_dropped_layers_are_refused() -> None:
+    config = config_of("opt")
+    config.layerdrop = 0.1
+    with pytest.raises(ModelRefusedError, match="layerdrop"):
+        Pipeline(config)
+
+
 def test_a_loss_over_all_routers_is_refused() -> None:
     config = config_of("mixtral")
     config.output_router_logits = True

@@ -42,7 +42,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
 @pytest.mark.parametrize("family", known("gpt2", "qwen3_next"))
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
@@ -90,6 +90,7 @@ def test_a_partition_by_hand() -> None:
         rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", known("gpt2", "bloom", "mamba2"))
 def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:

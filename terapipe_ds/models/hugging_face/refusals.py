@@ -7,6 +7,8 @@ from typing import Any
 import transformers
 from transformers import cache_utils
 
+from terapipe_ds import compat
+
 # Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -28,7 +30,7 @@ def check_config(config: Any) -> None:
     if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
         raise ModelRefusedError(
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
-            "newer ones, from 5.2 on, have one for all"
+            f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]

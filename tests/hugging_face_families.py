@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.metadata import version
 from typing import Any
 
 VOCAB_SIZE = 64
@@ -44,6 +45,13 @@ _LINEAR = {
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
 
+_GEMMA4 = _of(
+    **_HEADS, **_WINDOW, global_head_dim=8, num_global_key_value_heads=2, vocab_size_per_layer_input=VOCAB_SIZE,
+    hidden_size_per_layer_input=0, layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
+_MAMBA1 = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "state_size": 8}
+_INDEXED = _of(**_LATENT, **_ROUTED, index_n_heads=2, index_head_dim=8, index_topk=4)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "afmoe": _of(**_HEADS, **_WINDOW, **_MOE, num_dense_layers=1),
     "apertus": _of(),
@@ -58,6 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "codegen": dict(_GPT2, rotary_dim=4, n_ctx=64),
     "cohere": _of(),
     "cohere2": _of(**_WINDOW, **_HEADS),
+    "cohere2_moe": _of(**_HEADS, **_WINDOW, **_MOE),
     "cwm": _of(**_HEADS, **_WINDOW),
     "deepseek_v2": _of(**_LATENT, **_ROUTED),
     "deepseek_v3": _of(**_LATENT, **_ROUTED),
@@ -67,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ernie4_5": _of(**_HEADS),
     "ernie4_5_moe": _of(moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1),
     "exaone4": _of(**_WINDOW, **_HEADS, sliding_window_pattern=2),
+    "exaone_moe": _of(**_HEADS, **_MOE, **_WINDOW),
     "falcon": {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB_SIZE, "alibi": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
@@ -76,9 +86,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": _of(**_HEADS),
     "gemma2": _of(**_HEADS, **_WINDOW, **_SCALED),
     "gemma3_text": _of(**_HEADS, **_WINDOW, **_SCALED),
+    "gemma4_text": _GEMMA4,
     "glm": _of(**_HEADS),
     "glm4": _of(**_HEADS),
     "glm4_moe": _of(**_HEADS, **_ROUTED),
+    "glm4_moe_lite": _of(**_LATENT, **_ROUTED),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neo": {
@@ -89,15 +101,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1, "eos_token_id": 2,
     },
     "gpt_neox": _of(hidden_dropout=0.0),
+    "gpt_neox_japanese": _of(hidden_dropout=0.0, intermediate_multiple_size=2),
     "gpt_oss": _of(**_HEADS, **_LOCAL, **_WINDOW),
     "gptj": dict(_GPT2, rotary_dim=4),
     "granite": _of(),
     "granitemoe": _of(**_LOCAL),
     "granitemoehybrid": _of(**_LOCAL, **_MAMBA, layer_types=["mamba", "attention"]),
+    "granitemoeshared": _of(**_LOCAL, shared_intermediate_size=32),
     "helium": _of(**_HEADS),
     "hunyuan_v1_dense": _of(**_HEADS),
     "hunyuan_v1_moe": _of(**_HEADS, num_experts=4, moe_topk=2),
     "jetmoe": _of(kv_channels=8, **_LOCAL),
+    "kimi_linear": _of(
+        **_LATENT, **_LOCAL, moe_intermediate_size=32, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
     "lfm2": _of(layer_types=["conv", "full_attention"]),
     "lfm2_moe": _of(layer_types=["conv", "full_attention"], num_dense_layers=1, **_MOE),
     "llama": _of(),
@@ -110,11 +128,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8, "expand": 2,
         "n_groups": 1, "chunk_size": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     },
+    "mimo_v2_flash": _of(**_HEADS, **_WINDOW, **_ROUTED),
+    "minicpm3": _of(**_LATENT),
     "minimax_m2": _of(**_HEADS, **_LOCAL),
     "ministral": _of(**_WINDOW, **_HEADS),
+    "ministral3": _of(**_HEADS),
     "mistral": _of(**_WINDOW),
     "mixtral": _of(**_LOCAL, sliding_window=None),
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB_SIZE, "max_seq_len": 64},
+    "nanochat": _of(),
     "nemotron": _of(),
     "nemotron_h": _of(
         **_HEADS, hybrid_override_pattern="M*", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=1,
@@ -133,6 +155,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _of(),
     "qwen2_moe": _of(**_MOE, shared_expert_intermediate_size=32),
     "qwen3": _of(**_HEADS),
+    "qwen3_5_moe_text": _of(**_HEADS, **_LINEAR, **_MOE, num_hidden_layers=4, shared_expert_intermediate_size=32),
     "qwen3_5_text": _of(**_HEADS, **_LINEAR, num_hidden_layers=4),
     "qwen3_moe": _of(**_HEADS, **_MOE),
     "qwen3_next": _of(**_HEADS, **_LINEAR, **_MOE, num_hidden_layers=4, shared_expert_intermediate_size=32),
@@ -150,26 +173,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Families whose attention is their own code, or reads masks: it gets the keys of all tokens so far from a cache.
-BY_CACHE = frozenset(
-    ["bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "llama4_text", "mpt", "xglm"]
-)
+BY_CACHE = {
+    "bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "llama4_text", "mpt",
+    "xglm",
+}  # fmt: skip
 # Families some of whose layers carry a state from slice to slice.
-WITH_STATES = frozenset(
-    [
-        "bamba",
-        "falcon_h1",
-        "granitemoehybrid",
-        "lfm2",
-        "lfm2_moe",
-        "mamba2",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_text",
-        "qwen3_next",
-    ]
-)
+WITH_STATES = {
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+# Families that cannot compute in fp64 where the default dtype is fp32: their masks hold the least number of one of the
+# two, or their experts add one to the other.
+NOT_IN_FP64 = {"xglm"}
+# Families that draw a number for each layer, to drop none: the engine's check of the first batch refuses that.
+DRAWING: set[str] = set()
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ctrl": (
+        {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB_SIZE, "n_positions": 64},
+        "tied to the embedding, and has a bias",
+    ),
+    "deepseek_v32": (_INDEXED, "its attention reads the mask itself"),
+    "deepseek_v4": (_of(**_ROUTED), "Only those of one stream go from stage to stage"),
+    "falcon_mamba": (_MAMBA1, "goes on from a state only with one token at a time"),
     "gemma3n_text": (
         _of(
             **_HEADS, num_hidden_layers=4, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB_SIZE,
@@ -178,15 +204,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "hidden states",
     ),
+    "gemma4_text, E2B": ({**_GEMMA4, "hidden_size_per_layer_input": 8}, "without providing `input_ids`"),
+    "glm_moe_dsa": (_INDEXED, "its attention reads the mask itself"),
     "jamba": (
         _of(num_experts=4, **_TOP2, mamba_d_state=8, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1),
         "goes on from a state only with one token at a time",
     ),
-    "mamba": (
-        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "state_size": 8},
-        "goes on from a state only with one token at a time",
+    "longcat_flash": (
+        _of(
+            **{**_LATENT, **_TOP2, "num_hidden_layers": 4}, ffn_hidden_size=64, expert_ffn_hidden_size=32, num_layers=2,
+            n_routed_experts=4, moe_topk=2, zero_expert_num=2,
+        ),
+        "it has no list of 4 decoder layers",
     ),
+    "mamba": (_MAMBA1, "goes on from a state only with one token at a time"),
     "minimax": (_of(**_HEADS, **_LOCAL, block_size=4), "uses cache of its own"),
+    "openai-gpt": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB_SIZE, "n_positions": 64}, "takes no cache"
+    ),
     "recurrent_gemma": (
         _of(**_HEADS, lru_width=32, attention_window_size=8, num_hidden_layers=3),
         "keeps a state of its own between calls",
@@ -195,6 +230,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "attention_hidden_size": 32},
         "takes no cache",
     ),
+    "xlstm": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": VOCAB_SIZE, "chunk_size": 8},
+        "a cache of a kind of its own",
+    ),
     "zamba2": (
         _of(
             mamba_d_state=8, n_mamba_heads=8, mamba_headdim=8, mamba_ngroups=1, chunk_size=4,
@@ -202,7 +241,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "Only hidden states go from stage to stage",
     ),
+    "zaya": (_of(**_HEADS), "has parameters beside those of its layers"),
 }  # fmt: skip
+
+IS_4 = version("transformers").startswith("4.")
+if IS_4:  # 4.57
+    NEWER = {
+        "afmoe", "cohere2_moe", "cwm", "deepseek_v32", "deepseek_v4", "exaone_moe", "gemma4_text", "gemma4_text, E2B",
+        "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "lfm2_moe", "mimo_v2_flash", "minicpm3", "minimax_m2",
+        "ministral3", "nanochat", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zaya",
+    }  # fmt: skip
+    CONFIGS, REFUSED = ({name: each[name] for name in each if name not in NEWER} for each in (CONFIGS, REFUSED))
+    STATEFUL = WITH_STATES & set(CONFIGS) | {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba2"}
+    for name in STATEFUL:
+        fields = CONFIGS.pop(name) if name in CONFIGS else REFUSED[name][0]
+        REFUSED[name] = (fields, "a cache of a kind of its own")
+    REFUSED["recurrent_gemma"] = (REFUSED["recurrent_gemma"][0], "takes no cache")
+    REFUSED["doge"] = (CONFIGS.pop("doge"), "computes something else than on the whole sequence")  # which is not causal
+    # without the interfaces of attention or masks
+    BY_CACHE |= {
+        "biogpt", "granitemoe", "granitemoeshared", "jetmoe", "nemotron", "olmoe", "opt", "persimmon", "phimoe",
+        "qwen2_moe", "stablelm",
+    }  # fmt: skip
+    DRAWING |= {"biogpt", "opt", "xglm"}
+    NOT_IN_FP64 |= {"deepseek_v3", "dots1", "glm4_moe", "mpt"}
 
 
 def config_of(family: str, num_layers: int | None = None) -> Any:
@@ -210,7 +272,7 @@ def config_of(family: str, num_layers: int | None = None) -> Any:
     from transformers import AutoConfig
 
     fields = CONFIGS[family] if family in CONFIGS else REFUSED[family][0]
-    config = AutoConfig.for_model(family, **copy.deepcopy(fields))
+    config = AutoConfig.for_model(family.partition(",")[0], **copy.deepcopy(fields))
     if num_layers is not None:  # of the kinds that there are, in turns
         kinds = getattr(config, "layer_types", None)
         if kinds:

@@ -10,9 +10,12 @@ _NAMES = """
     deepspeed deepspeed.module_inject deepspeed.module_inject.auto_ep_layer numpy.typing pytest
     terapipe_ds.models.megatron terapipe_ds.models.gpt terapipe_ds.bench.ranks terapipe_ds.runtime.engine.engine
     terapipe_ds.runtime.register terapipe_ds.cli tests.distributed.tuple_models
+    terapipe_ds.models.hugging_face peft
 """
 for _name in _NAMES.split():
     try:
         importlib.import_module(_name)
-    except ImportError:  # megatron-core is optional, and torch's own modules come and go: the rank will tell
+    except (
+        ImportError
+    ):  # megatron-core, transformers and peft are optional, and torch's own modules come and go: the rank will tell
         continue

@@ -11,9 +11,15 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
-from tests.hugging_face_families import BY_CACHE, CONFIGS, WITH_STATES
+from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES
 
 SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
+
+
+def known(*families: str) -> list[Any]:
+    """The families, of which those are skipped that the installed transformers lacks or that are refused with it."""
+    lacking = pytest.mark.skip(reason="not with transformers 4.57")
+    return [pytest.param(name, marks=[lacking] * (name not in CONFIGS)) for name in families]
 
 
 def both_ways(ways: list[list[str]]) -> set[str]:
@@ -26,15 +32,19 @@ def both_ways(ways: list[list[str]]) -> set[str]:
 def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     """Loss, gradients and parameters of two steps of two micro-batches in three slices of different lengths."""
     section = engines.section(slices=[7, 3, 6])
+    if family in DRAWING:
+        with pytest.raises(RankFailure, match="draws random numbers once per call"):
+            rank_pool(2).run(train_family, family=family, terapipe=section)
+        return
     errors, ways = zip(*rank_pool(2).run(train_family, family=family, terapipe=section), strict=True)
     assert not engines.violations(errors)
     assert ("slow" in both_ways(list(ways))) == (family in BY_CACHE)
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "qwen3_next"])
+@pytest.mark.parametrize("family", known("gpt2", "qwen3_next"))
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     """Tied embeddings beside learned positions, and carried states: where layers move and parts have copies."""
     section = engines.section(slices=[7, 3, 6], **options)
@@ -44,7 +54,7 @@ def test_other_schedules(family: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "falcon", "bamba"])
+@pytest.mark.parametrize("family", known("mistral", "falcon", "bamba"))
 def test_recomputed_layers(family: str, checkpointing: str) -> None:
     """Under DeepSpeed's activation checkpointing; a partition by hand as well."""
     layers = 6 if family == "falcon" else 5  # tied embeddings have one more
@@ -52,6 +62,15 @@ def test_recomputed_layers(family: str, checkpointing: str) -> None:
     section = engines.section(slices=[7, 3, 6])
     errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, **given)]
     assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # which has some fp32 inside
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", known("gemma", "mamba2", "olmo_hybrid"))
+def test_the_check_of_the_first_batch_allows_for_fp32_inside(family: str) -> None:
+    """The models are fp64, and some of what they compute is fp32 by their own code."""
+    section = engines.section(slices=[7, 3, 6], verify="first_batch")
+    errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, wide=False)]
+    assert not engines.violations(errors, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["mamba", "zamba2"])
@@ -71,8 +90,9 @@ def test_a_partition_by_hand() -> None:
         rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba2"])
+@pytest.mark.parametrize("family", known("gpt2", "bloom", "mamba2"))
 def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:
     run = rank_pool(2).run(train_family, family=family, terapipe=None, stages=stages)
     assert not engines.violations([errors for errors, _ in run])

@@ -65,6 +65,13 @@ def test_another_version_gives_one_warning_with_the_tested_one(name: str, versio
     )
 
 
+def test_several_versions_of_a_package() -> None:
+    assert versions.check_versions({**TESTED, "transformers": "4.57.6"}, "3.11") == []
+    for version in ("4.57.5", "5.0.0", "5.24.0"):
+        (warning,) = versions.check_versions({**TESTED, "transformers": version}, "3.11")
+        assert "tested with (==5.23.0 or ==4.57.6)" in warning
+
+
 def test_another_python_and_missing_packages() -> None:
     for version in ("3.10", "3.13"):
         (warning,) = versions.check_versions(TESTED, version)
@@ -79,7 +86,8 @@ def test_documents_and_packaging_have_the_tested_versions() -> None:
     ends = dict(re.findall(r"^((?:TORCH|PYTHON)_(?:OLDEST|NEWEST)) \?= (?:python)?(\d+\.\d+)", makefile, re.MULTILINE))
     torch = f"{ends['TORCH_OLDEST']} to {ends['TORCH_NEWEST']}; at every change {TESTED['torch']}"
     python = f"{', '.join(versions.TESTED_PYTHONS)}; at every change {versions.TESTED_PYTHONS[0]}"
-    for name, version in {**TESTED, "torch": torch, "Python": python}.items():
+    transformers = f"{TESTED['transformers']}; families without recurrent layers 4.57.6 as well"
+    for name, version in {**TESTED, "torch": torch, "transformers": transformers, "Python": python}.items():
         assert f"| {name} | {version} |" in readme
     assert (ends["PYTHON_OLDEST"], ends["PYTHON_NEWEST"]) == versions.TESTED_PYTHONS
     for end in ("TORCH_OLDEST", "TORCH_NEWEST"):

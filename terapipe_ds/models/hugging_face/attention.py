@@ -89,7 +89,7 @@ def attend(
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT)
     if unknown:
         raise ModelRefusedError(f"its attention asks for {', '.join(unknown)}")
-    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+    if not is_causal and getattr(module, "is_causal", True) is False:  # GPT-2 says False where a mask says all
         raise ModelRefusedError("its attention is not causal")
     if not isinstance(attention_mask, Pattern):
         raise ModelRefusedError(f"it makes a mask of its own, a {type(attention_mask).__name__}")

@@ -45,6 +45,9 @@ class SliceCache(Cache):
         self.states_written: set[str] = set()  # their names, for whoever clears it before
         self._written: dict[tuple[Hashable, str], Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"it asks its cache for {name}, which only a cache of a kind of its own has")
+
     def forget_written(self) -> None:
         """Forget the states of a layer that did not come to its end."""
         self._written.clear()

@@ -42,6 +42,10 @@ def _finish(result: Any, *_: Any, **__: Any) -> None:
     raise _Finished(result)
 
 
+class _OtherFormError(ValueError):
+    """Hidden states were given in a form that the model does not take."""
+
+
 class StandIn(nn.Module):
     """Stands in for a module of the model: has its attributes, and runs what a piece wants."""
 
@@ -65,8 +69,10 @@ class StandIn(nn.Module):
         return self.__dict__["_run"](*args, **kwargs)
 
     def skip(self, x: Tensor, *_: Any, **named: Any) -> Tensor:
-        """Return `x`, or for what embeds numbers a tensor without content."""
+        """Return `x`; of what embeds numbers, or has another width, a tensor without content."""
         original = self.__dict__["original"]
+        if isinstance(original, nn.Linear):  # of another width
+            return x.new_zeros(()).expand(*x.shape[:-1], original.out_features)
         if not isinstance(original, nn.Embedding):
             return x
         numbers = x if named.get("position_ids") is None else named["position_ids"]  # OPT gives a mask before them
@@ -100,6 +106,8 @@ class Outline:
         _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
+        if left := [name for name, _ in model.named_parameters()]:
+            raise ModelRefusedError(f"it has parameters beside those of its layers ({', '.join(left)})")
         parameters = inspect.signature(type(model).forward).parameters
         names = [name for name in ("cache_params", "past_key_values") if name in parameters]
         if not names:
@@ -178,7 +186,7 @@ class Outline:
         named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
-            named["position_ids"] = places
+            named["position_ids"] = places.clone()  # XGLM adds to them in place
         try:
             result: Tensor = self.model(**named).logits
         except _Finished as finished:
@@ -219,7 +227,8 @@ class Outline:
                 raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
             return before, after, head
         refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
-        raise ModelRefusedError(str((refusals or problems)[-1])) from problems[0]
+        in_this_form = [each for each in problems if not isinstance(each, _OtherFormError)]
+        raise ModelRefusedError(str((refusals or in_this_form or problems)[-1])) from problems[0]
 
     def _calls(self, head: str) -> list[str]:
         """Return the names of the modules that the forward calls, "" for a decoder layer, with 2 x 3 tokens.
@@ -269,6 +278,11 @@ class _Trial:
         return {name: noted(name, each.skip) for name, each in others.items()} | {head: end}
 
     def layer(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        if torch.is_tensor(hidden) and hidden.dim() > 3:
+            raise ModelRefusedError(
+                f"its decoder layers get hidden states {list(hidden.shape)} for 2 x 3 tokens. Only those of one stream "
+                "go from stage to stage"
+            )
         self._note("", hidden)
         self.hidden.append(hidden)
         given = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
@@ -278,7 +292,7 @@ class _Trial:
     def _note(self, name: str, x: Tensor) -> None:
         if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):
             what = f"{type(x).__name__} {list(getattr(x, 'shape', []))}"
-            raise ValueError(f"{name or 'a decoder layer'} gets {what} and no hidden states of 2 x 3 tokens")
+            raise _OtherFormError(f"{name or 'a decoder layer'} gets {what} and no hidden states of 2 x 3 tokens")
         self.calls.append(name)
 
 

@@ -64,7 +64,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
 def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
     """Return why the layer cannot run in slices this way; nothing where it can."""
     outline.cache.states_written.clear()
-    problem = ""
+    problem, before = "", _tensors_in_attributes(layer)
     try:
         error = _error_of_slices(outline, index, layer, is_fast)
     except Exception as raised:  # of the model's own code: it was made for other masks or caches
@@ -73,8 +73,9 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
         if not error <= _TOLERANCE:
             problem = f"on slices it computes something else than on the whole sequence (relative error {error:.0e})"
     outline.cache.forget_written()
-    kept = _tensors_in_attributes(layer)
-    return f"it keeps a state of its own between calls ({', '.join(sorted(kept))})" if kept else problem
+    after = _tensors_in_attributes(layer)
+    kept = [name for name in sorted(after) if name not in before or not torch.equal(before[name], after[name])]
+    return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
 
 
 def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> float:
@@ -123,10 +124,10 @@ def _run_slices(
     return torch.cat([out.detach() for *_, out in runs], 1), torch.cat(gradients, 1)
 
 
-def _tensors_in_attributes(layer: nn.Module) -> set[str]:
-    """Return the attributes with tensors that are neither parameters nor buffers."""
+def _tensors_in_attributes(layer: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the tensors in attributes that are neither parameters nor buffers, by names."""
     return {
-        f"{type(module).__name__}.{name}"
+        f"{type(module).__name__}.{name}": value.detach().cpu().clone()
         for module in layer.modules()
         for name, value in vars(module).items()
         if torch.is_tensor(value)

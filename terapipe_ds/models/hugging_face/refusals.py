@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as torch_dist
+import transformers
+from transformers import cache_utils
+
+from terapipe_ds import compat
 
 T = TypeVar("T")
 
@@ -55,6 +59,12 @@ def check_config(config: Any) -> None:
         raise ModelRefusedError(
             f"layerdrop is {layerdrop}: whole decoder layers would be left out at random, in one slice and not in the "
             "next. Set it to 0"
+        )
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
+        raise ModelRefusedError(
+            f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
+            f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]

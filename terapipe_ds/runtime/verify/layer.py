@@ -33,16 +33,20 @@ _DRAWN_PER_CALL = (
 _Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
 
 
-class _SeesHooks(TorchFunctionMode):
-    """Sees whether a forward registers hooks of its activations."""
+class _Sees(TorchFunctionMode):
+    """Sees whether a forward registers hooks of its activations, and whether it makes fp32 of what is fp64."""
 
-    seen = False
+    hooks = narrows = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.seen |= func is Tensor.register_hook
-        return func(*args, **(kwargs or {}))
+        self.hooks |= func is Tensor.register_hook
+        result = func(*args, **(kwargs or {}))
+        if torch.is_tensor(result) and result.dtype == torch.float32:
+            given = (*args, *(kwargs or {}).values())
+            self.narrows |= any(torch.is_tensor(each) and each.dtype == torch.float64 for each in given)
+        return result
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class LayerCheck:
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
     outputs: Activations | None = None  # of the whole sequence
+    has_fp32_inside: bool = False  # on whole sequences it computes something in fp32 of what is fp64
     may_clip: bool = False  # gradients of activations pass through code of the user
     scale: float = 1.0  # of the output gradients
     adds_loss: bool = False  # what differs is a gradient that the layer gives without any of its outputs
@@ -180,13 +185,14 @@ class LayerCheck:
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
             self._kept.rewind_generators()
-            states, hooks = self._kept.generator_states(), _SeesHooks()
+            states, sees = self._kept.generator_states(), _Sees()
             constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
-            with push_slice(slicing.active(slice_id)), self.autocast(), constant, hooks:
+            with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 outputs = self.layer(copies, self.inputs.is_tuple)
             runs.append((leaves, outputs))
-            self.may_clip |= hooks.seen or _has_functions(as_tuple(outputs, "the outputs of a layer"))
+            self.has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
+            self.may_clip |= sees.hooks or _has_functions(as_tuple(outputs, "the outputs of a layer"))
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
 
@@ -251,6 +257,7 @@ class LayerCheck:
         """Return the dtypes that a layer computes with."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
+        dtypes |= {torch.float32} if self.has_fp32_inside else set()
         device = self.inputs.tensors[0].device.type
         with self.autocast():
             if torch.is_autocast_enabled(device):

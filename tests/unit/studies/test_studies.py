@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from studies import attention, planner, windows
+from studies import attention, hugging_face, planner, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
@@ -42,6 +42,15 @@ def test_windows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = result["rows"].values()
     assert row["ratio"] > 0 and row["largest_difference"] < 1e-5
     assert result["peak_tokens"] == {"train": 64 + 15, "eval": 15}  # gradients and evaluation: window - 1 + T
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_is_as_fast_in_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    """At most 1.10 of the CPU time of the whole model by sdpa: hidden size 512, 2048 tokens in 8 slices."""
+    hugging_face.main(["--layers", "2", "--repeats", "9", "--clock", "cpu", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert all(ours == pytest.approx(theirs, rel=1e-4) for ours, theirs in result["losses"])
+    assert result["ratio"] <= 1.10
 
 
 def test_planner_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ class _Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(each: Any) -> Any:
-            return torch.float64 if each is torch.float32 else each
+            return torch.float64 if each is torch.float32 or each is torch.bfloat16 else each
 
         func = Tensor.double if func is Tensor.float else func
         return func(*map(wide, args), **{name: wide(each) for name, each in (kwargs or {}).items()})
@@ -116,9 +116,12 @@ def drawn_batch(vocab_size: int, length: int = 16, rows: int = 2, seed: int = 5)
 
 def whole_model(config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Any:
     """Return the model of transformers with these weights."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **eager).train()  # sdpa of 4.57 passes over soft caps
     found = model.load_state_dict({name: p.detach() for name, p in weights.items()}, strict=False)
-    tied = set() if not config.tie_word_embeddings else {"lm_head.weight", "output_projection.weight"}
+    tied = (
+        set() if not config.tie_word_embeddings else {"lm_head.weight", "output_projection.weight", "embed_out.weight"}
+    )
     assert not found.unexpected_keys
     assert set(found.missing_keys) <= tied | {name for name, _ in model.named_buffers()}, found.missing_keys
     return model

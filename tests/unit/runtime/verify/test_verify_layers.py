@@ -96,6 +96,43 @@ def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any
     assert (found.num_layers, found.num_losses) == (6 if changes else 5, 1)
 
 
+class NormInFp32(faulty_layers.Base):
+    """As Gemma's: the gradient of its weight is summed in fp32, over other tokens in slices than in the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def update(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + self.weight.float())
+        return super().update(normed.to(x.dtype))
+
+
+class FaultyInFp32(NormInFp32):
+    """And its slices differ by a little more than rounding in fp32."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return super().update(x) * (1.0 + 1e-3 * (x.shape[1] < LENGTH))
+
+
+class FaultyByLittle(faulty_layers.Base):
+    """Its slices differ by as much as rounding in fp32, and it computes nothing in fp32."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return super().update(x) * (1.0 + 1e-7 * (x.shape[1] < LENGTH))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_a_layer_computes_in_fp32_is_compared_so(is_checkpointed: bool) -> None:
+    """And only then: layers that are fp64 throughout are compared as closely as ever."""
+    checkpoint = checkpoint_with_gradients(_checkpoint) if is_checkpointed else None
+    assert verify([NormInFp32().double()], checkpoint=checkpoint).findings == []
+    for fault in (FaultyInFp32, FaultyByLittle):
+        found = verify([fault().double()], checkpoint=checkpoint)
+        assert found.findings, fault
+
+
 def _checkpoint(function: Any, *inputs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 

@@ -175,7 +175,7 @@ def train_collated(
             run = engines.train(engine, [Drawn(iterator)] * STEPS)
             names = module.checkpoint_names()
         steps = [reference[i : i + MICRO_BATCHES] for i in range(0, len(reference), MICRO_BATCHES)]
-        errors = differences(run, names, *train_whole(whole, steps, own_loss))
+        errors = differences(run, names, *train_whole(whole, steps, loss_of=own_loss))
     return errors, [line for line in log if "labels of dict batches" in line]
 
 
@@ -271,7 +271,7 @@ def train_short_slices(family: str, lengths: Sequence[int], slices: Any) -> tupl
         try:
             with engine_of(module, engines.section(slices=slices)) as engine:
                 run = engines.train(engine, data)
-                return differences(run, module.checkpoint_names(), *train_whole(whole, data, own_loss)), ""
+                return differences(run, module.checkpoint_names(), *train_whole(whole, data, loss_of=own_loss)), ""
         except ValueError as error:
             return {}, str(error)
 
@@ -293,4 +293,4 @@ def divide_by_all_items() -> dict[str, float]:
         whole = whole_model(config_of("llama"), weights_of_all_stages(module))
         with engine_of(module, {**SECTION, "loss_reduction": "sum"}) as engine:
             run = engines.train(engine, [step])
-        return differences(run, module.checkpoint_names(), *train_whole(whole, [step], of_transformers))
+        return differences(run, module.checkpoint_names(), *train_whole(whole, [step], loss_of=of_transformers))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import terapipe_ds
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
-from terapipe_ds.models.hugging_face.weights import INDEX, StoredWeights
+from terapipe_ds.models.hugging_face.weights.stored import INDEX, StoredWeights
 from tests.distributed import engines
 from tests.distributed.compare import relative_error
 from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_all_stages

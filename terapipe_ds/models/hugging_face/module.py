@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict
-from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.gpt import gpt_loss
-from terapipe_ds.models.hugging_face.outline import Outline
 from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, check_positions, layers_of
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, gathered, refused_on_all_ranks
-from terapipe_ds.models.hugging_face.unread import is_unread, read
-from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
-
-SMALL = 1024
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedModel
-
-    from terapipe_ds.models.hugging_face.adapters import Adapters
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
+from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
 
 Loss = Callable[[Tensor, Any], Tensor]
-Adapter: TypeAlias = "PeftConfig | PeftModel | str | os.PathLike[str] | None"
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
 
@@ -165,167 +149,6 @@ class HuggingFaceModule(PipelineModule):
         self.parts = list(self.partition[::chunks])
         stage_id = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
-
-
-def from_config(
-    config: PretrainedConfig,
-    num_stages: int = 2,
-    topology: ProcessTopology | None = None,
-    partition: Sequence[int] | None = None,
-    loss_fn: Loss | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    adapter: Adapter = None,
-    seed: int = 1234,
-    **options: Any,
-) -> HuggingFaceModule:
-    """Return the causal language model of a config of transformers, with random weights, as a `PipelineModule`.
-
-    Args:
-        config: what `transformers.AutoModelForCausalLM.from_config` takes.
-        topology: DeepSpeed's; in its absence `num_stages` stages, and the other ranks are data parallel.
-        partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
-        loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
-        dtype: of the weights; the default is the config's.
-        adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained in the place of
-            all weights, and `save_pretrained` writes them.
-        seed: of the initial weights, which do not depend on the number of stages.
-        options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.
-
-    Raises:
-        ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
-    """
-    with _family_named(config):
-        outline = Outline(model_without_weights(config, dtype))
-    adapters = _adapters(adapter, config, dtype, outline, seed)
-    with _family_named(config):
-        blueprint = Blueprint(outline, DrawnWeights(outline, seed), adapters)
-        return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
-
-
-def from_pretrained(
-    folder: str | os.PathLike[str] | PreTrainedModel | PeftModel,
-    num_stages: int = 2,
-    topology: ProcessTopology | None = None,
-    partition: Sequence[int] | None = None,
-    loss_fn: Loss | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    adapter: Adapter = None,
-    seed: int = 1234,
-    **options: Any,
-) -> HuggingFaceModule:
-    """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
-
-    Args:
-        folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
-            peft writes them, whose config names the folder of the model. A model in memory, with adapters of peft or
-            without, is taken as well; then each rank has all of it.
-
-    The other arguments are those of `from_config`.
-
-    Raises:
-        ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
-    """
-    options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
-    if isinstance(folder, nn.Module):
-        return _from_model(folder, dtype, adapter, seed, options)
-    with refused_on_all_ranks():  # each may have a disk of its own
-        folder, adapter = _folders(folder, adapter)
-        config = AutoConfig.from_pretrained(folder)
-        with _family_named(config):
-            if getattr(config, "quantization_config", None) is not None:
-                raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
-            outline = Outline(model_without_weights(config, dtype))
-        with contextlib.suppress(OSError):  # most have one
-            outline.model.generation_config = GenerationConfig.from_pretrained(folder)
-        weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
-        blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
-    with _family_named(config):
-        module = HuggingFaceModule(blueprint, **options)
-    module.source = folder
-    return module
-
-
-def _from_model(
-    model: PreTrainedModel | PeftModel, dtype: torch.dtype | None, adapter: Adapter, seed: int, options: dict[str, Any]
-) -> HuggingFaceModule:
-    config, state, dtype = model.config, model.state_dict(), dtype or model.dtype
-    if hasattr(model, "peft_config"):
-        from terapipe_ds.models.hugging_face.adapters import without_adapters  # peft takes seconds to import
-
-        if adapter is not None:
-            raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
-        state, adapter = without_adapters(model), model
-    with _family_named(config):
-        outline = Outline(model_without_weights(config, dtype))
-    outline.model.generation_config = model.generation_config
-    blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
-    with _family_named(config):
-        return HuggingFaceModule(blueprint, **options)
-
-
-def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
-    """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
-    if adapter is not None or not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
-        return path, adapter
-    base = parse_json(read_bytes(path / ADAPTER_CONFIG)).get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).is_dir():
-        raise ModelRefusedError(
-            f"{path} has adapters for the model {base!r}, which is no folder here: give the folder of the model, and "
-            f"adapter={str(path)!r}"
-        )
-    return Path(base), path
-
-
-def _adapters(
-    adapter: Adapter, config: PretrainedConfig, dtype: torch.dtype | None, outline: Outline, seed: int
-) -> Adapters | None:
-    if adapter is None:
-        return None
-    from terapipe_ds.models.hugging_face.adapters import Adapters  # peft takes seconds to import
-
-    return Adapters(adapter, model_without_weights(config, dtype), outline, seed)
-
-
-@contextlib.contextmanager
-def _family_named(config: PretrainedConfig) -> Iterator[None]:
-    """Check the config; name the family in all that refuses it."""
-    try:
-        check_config(config)
-        yield
-    except ModelRefusedError as error:
-        raise ModelRefusedError(
-            f"{config.model_type} cannot be trained in stages and token slices: {error}. Write its layers as a "
-            "PipelineModule (docs/models.md), or train it on one device"
-        ) from error
-
-
-def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:
-    """Return the model with real buffers, and with parameters on the device "meta"."""
-    given = {} if dtype is None else {"dtype": dtype}
-    with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta:
-            return None
-        without = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        if parameter.numel() <= SMALL:  # some families set a few numbers as they build the module, and never again
-            without.initial = parameter.detach()  # type: ignore[attr-defined]
-        return without
-
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:

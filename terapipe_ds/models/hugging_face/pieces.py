@@ -20,11 +20,11 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
-from terapipe_ds.models.hugging_face.outline import Outline, Run
-from terapipe_ds.models.hugging_face.probe import Way, find_way
+from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
+from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
-from terapipe_ds.models.hugging_face.unread import is_unread
-from terapipe_ds.models.hugging_face.weights import Weights
+from terapipe_ds.models.hugging_face.weights.stored import Weights
+from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
 
 TIED = "embedding"  # the key of the tied layers

@@ -21,7 +21,7 @@ from terapipe_ds.files.atomic import write_text
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
-from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, INDEX, SINGLE
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
@@ -127,7 +127,7 @@ def _write_shard(model: PreTrainedModel, pieces: dict[str, nn.Module], file: Pat
     for name, held in pieces.items():
         state: Mapping[str, Tensor] = held.state_dict()
         if merge:
-            from terapipe_ds.models.hugging_face.adapters import merged  # peft takes seconds to import
+            from terapipe_ds.models.hugging_face.weights.adapters import merged  # peft takes seconds to import
 
             state = merged(held)
         tensors |= _as_stored(model, _named_state(name, state))

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from terapipe_ds.attention import documents
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
-from terapipe_ds.models.hugging_face import ModelRefusedError, attention, cache, pieces
+from terapipe_ds.models.hugging_face import ModelRefusedError, pieces
+from terapipe_ds.models.hugging_face.forward import attention, cache
 from terapipe_ds.models.hugging_face.module import to_tuple
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, VOCAB_SIZE, WITH_STATES, config_of
 from tests.unit.models.hugging_face.sliced_model import (

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import write_atomically
-from terapipe_ds.models.hugging_face.outline import Outline
+from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
-from terapipe_ds.models.hugging_face.weights import ADAPTER_CONFIG, named
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
-from terapipe_ds.models.hugging_face.outline import Outline
+from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 _LENGTHS = (4, 3)

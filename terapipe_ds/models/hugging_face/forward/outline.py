@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from terapipe_ds.models.hugging_face.attention import NAME
-from terapipe_ds.models.hugging_face.cache import SliceCache
+from terapipe_ds.models.hugging_face.forward.attention import NAME
+from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 Run = Callable[..., Any]

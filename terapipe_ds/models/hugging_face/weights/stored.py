@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
-from terapipe_ds.models.hugging_face.outline import Outline
+from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
-from terapipe_ds.models.hugging_face.unread import leave_unread
+from terapipe_ds.models.hugging_face.weights.unread import leave_unread
 
 logger = logging.getLogger("terapipe_ds")
 

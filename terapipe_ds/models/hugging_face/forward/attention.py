@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.models.hugging_face.cache import name_of
+from terapipe_ds.models.hugging_face.forward.cache import name_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 NAME = "terapipe"  # of the implementation, as `config._attn_implementation` has it

@@ -1,0 +1,1 @@
+"""Run the pieces of a model by its own forward, in token slices."""

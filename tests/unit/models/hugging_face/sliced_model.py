@@ -153,6 +153,23 @@ def errors(
     return abs(loss / float(expected) - 1), gradient_error(pipeline.parameters, dict(model.named_parameters()))
 
 
+def rounding_errors(config: PretrainedConfig, lengths: Sequence[int] = (3, 5, 2, 6)) -> tuple[float, float]:
+    """Return how far gradients are from those of the same weights computed in fp64 throughout: in slices, and of the
+    whole model as it computes."""
+    pipeline, batch = Pipeline(config), drawn_batch(config.get_text_config().vocab_size, sum(lengths))
+    weights = {name: parameter.detach() for name, parameter in pipeline.parameters.items()}
+    model = whole_model(config, weights)
+    loss_of(model, batch).backward()
+    with in_fp64():
+        exact = whole_model(config, weights)
+        loss_of(exact, batch).backward()
+    tokens, labels = to_tuple(batch)
+    assert torch.is_tensor(tokens)
+    pipeline.loss(tokens, labels, lengths)
+    expected = dict(exact.named_parameters())
+    return gradient_error(pipeline.parameters, expected), gradient_error(dict(model.named_parameters()), expected)
+
+
 def gradient_error(ours: dict[str, nn.Parameter], theirs: dict[str, nn.Parameter]) -> float:
     """Return the largest relative error of a gradient; infinite where only one of the two has it."""
     assert ours.keys() == theirs.keys()

@@ -9,12 +9,12 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
-from tests.unit.models.hugging_face.sliced_model import Pipeline, ways_of
+from tests.unit.models.hugging_face.sliced_model import Pipeline, rounding_errors, ways_of
 
 FP32_INSIDE = 1e-6
-# gradients of decays go through exponentials of sums of fp32 numbers, in another order where slices cut the blocks; in
-# 4.57 some of Apertus's parameters are bf16, whatever the model is
-LOOSE = {"qwen3_next": 1e-5, "qwen3_5_text": 1e-5, "qwen3_5_moe_text": 1e-5} | ({"apertus": 1e-2} if IS_4 else {})
+# The models themselves are farther than that from the exact gradients: those of decays go through exponentials of sums
+# of fp32 numbers. In 4.57 some of Apertus's parameters are bf16, whatever the model is.
+ROUGH = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"} | ({"apertus"} if IS_4 else set())
 
 
 @pytest.mark.sample(10)
@@ -26,7 +26,11 @@ def test_a_family_trains_in_slices_as_a_whole(family: str) -> None:
     assert ("states" in row.way) == (family in WITH_STATES)
     assert row.exact <= 1e-10
     assert (row.as_it_computes is None) == (family in NOT_IN_FP64)
-    assert row.as_it_computes is None or row.as_it_computes <= LOOSE.get(family, FP32_INSIDE)
+    if family in ROUGH:
+        ours, theirs = rounding_errors(config_of(family))
+        assert ours <= 1.1 * theirs and row.as_it_computes <= 2 * theirs
+    else:
+        assert row.as_it_computes is None or row.as_it_computes <= FP32_INSIDE
     assert documented()[family].startswith(row.way)
 
 

@@ -84,7 +84,8 @@ class Nodes:
     @cached_property
     def is_split(self) -> Bools:
         """Return per node whether the backward of its slice is split in B and W."""
-        return self.at[WEIGHT, self.part, self.unit] < self.num_nodes
+        found: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
+        return found
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

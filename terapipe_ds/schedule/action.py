@@ -37,6 +37,9 @@ class Kind(enum.Enum):
     REDUCE_GRADS = "RD"
     OPTIMIZER_STEP = "ST"
 
+    def __init__(self, code: str) -> None:
+        self.code = code  # the value: Enum's own access to it goes through Python
+
     __hash__ = object.__hash__  # Enum's own goes through Python, and kinds are in every key of every table
 
 
@@ -92,13 +95,15 @@ class Action:
     def text(self, with_chunk: bool) -> str:
         """Return the compute form, `F0.3` or, with the chunk, `F0.3c0`."""
         chunk = f"c{self.chunk_id}" if with_chunk else ""
-        return f"{self.kind.value}{self.micro_batch_id}.{self.slice_id}{chunk}"
+        return f"{self.kind.code}{self.micro_batch_id}.{self.slice_id}{chunk}"
 
     def __str__(self) -> str:
+        if self.kind in COMPUTE_KINDS:
+            return self.text(with_chunk=self.chunk_id > 0)
         if self.micro_batch_id < 0:
-            return self.kind.value
+            return self.kind.code
         if self.kind is Kind.LOAD:
-            return f"{self.kind.value}{self.micro_batch_id}"
+            return f"{self.kind.code}{self.micro_batch_id}"
         text = self.text(with_chunk=self.chunk_id > 0)
         if self.kind in SEND_KINDS:
             return f"{text}>{self.peer_stage_id}"

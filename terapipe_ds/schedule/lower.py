@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .action import Action, Kind, ScheduleError
+import numpy as np
+
+from .action import RECV_KINDS, SEND_KINDS, Action, Kind, ScheduleError
+from .nodes import Nodes
 
 RECEIVE_AHEAD = 2
 """How many computations before its own a receive is posted."""
-
-Orders = Sequence[Sequence[Action]]
-"""Per stage, its computations in the order they run."""
 
 _CLOSING = (Action(Kind.REDUCE_TIED_GRADS), Action(Kind.REDUCE_GRADS), Action(Kind.OPTIMIZER_STEP))
 _RECEIVE = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
@@ -44,76 +44,61 @@ class StageSchedule:
         return 0
 
 
-def lower(orders: Orders, num_parts: int, forward_only: bool) -> tuple[StageSchedule, ...]:
-    """Return every stage's actions.
+def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_only: bool) -> StageSchedule:
+    """Return what the engine of a stage does, from its computations `order`.
 
     The receive of a computation is posted before the one `RECEIVE_AHEAD` places earlier. A link connects two parts;
     where both are on one stage there is no wire, hence no send and no receive, and the engine hands the tensor over.
     Raises `ScheduleError` where the neighbour of a computation is nowhere in the schedule.
     """
-    wiring = Wiring(orders, num_parts)
-    closing = () if forward_only else _CLOSING
-    return tuple(
-        StageSchedule(stage_id, tuple(_lower_stage(wiring, stage_id, order, closing)), peak_live_slices(order))
-        for stage_id, order in enumerate(orders)
-    )
-
-
-class Wiring:
-    """Which messages a computation needs and gives, by the places of all computations."""
-
-    def __init__(self, orders: Orders, num_parts: int) -> None:
-        self.last_part_id = num_parts - 1
-        self.homes = {action.key: stage_id for stage_id, order in enumerate(orders) for action in order}
-
-    def receive(self, action: Action, stage_id: int) -> Action | None:
-        """Return the receive that feeds a computation; None at an end of the pipeline or within one stage."""
-        return self._message(action, stage_id, _RECEIVE, -_DIRECTION[action.kind])
-
-    def send(self, action: Action, stage_id: int) -> Action | None:
-        """Return the send of what a computation gives; None at an end of the pipeline or within one stage."""
-        return self._message(action, stage_id, _SEND, _DIRECTION[action.kind])
-
-    def _message(self, action: Action, stage_id: int, kinds: dict[Kind, Kind], to_part: int) -> Action | None:
-        peer_part_id = action.part_id + to_part
-        if action.kind not in kinds or not 0 <= peer_part_id <= self.last_part_id:
-            return None
-        peer_stage_id = self.homes.get((action.kind, peer_part_id, *action.unit))
-        if peer_stage_id is None:
-            unit = f"stage {stage_id}: {action} of part {action.part_id}"
-            raise ScheduleError(f"{unit} has no counterpart on part {peer_part_id}: add it")
-        if peer_stage_id == stage_id:
-            return None
-        return Action(kinds[action.kind], *action.unit, action.part_id, action.chunk_id, peer_stage_id, peer_part_id)
-
-
-def _lower_stage(
-    wiring: Wiring, stage_id: int, order: Sequence[Action], closing: tuple[Action, ...]
-) -> Iterator[Action]:
-    receives = [wiring.receive(action, stage_id) for action in order]
+    own = slice(nodes.first[stage_id], nodes.first[stage_id + 1])
+    _check_neighbours(nodes, own, stage_id, order)
+    sources, peers = nodes.sources[own].tolist(), nodes.peers[own].tolist()
+    receives = [message(action, source, receives=True) for action, source in zip(order, sources, strict=True)]
+    actions: list[Action] = []
     loaded: set[int] = set()
-    for index, action in enumerate(order):
+    for index, (action, peer) in enumerate(zip(order, peers, strict=True)):
         first = index + RECEIVE_AHEAD if index else 0  # a receive due before entry 0 is posted at entry 0
-        yield from filter(None, receives[first : index + RECEIVE_AHEAD + 1])
+        actions += filter(None, receives[first : index + RECEIVE_AHEAD + 1])
         # the first part reads the inputs of the batch, the last one its labels
-        reads_batch = action.kind is Kind.FORWARD and action.part_id in (0, wiring.last_part_id)
+        reads_batch = action.kind is Kind.FORWARD and action.part_id in (0, nodes.num_parts - 1)
         if reads_batch and action.micro_batch_id not in loaded:
             loaded.add(action.micro_batch_id)
-            yield Action(Kind.LOAD, action.micro_batch_id, part_id=action.part_id, chunk_id=action.chunk_id)
-        yield action
-        if (send := wiring.send(action, stage_id)) is not None:
-            yield send
-    yield from closing
+            actions.append(Action(Kind.LOAD, action.micro_batch_id, part_id=action.part_id, chunk_id=action.chunk_id))
+        actions.append(action)
+        if (send := message(action, peer)) is not None:
+            actions.append(send)
+    _check_messages(stage_id, order, actions, {SEND_KINDS: peers, RECV_KINDS: sources})
+    if not forward_only:
+        actions += _CLOSING
+    return StageSchedule(stage_id, tuple(actions), nodes.peaks[stage_id])
 
 
-def peak_live_slices(order: Sequence[Action]) -> int:
-    """Return the most live slices of a stage, over all its chunks; without a backward none stops being live."""
-    split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
-    live = peak = 0
-    for action in order:
-        if action.kind is Kind.FORWARD:
-            live += 1
-            peak = max(peak, live)
-        elif action.kind is Kind.WEIGHT or (action.part_id, action.unit) not in split:
-            live -= 1
-    return peak
+def message(action: Action, peer_stage_id: int, receives: bool = False) -> Action | None:
+    """Return the send of what a computation gives, or the receive of what it takes; None where the peer is -1."""
+    if peer_stage_id < 0:
+        return None
+    kind = (_RECEIVE if receives else _SEND)[action.kind]
+    peer_part_id = action.part_id + _DIRECTION[action.kind] * (-1 if receives else 1)
+    return Action(kind, *action.unit, action.part_id, action.chunk_id, peer_stage_id, peer_part_id)
+
+
+def _check_messages(
+    stage_id: int, order: Sequence[Action], actions: Sequence[Action], peers: dict[frozenset[Kind], list[int]]
+) -> None:
+    """Check that there is a message for each peer, in the order of the computations, which `validate` has proven."""
+    for kinds, peers_of_kind in peers.items():
+        wanted = [(a.part_id, a.unit, peer) for a, peer in zip(order, peers_of_kind, strict=True) if peer >= 0]
+        if wanted != [(a.part_id, a.unit, a.peer_stage_id) for a in actions if a.kind in kinds]:
+            names = " and ".join(sorted(kind.value for kind in kinds))
+            raise ScheduleError(f"stage {stage_id}: the messages {names} are not those of its computations")
+
+
+def _check_neighbours(nodes: Nodes, own: slice, stage_id: int, order: Sequence[Action]) -> None:
+    for others, steps in ((nodes.inputs, (-1, 1)), (nodes.outputs, (1, -1))):
+        part = nodes.part[own] + np.choose(nodes.kind[own], (*steps, nodes.num_parts))
+        lost = np.flatnonzero((part >= 0) & (part < nodes.num_parts) & (others[own] == nodes.num_nodes))
+        if lost.size:
+            action, part_id = order[lost[0]], part[lost[0]]
+            unit = f"stage {stage_id}: {action} of part {action.part_id}"
+            raise ScheduleError(f"{unit} has no counterpart on part {part_id}: add it")

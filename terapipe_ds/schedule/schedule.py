@@ -6,12 +6,13 @@ that the engine runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
 from .action import Action, ScheduleError
-from .lower import StageSchedule, lower, peak_live_slices
+from .lower import StageSchedule, lower_stage
+from .nodes import Nodes
 
 _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error shows on each side of the place
 
@@ -32,7 +33,11 @@ class Schedule:
     chunks_per_stage: int
     forward_only: bool
     orders: tuple[tuple[Action, ...], ...]
-    placement: dict[tuple[int, int], int] = field(hash=False)
+    placement: dict[tuple[int, int], int]
+
+    def __hash__(self) -> int:
+        """Return a hash of the sizes alone: one of all computations would take as long as a replay."""
+        return hash((self.name, self.num_stages, self.num_slices, self.chunks_per_stage, self.forward_only))
 
     @property
     def num_parts(self) -> int:
@@ -51,11 +56,14 @@ class Schedule:
 
     def for_stage(self, stage_id: int) -> StageSchedule:
         """Return what the engine of this stage runs: computations, loads, messages, reduces and the step."""
-        return self._stages[self._checked(stage_id)]
+        checked = self._checked(stage_id)
+        if checked not in self._stages:
+            self._stages[checked] = lower_stage(self.nodes, checked, self.orders[checked], self.forward_only)
+        return self._stages[checked]
 
     def peak_live_slices(self) -> tuple[int, ...]:
         """Return, per stage, the most slices at once whose F has run and whose last of B and W has not."""
-        return tuple(peak_live_slices(order) for order in self.orders)
+        return self.nodes.peaks
 
     def fail_at(self, reason: str, stage_id: int, index: int) -> NoReturn:
         """Raise `ScheduleError` with an entry of an order marked; an index past the end marks what is missing."""
@@ -63,8 +71,13 @@ class Schedule:
         raise ScheduleError(f"schedule {self.name!r}, {place}: {reason}", self._marked_grid(stage_id, index))
 
     @cached_property
-    def _stages(self) -> tuple[StageSchedule, ...]:
-        return lower(self.orders, self.num_parts, self.forward_only)
+    def nodes(self) -> Nodes:
+        """Return the computations of all stages as arrays."""
+        return Nodes(self.orders, self.num_parts, self.num_slices)
+
+    @cached_property
+    def _stages(self) -> dict[int, StageSchedule]:
+        return {}
 
     def _checked(self, stage_id: int) -> int:
         if not 0 <= stage_id < self.num_stages:

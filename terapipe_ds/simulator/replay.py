@@ -14,14 +14,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, validate
-from terapipe_ds.schedule.lower import Wiring
-from terapipe_ds.schedule.validate import in_run_order
+from terapipe_ds.schedule import Action, Schedule, validate
+from terapipe_ds.schedule import nodes as numbered
+from terapipe_ds.schedule.lower import message
+from terapipe_ds.schedule.validate import is_ordered
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,
@@ -84,7 +85,8 @@ class Replay:
         """Raise ScheduleError where the schedule cannot run."""
         self.schedule = schedule
         self._num_parts = schedule.num_parts
-        self._check_complete()
+        if not is_ordered(schedule):
+            self._refuse()
         self._find_nodes()
         self._find_links()
 
@@ -107,11 +109,11 @@ class Replay:
         """Return what `simulate` does."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
         times = self._pass(seconds, sends, overlap)
-        computed = [self._event(i, node, times.starts[i], times.ends[i]) for i, node in enumerate(self._nodes)]
+        computed = [self._event(i, action, times.starts[i], times.ends[i]) for i, action in enumerate(self._actions)]
         sent = {
-            i: self._event(i, message, times.send_starts[i], times.sent[i])
-            for i, message in enumerate(self._messages)
-            if message is not None and has_sends[i]
+            i: self._event(i, send, times.send_starts[i], times.sent[i])
+            for i, action in enumerate(self._actions)
+            if has_sends[i] and (send := message(action, self._peers[i])) is not None
         }
         peak_bytes, bytes_over_time = None, None
         if memory is not None:
@@ -132,56 +134,43 @@ class Replay:
 
     # --- what the schedule alone decides
 
-    def _check_complete(self) -> None:
-        """Check that every computation is there once, at its part's place; `validate` says best what is wrong."""
-        schedule, parts = self.schedule, range(self._num_parts)
-        placed = [(stage_id, action) for stage_id, order in enumerate(schedule.orders) for action in order]
-        keys = {action.key for _, action in placed}
-        units = [(part_id, m, s) for m, n in enumerate(schedule.num_slices) for s in range(n) for part_id in parts]
-        kinds = (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, Kind.BACKWARD)
-        needed = {(kind, *unit) for kind in kinds for unit in units}
-        weights = set() if schedule.forward_only else {(Kind.WEIGHT, *unit) for unit in units}
-        at_home = all(schedule.placement.get((stage_id, a.chunk_id)) == a.part_id for stage_id, a in placed)
-        if not (needed and needed <= keys <= needed | weights and at_home and len(keys) == len(placed)):
-            validate(schedule)
-            raise SimulationError(f"schedule {schedule.name!r} cannot be replayed: check it with validate()")
+    def _refuse(self) -> NoReturn:
+        validate(self.schedule)  # says best what is wrong with it
+        raise SimulationError(f"schedule {self.schedule.name!r} cannot be replayed: check it with validate()")
 
     def _find_nodes(self) -> None:
         """Find all computations, those of a stage in its order, each after those that it needs; and per node: its
         stage, part, unit, row of the table, and the node of another part that it needs (or a last one, done at 0)."""
-        try:
-            placed = list(in_run_order(self.schedule))
-        except ScheduleError:
-            validate(self.schedule)  # says best what is wrong with it
-            raise
-        self._nodes = [action for _, action, _ in placed]
-        self._stages = [stage_id for stage_id, _, _ in placed]
-        number = {action.key: i for i, action in enumerate(self._nodes)}
-        inputs = ((number[key] for key in needs if key[1] != action.part_id) for _, action, needs in placed)
-        self._inputs = [next(keys, len(placed)) for keys in inputs]
-        split = {(a.part_id, a.unit) for a in self._nodes if a.kind is Kind.WEIGHT}
-        rows = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}
-        splits = [a.kind is Kind.BACKWARD and (a.part_id, a.unit) in split for a in self._nodes]
-        self._rows = np.where(splits, SPLIT_BACKWARD, [rows[action.kind] for action in self._nodes])
-        self._parts = np.array([action.part_id for action in self._nodes])
-        starts = np.cumsum([0, *self.schedule.num_slices]).tolist()
-        self._units = np.array([starts[action.micro_batch_id] + action.slice_id for action in self._nodes])
+        nodes = self.schedule.nodes
+        order = np.array(nodes.run_order(), np.int64)
+        if len(order) < nodes.num_nodes:
+            self._refuse()
+        actions = [action for order in self.schedule.orders for action in order]
+        self._actions = [actions[node] for node in order]
+        self._stages: list[int] = nodes.stage[order].tolist()
+        place = np.empty(nodes.num_nodes + 1, np.int64)
+        place[order], place[-1] = np.arange(nodes.num_nodes), nodes.num_nodes
+        self._inputs: list[int] = place[nodes.inputs[order]].tolist()
+        self._parts, self._units = nodes.part[order], nodes.unit[order]
+        kinds = nodes.kind[order]
+        rows = np.array([FORWARD, BACKWARD, WEIGHT])[kinds]
+        self._rows = np.where((kinds == numbered.BACKWARD) & nodes.is_split[order], SPLIT_BACKWARD, rows)
+        self._peers: list[int] = nodes.peers[order].tolist()
 
     def _find_links(self) -> None:
-        """Find, per node, the message that takes its result to another stage, and the number of its link or -1."""
-        wiring = Wiring(self.schedule.orders, self._num_parts)
-        numbers: dict[tuple[object, ...], int] = {}
-        self._messages: list[Action | None] = []
-        self._links: list[int] = []
-        self._rows_of_parts: list[set[int]] = [set() for _ in range(self._num_parts)]
-        for action, stage_id, row in zip(self._nodes, self._stages, self._rows.tolist(), strict=True):
-            message = wiring.send(action, stage_id)
-            self._messages.append(message)
-            self._rows_of_parts[action.part_id] |= {row} if message is None else {row, SEND}
-            link = (action.kind, action.part_id, stage_id, -1 if message is None else message.peer_stage_id)
-            self._links.append(-1 if message is None else numbers.setdefault(link, len(numbers)))
-        self._num_links = len(numbers)
-        self._sends = np.array(self._links) >= 0
+        """Find, per node, the number of the link that takes its result to another stage, or -1."""
+        peers, num_stages = np.array(self._peers, np.int64), self.schedule.num_stages
+        self._sends = peers >= 0
+        is_forward = self._rows == FORWARD
+        wires = ((is_forward * self._num_parts + self._parts) * num_stages + self._stages) * num_stages + peers
+        found, numbers = np.unique(wires[self._sends], return_inverse=True)
+        links = np.full(len(peers), -1)
+        links[self._sends] = numbers
+        self._links: list[int] = links.tolist()
+        self._num_links = len(found)
+        rows = [set(self._rows[self._parts == part_id].tolist()) for part_id in range(self._num_parts)]
+        senders = set(self._parts[self._sends].tolist())
+        self._rows_of_parts = [of | {SEND} if part_id in senders else of for part_id, of in enumerate(rows)]
 
     # --- one replay
 
@@ -234,7 +223,7 @@ class Replay:
         return [bytes_of_stage(self.schedule, k, spans, memory) for k in range(self.schedule.num_stages)]
 
     def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
-        what = str(action), *action.unit, action.kind.value
+        what = str(action), *action.unit, action.kind.code
         return TimelineEvent(self._stages[i], *what, start_s, end_s, action.chunk_id)
 
     def _critical_path(

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from studies import attention, hugging_face, planner, windows
+from studies import attention, hugging_face, planner, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
@@ -81,3 +81,17 @@ def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "worst -5.0% (seq1f1b, 1 equal)" in text and "10.0 unsliced steps" in text
     assert "auto over the best equal plan (1 equal) 0.600" in text  # the median of 1.2/2, 1.2/2.1, 1.25/1.9
+
+
+@pytest.mark.alone
+def test_large_schedules_take_little_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half as fast again on a busy machine is not an error: CPU seconds grow where caches are shared."""
+    limits = {("64", "256", "8"): (1.5, 1.5), ("8", "32", "8"): (0.05, 0.05)}
+    for (stages, micro_batches, slices), (built_s, simulated_s) in limits.items():
+        sizes = ["--stages", stages, "--micro-batches", micro_batches, "--slices", slices]
+        schedule_times.main([*sizes, "--json", "--repeats", "1" if stages == "64" else "5"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["build"] + found["validate"] + found["lower"] <= 1.5 * built_s
+        assert found["simulate"] <= 1.5 * simulated_s
+        schedule_times.main([*sizes, "--repeats", "1"])
+        assert "validate" in capsys.readouterr().out

@@ -1,0 +1,152 @@
+"""A schedule as arrays of numbers, so that large ones are proven, lowered and replayed in time linear in their size.
+
+A node is a computation. Those of a stage are in a row, in its order. `num_nodes` as a node means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .action import Action, Kind
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}
+"""Computation -> its number in `Nodes.kind`."""
+
+Numbers = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Nodes:
+    """The computations of a schedule.
+
+    Per node: `stage`, `kind` (a value of `CODES`), `micro_batch`, `slice`, `part`, `chunk`, and `unit`, the number of
+    its slice in the batch. `first[k]` is the first node of stage k, `first[-1]` the number of nodes.
+    """
+
+    def __init__(self, orders: Sequence[Sequence[Action]], num_parts: int, num_slices: Sequence[int]) -> None:
+        actions = [action for order in orders for action in order]
+        self.num_nodes, self.num_parts = len(actions), num_parts
+        self.first: Numbers = np.cumsum([0, *map(len, orders)])
+        self.stage: Numbers = np.repeat(np.arange(len(orders)), np.diff(self.first))
+        self.kind = _numbers([CODES.get(action.kind, -1) for action in actions])
+        self.micro_batch = _numbers([action.micro_batch_id for action in actions])
+        self.slice = _numbers([action.slice_id for action in actions])
+        self.part = _numbers([action.part_id for action in actions])
+        self.chunk = _numbers([action.chunk_id for action in actions])
+        self.slices_of: Numbers = np.asarray(num_slices, np.int64)
+        self._starts: Numbers = np.cumsum([0, *num_slices])
+
+    @cached_property
+    def are_in_range(self) -> bool:
+        """Whether all ids are those of the schedule; without that nothing below means anything."""
+        micro_batches, parts = len(self.slices_of), self.num_parts
+        if not ((self.kind >= 0) & (self.micro_batch >= 0) & (self.micro_batch < micro_batches)).all():
+            return False
+        slices = self.slices_of[self.micro_batch]
+        return bool(((self.slice >= 0) & (self.slice < slices) & (self.part >= 0) & (self.part < parts)).all())
+
+    @cached_property
+    def unit(self) -> Numbers:
+        return self._starts[self.micro_batch] + self.slice
+
+    @cached_property
+    def at(self) -> Numbers:
+        """Return the nodes as an array [kinds, parts, units]."""
+        found = np.full((len(CODES), self.num_parts, self._starts[-1]), self.num_nodes)
+        found[self.kind, self.part, self.unit] = np.arange(self.num_nodes)
+        return found
+
+    @cached_property
+    def inputs(self) -> Numbers:
+        """Return per node the one of another part whose result it takes."""
+        return self._of_part(np.where(self.kind == FORWARD, -1, 1))
+
+    @cached_property
+    def outputs(self) -> Numbers:
+        """Return per node the one of another part that takes its result."""
+        return self._of_part(np.where(self.kind == FORWARD, 1, -1))
+
+    @cached_property
+    def peers(self) -> Numbers:
+        """Return per node the stage that its result is sent to; -1: none."""
+        return self._peers(self.outputs)
+
+    @cached_property
+    def sources(self) -> Numbers:
+        """Return per node the stage that sends what it takes; -1: none."""
+        return self._peers(self.inputs)
+
+    @cached_property
+    def is_split(self) -> Bools:
+        """Return per node whether the backward of its slice is split in B and W."""
+        found: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
+        return found
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Return, per stage, the most live slices over all its chunks; without a backward none stops being live."""
+        ends = (self.kind == WEIGHT) | (self.kind == BACKWARD) & ~self.is_split
+        live = np.cumsum((self.kind == FORWARD).astype(np.int64) - ends)
+        before = np.append(live, 0)[self.first - 1]  # per stage, that of the stages before it; 0 of the first
+        before[self.first == 0] = 0
+        return tuple(
+            int(live[start:stop].max(initial=base) - base)
+            for start, stop, base in zip(self.first, self.first[1:], before, strict=False)
+        )
+
+    def run_order(self) -> list[int]:
+        """Return the nodes, those of a stage in its order, each after the one that it takes the result of.
+
+        Where stages wait for one another for ever, the nodes behind that are left out.
+        """
+        inputs = self.inputs.tolist()
+        done = bytearray(self.num_nodes) + b"\1"  # none is always done
+        at, ends = self.first[:-1].tolist(), self.first[1:].tolist()
+        waiting: dict[int, list[int]] = {}
+        ready, order = list(range(len(at))), []
+        while ready:
+            stage_id = ready.pop()
+            node, end = at[stage_id], ends[stage_id]
+            while node < end:
+                needed = inputs[node]
+                if not done[needed]:
+                    waiting.setdefault(needed, []).append(stage_id)
+                    break
+                done[node] = 1
+                order.append(node)
+                if node in waiting:
+                    ready += waiting.pop(node)
+                node += 1
+            at[stage_id] = node
+        return order
+
+    def slots(self) -> list[list[int]]:
+        """Return per stage the slot in which each node starts, where each takes one. Nodes that never run have none."""
+        inputs, stages = self.inputs.tolist(), self.stage.tolist()
+        ends = [0] * (self.num_nodes + 1)
+        starts: list[list[int]] = [[] for _ in range(len(self.first) - 1)]
+        free = [0] * len(starts)
+        for node in self.run_order():
+            stage_id = stages[node]
+            start = max(free[stage_id], ends[inputs[node]])
+            starts[stage_id].append(start)
+            free[stage_id] = ends[node] = start + 1
+        return starts
+
+    def _of_part(self, step: Numbers) -> Numbers:
+        part = self.part + step
+        exists = (self.kind != WEIGHT) & (part >= 0) & (part < self.num_parts)
+        return np.where(exists, self.at[self.kind, np.where(exists, part, 0), self.unit], self.num_nodes)
+
+    def _peers(self, others: Numbers) -> Numbers:
+        stages = np.append(self.stage, -1)[others]
+        return np.where(stages == self.stage, -1, stages)
+
+
+def _numbers(values: list[int]) -> Numbers:
+    return np.array(values, np.int64)

@@ -53,7 +53,7 @@ def from_config(
         partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
         loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights; the default is the config's.
-        adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained in the place of
+        adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained instead of
             all weights, and `save_pretrained` writes them.
         seed: of the initial weights, which do not depend on the number of stages.
         options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.

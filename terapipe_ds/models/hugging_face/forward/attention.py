@@ -1,7 +1,7 @@
 """Lead the attention of transformers' models to `sliced_attention`: its attention and mask interfaces, by one name.
 
 A model asks the mask interface for a mask before its layers run, and the attention interface in each layer. Ours gives
-a `Pattern` in the place of a mask: what the model's own mask function says of who sees whom, without a tensor.
+a `Pattern` instead of a mask: what the model's own mask function says of who sees whom, without a tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pattern_of_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Pattern:
-    """Return the pattern that a model asks for, in the place of its mask."""
+    """Return the pattern that a model asks for, instead of its mask."""
     if attention_mask is not None and not bool(attention_mask.all()):
         return Pattern(None, "it masks padding")
 

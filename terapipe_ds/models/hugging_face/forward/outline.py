@@ -114,7 +114,7 @@ class Outline:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._cache_name = names[0]
         self._takes_positions = "position_ids" in parameters
-        self.takes_patterns = True  # in the place of masks; False: its forward reads the masks
+        self.takes_patterns = True  # instead of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
         self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()

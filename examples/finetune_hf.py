@@ -38,7 +38,7 @@ from hf_data import (
 from metrics import MetricsFile
 from text_data import text_files
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import terapipe_ds
 
@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")
 
     model = parser.add_argument_group("model")
-    names = "a folder with config, safetensors and tokenizer, or a name on the Hugging Face hub"
+    names = "a folder with config, safetensors and tokenizer, a name on the Hugging Face hub, or a folder of adapters"
     model.add_argument("--model", metavar="PATH_OR_NAME", help=names)
     model.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the weights")
     targets = "modules that get adapters; default: all linear layers but the output matrix"
@@ -90,7 +90,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     run.add_argument("--new-tokens", type=int, default=48, help="to generate at the end at most; 0: nothing")
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step and evaluation")
     args = parser.parse_args(arguments)
-    name = "hf_tiny" if args.model is None else "finetune_hf" if args.lora is None else "finetune_hf_lora"
+    goes_on = args.model is not None and Path(args.model, "adapter_config.json").exists()
+    if goes_on and args.lora is not None:
+        parser.error(f"--model {args.model} has adapters, and the run goes on with these: leave out --lora")
+    has_adapters = goes_on or args.lora is not None
+    name = "hf_tiny" if args.model is None else "finetune_hf_lora" if has_adapters else "finetune_hf"
     file = Path(args.deepspeed_config or HERE.parent / "configs" / f"{name}.json")
     try:
         args.ds_config = json.loads(file.read_text(encoding="utf-8"))
@@ -155,8 +159,8 @@ def row_length(asked: int | None, config: Any) -> int:
     return asked
 
 
-def build_engine(args: argparse.Namespace, folder: Path) -> deepspeed.PipelineEngine:
-    """Return the engine of the model in a folder; each stage reads the weights of its own layers."""
+def build_module(args: argparse.Namespace, folder: Path) -> deepspeed.PipelineModule:
+    """Return the model in a folder, or the one that adapters in it are for. Its weights are read later."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     enabled = [dtype for key, dtype in dtypes.items() if args.ds_config.get(key, {}).get("enabled")]
     adapter = None
@@ -166,9 +170,13 @@ def build_engine(args: argparse.Namespace, folder: Path) -> deepspeed.PipelineEn
         adapter = LoraConfig(
             r=args.lora, lora_alpha=2 * args.lora, target_modules=args.lora_targets, task_type="CAUSAL_LM"
         )
-    module = terapipe_ds.from_pretrained(
+    return terapipe_ds.from_pretrained(
         folder, num_stages=args.stages, dtype=enabled[0] if enabled else torch.float32, adapter=adapter, seed=args.seed
     )
+
+
+def build_engine(args: argparse.Namespace, module: deepspeed.PipelineModule) -> deepspeed.PipelineEngine:
+    """Return the engine of a model; each stage reads the weights of its own layers."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine, *_ = terapipe_ds.initialize(model=module, model_parameters=trained, config=args.ds_config)
     return engine
@@ -267,8 +275,9 @@ def run(args: argparse.Namespace) -> MetricsFile:
         start = Path(args.out, "start")
         folder = model_folder(args.model) if args.model else make_tiny_model(start, entries, args.seed)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        data = Data(args, entries, tokenizer, AutoConfig.from_pretrained(folder))
-        engine = build_engine(args, folder)
+        module = build_module(args, folder)
+        data = Data(args, entries, tokenizer, module.config)
+        engine = build_engine(args, module)
     except (OSError, ValueError) as error:
         end_with(str(error))
     if is_first:

@@ -94,6 +94,9 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
         terapipe_ds.save_pretrained(engine, first)
         terapipe_ds.save_pretrained(engine, whole, merge=True)
     torch_dist.barrier()
+    if torch_dist.get_rank() == 0:  # of an earlier run, by the same family
+        AutoModelForCausalLM.from_config(config_of("qwen2")).save_pretrained(first)
+    torch_dist.barrier()
     config = json.loads(Path(first, "adapter_config.json").read_text())
     found["config"] = config["base_model_name_or_path"] == base and config["inference_mode"]
     by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), first).eval()
@@ -167,5 +170,6 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         "base elsewhere": {"folder": adapters},
         "other adapters": {"folder": base, "adapter": adapters},
         "two": {"folder": model, "adapter": adapters},
+        "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
     }
     return engines.raised_by(lambda: terapipe_ds.from_pretrained(num_stages=2, **given[case]))

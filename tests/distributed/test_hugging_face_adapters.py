@@ -64,7 +64,10 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(layers: list[int], tmp_
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fields", [{}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
 def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
-    """peft, transformers and a second run read what is saved, with the losses of the engine."""
+    """peft, transformers and a second run read what is saved, with the losses of the engine.
+
+    So it is beside a model that the folder had before.
+    """
     for found in rank_pool(2).run(folders_of_adapters, folder=str(tmp_path), **fields):
         assert found["config"] and found["moved"]
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone", "restored")), found
@@ -100,6 +103,7 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("base elsewhere", "'somebody/model', which is no folder here"),
         ("other adapters", "do not agree on"),
         ("two", "leave out adapter="),
+        ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),
     ],
 )
 def test_folders_that_are_refused(case: str, text: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def finetune(folder: str, *options: str) -> tuple[list[dict[str, Any]], str]:
 def adapters_and_all_weights(folder: str) -> list[tuple[list[dict[str, Any]], str]]:
     return [
         finetune(folder, "--lora=8", "--pack", "--steps=8", "--out=adapters", "--new-tokens=4"),
+        finetune(folder, "--steps=1", "--pack", "--model=adapters", "--out=further", "--new-tokens=0"),
         finetune(folder, "--steps=4", "--model=adapters/start", "--prompt=What is a slice?", "--new-tokens=4"),
     ]
 
@@ -89,14 +90,17 @@ def test_finetuned_models_are_exported_and_generate(tmp_path: Path, monkeypatch:
     """Adapters on packed rows, and all weights on padded ones; loss falls, and the exported models have the same."""
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     first, second = rank_pool(2).run(adapters_and_all_weights, folder=str(tmp_path), timeout_s=240)
-    for (entries, printed), name in zip(first, ("adapters", "trained"), strict=True):
+    (adapters, _), (further, _), _ = first
+    assert further[0]["validation_loss"] == pytest.approx(adapters[-1]["validation_loss"], rel=1e-5)  # it goes on
+    assert (tmp_path / "further/adapter_model.safetensors").exists()
+    for (entries, printed), name in zip(first[::2], ("adapters", "trained"), strict=True):
         before, after = (entry["validation_loss"] for entry in entries if "validation_loss" in entry)
         losses = [entry["loss"] for entry in entries if "loss" in entry]
         assert 6.5 < before < 7.3 and after < before - 0.2, name  # ln(1024) = 6.93: knows nothing
         assert losses[-1] < losses[0] - 0.2, name
         assert loss_of_export(tmp_path / name, monkeypatch, name == "adapters") == pytest.approx(after, rel=1e-5)
         assert f"exported: {name}" in printed and "generated: " in printed
-    assert "prompt: 'user:\\nWhat is a slice?\\n\\nassistant:\\n'" in first[1][1]
+    assert "prompt: 'user:\\nWhat is a slice?\\n\\nassistant:\\n'" in first[2][1]
     assert (tmp_path / "adapters/adapter_model.safetensors").exists()
     assert not (tmp_path / "adapters/model.safetensors").exists()
     assert all(printed == "" for _, printed in second)  # the first rank speaks

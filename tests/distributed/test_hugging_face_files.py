@@ -134,7 +134,13 @@ def test_a_save_that_fails_leaves_the_old_model_or_none(at: str, left: str, tmp_
     [
         {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8000},
         pytest.param(
-            {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "vocab_size": 16000},
+            {
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 4,
+                "vocab_size": 16000,
+                "head_dim": 512,
+            },
             marks=pytest.mark.full,
         ),
     ],
@@ -143,4 +149,4 @@ def test_a_save_that_fails_leaves_the_old_model_or_none(at: str, left: str, tmp_
 def test_a_stage_reads_its_own_weights_alone(fields: dict[str, Any], schedule: str, tmp_path: Path) -> None:
     """A rank's private memory grows by 0.75 of the model at most, over two stages, also where layers change these."""
     for grown, size in rank_pool(2).run(memory_of_reading, folder=str(tmp_path), schedule=schedule, **fields):
-        assert grown <= 0.75 * size
+        assert grown <= 0.75 * size and (fields["hidden_size"] < 2048 or size > 1e9)

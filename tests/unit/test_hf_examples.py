@@ -243,6 +243,17 @@ def test_each_case_has_its_config(options: str, config: str, monkeypatch: pytest
     assert finetune_hf.parse_arguments([*options.split(), "--pack"]).ds_config == expected
 
 
+def test_a_folder_of_adapters_is_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    finetune_hf, expected = example("finetune_hf", monkeypatch), (ROOT / "configs/finetune_hf_lora.json").read_text()
+    assert finetune_hf.parse_arguments(["--model", str(tmp_path)]).ds_config == json.loads(expected)
+    with pytest.raises(SystemExit, match="2"):
+        finetune_hf.parse_arguments(["--model", str(tmp_path), "--lora", "4"])
+    assert "has adapters, and the run goes on with these: leave out --lora" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

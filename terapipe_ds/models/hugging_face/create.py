@@ -132,12 +132,19 @@ def _from_model(
 
 
 def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
-    """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder."""
+    """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder.
+
+    A folder with adapters is adapters, whatever model it has as well: transformers reads it so.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
-    if adapter is not None or not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
+    if not (path / ADAPTER_CONFIG).is_file():
         return path, adapter
+    if adapter is not None and not (
+        isinstance(adapter, str | os.PathLike) and Path(adapter).resolve() == path.resolve()
+    ):
+        raise ModelRefusedError(f"{path} has adapters ({ADAPTER_CONFIG}), and others are given: leave out adapter=")
     base = parse_json(read_bytes(path / ADAPTER_CONFIG)).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
         raise ModelRefusedError(

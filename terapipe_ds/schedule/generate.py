@@ -7,7 +7,6 @@ stage. The tables show unit time slots (a forward and a backward take one each) 
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -85,26 +84,13 @@ def build(
     parts in the order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`,
     what F, B and W take, for its list scheduling.
 
-    The latest few schedules are kept. Raises `ScheduleError` on an unknown name, and on counts or options that the
-    schedule does not take.
+    Raises `ScheduleError` on an unknown name, and on counts or options that the schedule does not take.
     """
     _check_name(name)
     num_stages = check_count("num_stages", num_stages, ScheduleError)
     slices = _slice_counts(num_slices, check_count("num_micro_batches", num_micro_batches, ScheduleError))
     chunks_per_stage = check_count("chunks_per_stage", chunks_per_stage, ScheduleError)
     _check_option_names(name, options)
-    given = name, num_stages, slices, bool(forward_only), chunks_per_stage
-    try:
-        return kept_schedule(*given, **options)
-    except TypeError:  # an option that is no key of a table
-        return kept_schedule.__wrapped__(*given, **options)
-
-
-@functools.lru_cache(maxsize=16)
-def kept_schedule(
-    name: str, num_stages: int, slices: tuple[int, ...], forward_only: bool, chunks_per_stage: int, **options: Any
-) -> Schedule:
-    """Return what `build` does, of arguments that are checked; the latest few are kept."""
     placement = placement_for(name, num_stages, chunks_per_stage)
     chunks = len(placement) // num_stages
     if forward_only:
@@ -118,7 +104,7 @@ def kept_schedule(
         tuple(Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order)
         for stage_id, order in enumerate(units)
     )
-    return Schedule(name, num_stages, len(slices), slices, chunks, forward_only, orders, placement)
+    return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
 
 
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:

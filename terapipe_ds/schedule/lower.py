@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .action import RECV_KINDS, SEND_KINDS, Action, Kind, ScheduleError
-from .nodes import Nodes
+
+if TYPE_CHECKING:
+    from .nodes import Nodes
 
 RECEIVE_AHEAD = 2
 """How many computations before its own a receive is posted."""
@@ -95,10 +96,10 @@ def _check_messages(
 
 
 def _check_neighbours(nodes: Nodes, own: slice, stage_id: int, order: Sequence[Action]) -> None:
-    for others, steps in ((nodes.inputs, (-1, 1)), (nodes.outputs, (1, -1))):
-        part = nodes.part[own] + np.choose(nodes.kind[own], (*steps, nodes.num_parts))
-        lost = np.flatnonzero((part >= 0) & (part < nodes.num_parts) & (others[own] == nodes.num_nodes))
-        if lost.size:
-            action, part_id = order[lost[0]], part[lost[0]]
-            unit = f"stage {stage_id}: {action} of part {action.part_id}"
-            raise ScheduleError(f"{unit} has no counterpart on part {part_id}: add it")
+    """Check that what a computation takes, and what takes its result, is in the schedule."""
+    for others, sign in ((nodes.inputs, -1), (nodes.outputs, 1)):
+        for action, other in zip(order, others[own].tolist(), strict=True):
+            part_id = action.part_id + sign * _DIRECTION[action.kind]
+            if other == nodes.num_nodes and action.kind in _SEND and 0 <= part_id < nodes.num_parts:
+                unit = f"stage {stage_id}: {action} of part {action.part_id}"
+                raise ScheduleError(f"{unit} has no counterpart on part {part_id}: add it")

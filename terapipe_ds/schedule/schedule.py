@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .action import Action, ScheduleError
 from .lower import StageSchedule, lower_stage
-from .nodes import Nodes
+
+if TYPE_CHECKING:
+    from .nodes import Nodes
 
 _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error shows on each side of the place
 
@@ -73,6 +75,8 @@ class Schedule:
     @cached_property
     def nodes(self) -> Nodes:
         """Return the computations of all stages as arrays."""
+        from .nodes import Nodes  # numpy: commands that only name schedules do without
+
         return Nodes(self.orders, self.num_parts, self.num_slices)
 
     @cached_property

@@ -22,7 +22,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Schedule, validate
 from terapipe_ds.schedule import nodes as numbered
 from terapipe_ds.schedule.lower import message
-from terapipe_ds.schedule.validate import is_ordered
+from terapipe_ds.schedule.proofs import is_ordered
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,

@@ -75,6 +75,8 @@ def round_trip(
         data = batches(module.config.get_text_config().vocab_size)
         engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
         evaluated = engine.eval_batch(iter([module.to_tuple(batch) for batch in data[0]]))
+        given = iter([module.to_tuple(batch) for batch in data[0]])
+        logits = engine.eval_batch(given, compute_loss=False, reduce_output=None)
         Path(trained).mkdir(exist_ok=True)
         Path(trained, "adapter_config.json").write_text("{}")  # of an earlier run
         terapipe_ds.save_pretrained(engine, trained)
@@ -87,7 +89,12 @@ def round_trip(
     found["moved"] = any(not torch.equal(value, cast[name]) for name, value in state.items())
     with torch.no_grad():
         expected = sum(float(loss_of(model, batch)) for batch in data[0]) / len(data[0])
+        theirs_now = [model(batch["input_ids"]).logits for batch in data[0]]
     found["evaluation"] = relative_error(float(evaluated), expected)
+    found["logits"] = 0.0
+    if logits is not None:  # on the last stage
+        pairs = zip(logits, theirs_now, strict=True)
+        found["logits"] = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
     return found
 
 

@@ -49,8 +49,8 @@ def from_config(
 
     Args:
         config: what `transformers.AutoModelForCausalLM.from_config` takes.
-        topology: DeepSpeed's; in its absence `num_stages` stages, and the other ranks are data parallel.
-        partition: the first pipeline layer of each part, and their number at the end. Layer 0 embeds tokens.
+        topology: DeepSpeed's. Without it there are `num_stages` stages, and the ranks beyond them are data parallel.
+        partition: the first pipeline layer of each part, and the number of layers at the end. Layer 0 embeds tokens.
         loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights; the default is the config's.
         adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained instead of

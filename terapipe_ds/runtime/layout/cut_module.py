@@ -177,7 +177,7 @@ def _cut(module: Any, layout: Layout, method: str | None) -> None:
         module.parts = list(layout.bounds)
         if torch_dist.get_rank() == 0:
             show_log(0)
-            logger.info("partition by hand: %s, in the place of partition_method %s", *_shown_cut(module))
+            logger.info("partition by hand: %s, instead of partition_method %s", *_shown_cut(module))
         return
     bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
     if len(module._layer_specs) < num_parts:

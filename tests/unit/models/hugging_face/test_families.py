@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
-from tests.unit.models.hugging_face.sliced_model import Pipeline, rounding_errors, ways_of
+from tests.unit.models.hugging_face.sliced_model import (
+    Pipeline,
+    gradient_error,
+    loss_of,
+    rounding_errors,
+    ways_of,
+    whole_model,
+)
 
 FP32_INSIDE = 1e-6
 # The models themselves are farther than that from the exact gradients: those of decays go through exponentials of sums
@@ -67,3 +75,24 @@ def test_a_loss_over_all_routers_is_refused() -> None:
     config.output_router_logits = True
     with pytest.raises(ModelRefusedError, match="output_router_logits"):
         Pipeline(config)
+
+
+@pytest.mark.skipif(IS_4, reason="doge is refused with transformers 4.57")
+def test_a_choice_of_tokens_by_weight_is_that_of_the_whole_row() -> None:
+    """Where no two tokens of a row have equal weights: with repeated tokens or a new model's weights, they do."""
+    config, lengths = config_of("doge"), (13, 2, 17, 9)
+    config.keep_window_size = 6
+    pipeline = Pipeline(config)
+    with torch.no_grad():
+        for name, parameter in pipeline.parameters.items():
+            if name.endswith(".A"):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+    model = whole_model(config, pipeline.parameters)
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.stack([torch.randperm(config.vocab_size, generator=generator)[: sum(lengths)] for _ in range(2)])
+    expected = loss_of(model, {"input_ids": tokens, "labels": tokens})
+    expected.backward()
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    assert pipeline.loss(tokens, labels, lengths) == pytest.approx(float(expected), rel=1e-12)
+    assert gradient_error(pipeline.parameters, dict(model.named_parameters())) <= 1e-10

@@ -144,10 +144,12 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
 
     `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
     optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
-    A layout that the module cannot have is a TeraPipeConfigError on every rank.
+    A layout that the module cannot have is a TeraPipeConfigError on every rank. A stage where nothing is trained gets a
+    number, which belongs to no layer, since optimizers take no empty list.
     """
     from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import parse_json
+    from terapipe_ds.runtime.engine.build import never_none_at_all
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
     from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
@@ -156,6 +158,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     if config.enabled:
         layout, _ = first_layout(config, raw, module)
         lay_out_parts(module, layout)
+        never_none_at_all(module, None)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import terapipe_ds
+from terapipe_ds.models.hugging_face.weights.stored import DrawnWeights
 from terapipe_ds.runtime.engine.build import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.compare import relative_error
@@ -151,25 +153,50 @@ def refusal_of_adapters(family: str, **adapter_fields: Any) -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2, adapter=adapter))
 
 
+def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
+    """What is raised on this rank where the other one has no adapters, or cannot build a layer."""
+    is_here = torch_dist.get_rank() == 1
+    if case == "no folder":
+        adapter = LoraConfig(r=4, target_modules=["q_proj"])
+        given = f"{folder}/nothing" if is_here else adapter
+        return engines.raised_by(lambda: terapipe_ds.from_config(config_of("qwen2"), num_stages=2, adapter=given))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with mock.patch.object(DrawnWeights, "fill", fail) if is_here else contextlib.nullcontext():
+        return engines.raised_by(lambda: terapipe_ds.from_config(config_of("llama"), num_stages=2))
+
+
 def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     """What the wrong folder of adapters, or none, raises on this rank."""
     base, adapters = f"{folder}/base", f"{folder}/adapters"
     write_model("qwen2", base)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
     if torch_dist.get_rank() == 0:
-        wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
+        fields = LoraConfig(r=1 if case == "other rank" else 4, target_modules=["q_proj"])
+        wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), fields)
         wide.save_pretrained(adapters)
         path = Path(adapters, "adapter_config.json")
         config = json.loads(path.read_text())
         config["base_model_name_or_path"] = "somebody/model"
         if case == "other adapters":
             config["target_modules"] = ["v_proj"]
+        if case == "other rank":
+            config["r"] = 4  # one row could be copied into four
         path.write_text(json.dumps(config))
     torch_dist.barrier()
+    if case == "merged":
+        model.merge_adapter()
+    if case == "quantized":
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     given: dict[str, dict[str, Any]] = {
         "base elsewhere": {"folder": adapters},
         "other adapters": {"folder": base, "adapter": adapters},
         "two": {"folder": model, "adapter": adapters},
         "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
+        "other rank": {"folder": base, "adapter": adapters},
+        "merged": {"folder": model},
+        "quantized": {"folder": model},
     }
     return engines.raised_by(lambda: terapipe_ds.from_pretrained(num_stages=2, **given[case]))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
+import terapipe_ds
 from terapipe_ds.runtime.engine.build import NOTHING_TRAINED
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed import engines
@@ -103,3 +104,30 @@ def goes_on(folder: str, terapipe: dict[str, Any], **changes: Any) -> float:
 def test_checkpoints_of_a_frozen_stage(terapipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     given = {"folder": str(tmp_path), "terapipe": engines.section(**terapipe), **changes}
     assert rank_pool(2).run(goes_on, **given) == [0.0, 0.0]
+
+
+def trained_by_hand(how: str) -> dict[str, float]:
+    """The largest errors on this rank against model_parameters that are left to the engine."""
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, **engines.ZERO1} if how == "groups" else {}
+    data, layers = engines.batches(2), functools.partial(engines.gpt_layers, "float32")
+    expected = engines.run_training(layers, engines.section(), data, module_class=module_class(4), **changes)
+    module = engines.pipeline_module(layers(), module_class=module_class(4))
+    config = engines.config(**changes) | {"terapipe": engines.section()}
+    optimizer = None
+    if how == "optimizer":
+        terapipe_ds.lay_out(module, config)
+        values = config.pop("optimizer")["params"]
+        optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=values["lr"])
+    groups = [{"params": [p for p in module.parameters() if p.requires_grad]}] if how == "groups" else None
+    engine = terapipe_ds.initialize(model=module, config=config, optimizer=optimizer, model_parameters=groups)[0]
+    try:
+        ours = engines.train(engine, data)
+    finally:
+        engine.destroy()
+    return {"returned": max(relative_error(a, b) for a, b in zip(ours.returned, expected.returned, strict=True))}
+
+
+@pytest.mark.parametrize("how", ["groups", "optimizer"])
+def test_groups_and_an_own_optimizer_of_a_frozen_stage(how: str) -> None:
+    errors = rank_pool(2).run(trained_by_hand, how=how)
+    assert not engines.violations(errors, 1e-5)

@@ -16,6 +16,7 @@ from tests.distributed.hugging_face_adapters import (
     models_in_memory,
     refusal_of_adapters,
     refusal_of_folders,
+    refusal_on_one_rank,
     train_adapters,
 )
 
@@ -104,10 +105,21 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("other adapters", "do not agree on"),
         ("two", "leave out adapter="),
         ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),
+        ("other rank", "do not agree on"),
+        ("merged", "call model.unmerge_adapter()"),
+        ("quantized", "its weights are quantized"),
     ],
 )
 def test_folders_that_are_refused(case: str, text: str, tmp_path: Path) -> None:
     for kind, message in rank_pool(2).run(refusal_of_folders, folder=str(tmp_path), case=case):
+        assert kind == "ModelRefusedError" and text in message
+
+
+@pytest.mark.parametrize(
+    ("case", "text"), [("no folder", "adapter_config.json"), ("no memory", "RuntimeError: out of")]
+)
+def test_what_one_rank_cannot_build_stops_all(case: str, text: str, tmp_path: Path) -> None:
+    for kind, message in rank_pool(2).run(refusal_on_one_rank, folder=str(tmp_path), case=case):
         assert kind == "ModelRefusedError" and text in message
 
 

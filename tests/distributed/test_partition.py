@@ -72,14 +72,16 @@ def test_layers_cut_by_hand_train_as_ever(
     assert not any(lines for *_, lines in found[1:])
 
 
-def job_same_cut() -> tuple[bool, dict[str, float]]:
-    with engine_of(gpt_layers(), section(partition=[0, 4, 7])) as engine:  # as "uniform" cuts them
-        return isinstance(engine.module, PartedModule), differences(train(engine, batches(2)), stock_run(stages=2))
+def job_same_cut() -> tuple[bool, dict[str, float], list[str]]:
+    with logged() as lines, engine_of(gpt_layers(), section(partition=[0, 4, 7])) as engine:  # as "uniform" cuts them
+        errors = differences(train(engine, batches(2)), stock_run(stages=2))
+        return isinstance(engine.module, PartedModule), errors, [line for line in lines if "partition by hand" in line]
 
 
 def test_the_own_cut_of_the_module_moves_nothing() -> None:
-    for moved, errors in rank_pool(2).run(job_same_cut):
-        assert not moved and not violations([errors])
+    found = rank_pool(2).run(job_same_cut)
+    assert not any(moved for moved, *_ in found) and not violations([errors for _, errors, _ in found])
+    assert ["[0, 4, 7] (part 0 has layers 0 to 3" in line for line in found[0][2]] == [True] and not found[1][2]
 
 
 def job_refused(own: list[int] | None = None, laid_out: list[int] | None = None, **changes: Any) -> tuple[str, str]:

@@ -63,7 +63,8 @@ def from_config(
     """
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
-    adapters = _adapters(adapter, config, dtype, outline, seed)
+    with refused_on_all_ranks():  # adapters may be in a folder
+        adapters = _adapters(adapter, config, dtype, outline, seed)
     with _family_named(config):
         blueprint = Blueprint(outline, DrawnWeights(outline, seed), adapters)
         return HuggingFaceModule(blueprint, num_stages, topology, partition, loss_fn, **options)
@@ -100,8 +101,7 @@ def from_pretrained(
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)
         with _family_named(config):
-            if getattr(config, "quantization_config", None) is not None:
-                raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
+            _check_not_quantized(config)
             outline = Outline(model_without_weights(config, dtype))
         with contextlib.suppress(OSError):  # most have one
             outline.model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -124,9 +124,11 @@ def _from_model(
             raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
         state, adapter = without_adapters(model), model
     with _family_named(config):
+        _check_not_quantized(config)
         outline = Outline(model_without_weights(config, dtype))
     outline.model.generation_config = model.generation_config
-    blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
+    with refused_on_all_ranks():  # adapters may be in a folder
+        blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
     with _family_named(config):
         return HuggingFaceModule(blueprint, **options)
 
@@ -162,6 +164,11 @@ def _adapters(
     from terapipe_ds.models.hugging_face.weights.adapters import Adapters  # peft takes seconds to import
 
     return Adapters(adapter, model_without_weights(config, dtype), outline, seed)
+
+
+def _check_not_quantized(config: PretrainedConfig) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
 
 
 @contextlib.contextmanager

@@ -135,6 +135,13 @@ class HuggingFaceModule(PipelineModule):
         with torch.device("meta"):
             return super()._count_layer_params()
 
+    def _build(self) -> None:
+        if self._is_built:
+            super()._build()
+            return
+        with refused_on_all_ranks():  # a layer of one stage alone may have no weights
+            super()._build()
+
     def _partition_layers(self, method: str = "uniform") -> None:
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
         if self.partition is None:

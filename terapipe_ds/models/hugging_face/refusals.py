@@ -35,16 +35,17 @@ def gathered(value: T) -> list[T]:
 @contextlib.contextmanager
 def refused_on_all_ranks() -> Iterator[None]:
     """Raise what some rank refuses on all ranks, since the others would wait for it. A collective at its end."""
-    problem = ""
+    problem, own = "", None
     try:
         yield
-    except (ValueError, OSError) as error:
-        problem = str(error)
+    except Exception as error:
+        is_said = isinstance(error, (ValueError, OSError)) and str(error)
+        problem, own = str(error) if is_said else f"{type(error).__name__}: {error}", error
         if torch_dist.get_world_size() == 1:
             raise
     problems = gathered(problem)
     if any(problems):
-        raise ModelRefusedError(next(filter(None, problems)))
+        raise ModelRefusedError(next(filter(None, problems))) from own
 
 
 def check_config(config: Any) -> None:

@@ -81,18 +81,31 @@ class EngineSetup:
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:
-    """Return `parameters`; on a stage where nothing is trained a number that never gets a gradient.
+    """Return `parameters`; on a stage where nothing is trained, or in a group, a number that never gets a gradient.
 
-    Optimizers take no empty list. The number is a parameter of the module, so that it has the dtype and the device of
-    all others, but of no layer, so that no checkpoint has it.
+    Optimizers take no empty list, and ZeRO no empty group. The number is a parameter of the module, so that it has the
+    dtype and the device of all others, but of no layer, so that no checkpoint has it.
     """
     listed = list(module.parameters() if parameters is None else parameters)
-    if any(isinstance(each, Mapping) or each.requires_grad for each in listed):
+    if any(isinstance(each, Mapping) for each in listed):
+        return [_with_some(module, group, f"{NOTHING_TRAINED}_{index}") for index, group in enumerate(listed)]
+    if any(each.requires_grad for each in listed):
         return parameters if parameters is None else listed
+    return [_number(module, NOTHING_TRAINED)]
+
+
+def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = group["params"]
+    listed = [given] if isinstance(given, torch.Tensor) else list(given)
+    is_trained = any(each.requires_grad for each in listed)
+    return {**group, "params": listed if is_trained else [*listed, _number(module, name)]}
+
+
+def _number(module: Any, name: str) -> torch.nn.Parameter:
     first = next(module.parameters(), None)
-    number = torch.zeros(1) if first is None else first.detach().new_zeros(1)
-    module.register_parameter(NOTHING_TRAINED, torch.nn.Parameter(number))
-    return [getattr(module, NOTHING_TRAINED)]
+    number = torch.nn.Parameter(torch.zeros(1) if first is None else first.detach().new_zeros(1))
+    module.register_parameter(name, number)
+    return number
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:

@@ -56,6 +56,9 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             )
         return parameters
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
+        if layout.bounds is not None and torch_dist.get_rank() == 0:
+            show_log(0)
+            logger.info("partition by hand: %s, as the module is cut already", _shown_cut(module)[0])
         _tell(module)
         return parameters
     if isinstance(optimizer, torch.optim.Optimizer):

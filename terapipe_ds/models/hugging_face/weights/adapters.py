@@ -66,6 +66,7 @@ class Adapters:
         key_of = {id(value): key.removeprefix(_IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
+        self._shapes = {key: value.shape for key, value in saved.items()}
         self._trained = {key.removeprefix(_IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
         if unsaved:
@@ -79,7 +80,8 @@ class Adapters:
         self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
 
     def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        differ = sorted(set(stored) ^ set(self._saved_as.values()))
+        shapes = {key: value.shape for key, value in stored.items()}
+        differ = sorted({key for key, _ in shapes.items() ^ self._shapes.items()})
         if differ:
             raise ModelRefusedError(
                 f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "
@@ -135,6 +137,8 @@ def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftCo
     if isinstance(given, PeftModel):
         if list(given.peft_config) != [_NAME]:
             raise ModelRefusedError(f"its adapters are named {list(given.peft_config)}: give one, named {_NAME!r}")
+        if any(isinstance(each, BaseTunerLayer) and each.merged for each in given.modules()):
+            raise ModelRefusedError("its adapters are merged into its weights: call model.unmerge_adapter() before")
         return given.peft_config[_NAME]
     return given if isinstance(given, PeftConfig) else PeftConfig.from_pretrained(os.fspath(given))
 

@@ -227,6 +227,14 @@ def interrupted_save(folder: str, at: str) -> tuple[str, str, str]:
     return kind, text, "old" if all(torch.equal(value, theirs[name]) for name, value in state.items()) else "mixed"
 
 
+def save_apart(folder: str) -> tuple[str, str]:
+    """What a save raises on this rank where each has a folder of its own, as on disks that machines do not share."""
+    write_model("llama", f"{folder}/first", num_layers=4)
+    module = terapipe_ds.from_pretrained(f"{folder}/first", num_stages=2)
+    with engine_of(module, engines.section()) as engine:
+        return engines.raised_by(lambda: terapipe_ds.save_pretrained(engine, f"{folder}/{torch_dist.get_rank()}"))
+
+
 def private_bytes() -> int:
     """The memory of this process that belongs to no file."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

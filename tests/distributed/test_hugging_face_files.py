@@ -20,6 +20,7 @@ from tests.distributed.hugging_face_files import (
     reading,
     refused_reading,
     round_trip,
+    save_apart,
 )
 from tests.hugging_face_families import CONFIGS
 
@@ -125,6 +126,11 @@ def test_a_save_that_fails_leaves_the_old_model_or_none(at: str, left: str, tmp_
     for kind, text, found in rank_pool(2).run(interrupted_save, folder=str(tmp_path), at=at):
         assert kind == "SavingError" and "no space left" in text and found == left
     assert not list(tmp_path.glob("saved/.*"))
+
+
+def test_shards_in_folders_apart_are_said(tmp_path: Path) -> None:
+    for kind, text in rank_pool(2).run(save_apart, folder=str(tmp_path)):
+        assert kind == "SavingError" and "has no model-00002-of-00002.safetensors" in text and "copy their" in text
 
 
 @pytest.mark.sample(2)

@@ -21,7 +21,7 @@ from terapipe_ds.files.atomic import write_text
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
-from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
@@ -95,6 +95,12 @@ def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: P
     with _on_all_ranks():
         if me == 0 and len(shards) > 1:
             _write_index(path, sizes_of)
+            absent = [name for name in shards.values() if not (path / name).is_file()]
+            if absent:
+                raise FileNotFoundError(
+                    f"{path} has no {named(absent)}, for other ranks have a folder of that name of their own: copy "
+                    "their shards into it, or save into one that all machines share"
+                )
 
 
 @contextlib.contextmanager

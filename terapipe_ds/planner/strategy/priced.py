@@ -74,18 +74,24 @@ class Priced:
 
     # --- a bound that no cut, schedule or plan beats
 
-    def lower_bound_s(self) -> float:
-        """Return what this candidate takes at least, whatever the cut, the schedule, the slices and the memory.
+    def lower_bound_s(self, limit_bytes: float | None = None) -> float:
+        """Return what this candidate takes at least, whatever the cut, the schedule and the slices.
 
         A stage waits for the first slice to come down to it, does the work of all micro-batches, and then reduces and
-        steps. Slices together take at least what the least work of a layer is (see `_least`), a first slice at least
-        what the cheapest one does, and a reduction at least what it would on the best placed stage. Unsliced, with
-        backwards in one piece, the last backward also goes up to stage 0, which then reduces and steps.
+        steps. Slices together take at least what the least work of a layer is, a first slice at least what the cheapest
+        one does, and a reduction at least what it would on the best placed stage. Unsliced, the last backward also goes
+        up to stage 0, which then reduces and steps. With a limit, a stage recomputes where its parameters and what one
+        micro-batch keeps are more than it allows: backwards come in reverse, so that all of its slices are live once.
         """
         work, first, last = self._least
         fills, drains = (np.concatenate(([0.0], np.cumsum(part)))[:, None] for part in (first, last))
         ends = self._least_ends
-        total = fills + self.num_micro_batches * spans_matrix(work)
+        times = spans_matrix(work)
+        if limit_bytes is not None:
+            again_s = spans_matrix(self._forward_again)
+            off, full = (self._least_peaks(again) <= limit_bytes for again in (False, True))
+            times = np.where(off, times, np.where(full, times + again_s, np.inf))
+        total = fills + self.num_micro_batches * times
         rising = total + spans_matrix(ends)
         back = total + drains + ends[0]
         return least_maximum([np.maximum(rising, back)] * self.num_stages)
@@ -114,6 +120,19 @@ class Priced:
         numbers = {key: least(cost, self.length) for key, cost in {id(cost): cost for cost in costs}.items()}
         work, first = (np.array([numbers[id(cost)][i] for cost in costs]) for i in range(2))
         return work, first, np.zeros_like(work)
+
+    @functools.cached_property
+    def _forward_again(self) -> Floats:
+        """Return, per layer, what recomputing adds to a whole sequence, or to the cheapest slices of one."""
+        if not self.layers.whole_is_least and self.layers.is_sliceable:
+            return np.zeros(self.layers.num_layers)
+        off, full = (self._sliced(self._costs(again), 1)[1] for again in (False, True))
+        return full - off
+
+    def _least_peaks(self, recompute: bool) -> Floats:
+        """Return less than any stage holds, for every span: parameters, states, and what one micro-batch keeps."""
+        rates = self._rates[recompute]
+        return rates["lasting"] + rates["slice"] + np.minimum(rates["whole"], rates["store"])
 
     @functools.cached_property
     def _least_ends(self) -> Floats:
@@ -281,12 +300,18 @@ def _whole_of(cost: Any, length: int) -> tuple[float, float]:
 
 
 def _least_of(cost: Any, length: int) -> tuple[float, float]:
-    """Return the work at the least rate that any slice has, of those that are tried, and the least first forward."""
-    granule = granule_of(length)
-    edges = [*range(0, length, granule), length]
-    spans = [(stop - start, start) for start, stop in itertools.combinations(edges, 2)]
-    rate = min((cost.forward_s(*span) + cost.backward_s(*span)) / span[0] for span in spans)
-    return float(rate) * length, min(float(cost.forward_s(*span)) for span in spans if not span[1])
+    """Return the least work of any slices that can be cut, by a program over their ends, and of a first forward."""
+    edges = [*range(0, length, granule_of(length)), length]
+    seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
+    least = {0: 0.0}
+    for stop in edges[1:]:
+        least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
+    return least[length], min(seconds[0, stop][0] for stop in edges[1:])
+
+
+def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
+    tokens, prefix = span[1] - span[0], span[0]
+    return float(cost.forward_s(tokens, prefix)), float(cost.backward_s(tokens, prefix))
 
 
 def granule_of(length: int) -> int:
@@ -310,6 +335,7 @@ def _memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: 
         ("store_grad", "store_grad_bytes_per_token", length),
     ):
         matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
+    matrices["lasting"] = matrices["static"]
     matrices["static"] = matrices["static"] + matrices.pop("gradient")
     if count > 3:
         pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]

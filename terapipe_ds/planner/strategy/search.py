@@ -7,6 +7,7 @@ most promising are replayed, and the bounds of all candidates that were not sett
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -131,16 +132,32 @@ class Search:
             )
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):
-                if other >= 1 and next(self._with(other).candidates(), None) is not None:
+                if (
+                    other >= 1
+                    and next(Search(self.layers, self.cluster, other, *self._question[3:]).candidates(), None)
+                    is not None
+                ):
                     why = (
                         f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
                     )
                     return f"{asked}: {why}; the nearest that works is global_batch_size = {other}"
+        for name, value in vars(self.choices).items():
+            if value is not None and name != "schedule":
+                free = Search(*self._question[:-1], dataclasses.replace(self.choices, **{name: None}))
+                axis = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}[name]
+                others = {getattr(candidate.grid, axis) for candidate in free.candidates()}
+                if others:
+                    nearest = min(others, key=lambda other: (abs(other - value), other))
+                    return f"{asked}: no strategy has {name} = {value}; the nearest that works is {nearest}"
         fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 
-    def _with(self, batch: int) -> Search:
-        return Search(self.layers, self.cluster, batch, self.sequence_length, self.limit_bytes, self.choices)
+    @property
+    def _question(self) -> tuple[Layers, Cluster, int, int, float, Choices]:
+        return (
+            *(self.layers, self.cluster, self.global_batch_size, self.sequence_length, self.limit_bytes),
+            self.choices,
+        )
 
     # --- the search
 
@@ -183,6 +200,7 @@ class Search:
             self._report("cuts", done, min(len(ordered), _MOST_EXPANDED))
             if bounds_s[candidate] >= min(self._best_s, near_s) or done >= _MOST_EXPANDED:
                 break
+            bounds_s[candidate] = max(bounds_s[candidate], priced[candidate].lower_bound_s(self.limit_bytes))
             of_candidate = sorted(self._proposals(priced[candidate]))[:2]
             proposals += [(seconds, slices, candidate, cut) for seconds, slices, cut in of_candidate]
             if of_candidate:

@@ -112,10 +112,10 @@ class Priced:
         For costs whose sums over slices are not below the whole (rooflines with launch floors) the whole is the least.
         Costs of a user may say otherwise, so there it is the least rate of any slice that can be cut.
         """
-        costs = self.layers.layer_costs(self.candidate.setting, recompute=False)
         if not self.layers.is_sliceable:
-            forward, backward = self._sliced(costs, 1)
+            forward, backward = self._sliced(False, 1)
             return forward + backward, forward, backward
+        costs = self._costs(False)
         least = _whole_of if self.layers.whole_is_least else _least_of
         numbers = {key: least(cost, self.length) for key, cost in {id(cost): cost for cost in costs}.items()}
         work, first = (np.array([numbers[id(cost)][i] for cost in costs]) for i in range(2))
@@ -126,7 +126,7 @@ class Priced:
         """Return, per layer, what recomputing adds to a whole sequence, or to the cheapest slices of one."""
         if not self.layers.whole_is_least and self.layers.is_sliceable:
             return np.zeros(self.layers.num_layers)
-        off, full = (self._sliced(self._costs(again), 1)[1] for again in (False, True))
+        off, full = (self._sliced(again, 1)[1] for again in (False, True))
         return full - off
 
     def _least_peaks(self, recompute: bool) -> Floats:
@@ -176,18 +176,15 @@ class Priced:
         return least_maximum([self._peaks(k, num_slices, True) for k in range(self.num_stages)])
 
     def _work(self, num_slices: int, recompute: bool) -> Floats:
-        forward, backward = self._sliced(self._costs(recompute), num_slices)
+        forward, backward = self._sliced(recompute, num_slices)
         return forward + backward
 
     def _costs(self, recompute: bool) -> Sequence[Any]:
         return self.layers.layer_costs(self.candidate.setting, recompute)
 
-    def _sliced(self, costs: Sequence[Any], num_slices: int) -> tuple[Floats, Floats]:
-        """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
-        plan = SlicePlan.equal(self.length, num_slices)
-        times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
-        forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
-        return forward, backward
+    def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
+        setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times know no replicas
+        return _layer_seconds(self.layers, setting, recompute, self.length, num_slices)
 
     def _peaks(self, stage_id: int, num_slices: int, recompute: bool) -> Floats:
         """Return about the most bytes of a stage, for every span, under `1f1b` or `seq1f1b`."""
@@ -286,6 +283,17 @@ class Priced:
         return replay_of(schedule, stages, min(few, most), slices).peak_bytes(plan, self.memory(bounds, recompute))
 
 
+@functools.lru_cache(maxsize=512)
+def _layer_seconds(
+    layers: Layers, setting: Setting, recompute: bool, length: int, num_slices: int
+) -> tuple[Floats, Floats]:
+    """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
+    costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
+    times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
+    forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
+    return forward, backward
+
+
 def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
     if getattr(cost, "vectorized", False):
         tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
@@ -319,6 +327,7 @@ def granule_of(length: int) -> int:
     return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
 
 
+@functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
 def _memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
     """Return the shares of a part's memory for every span, as sums over layers that are parts of their own.
 

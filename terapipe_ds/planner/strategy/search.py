@@ -201,6 +201,8 @@ class Search:
             if bounds_s[candidate] >= min(self._best_s, near_s) or done >= _MOST_EXPANDED:
                 break
             bounds_s[candidate] = max(bounds_s[candidate], priced[candidate].lower_bound_s(self.limit_bytes))
+            if bounds_s[candidate] >= min(self._best_s, near_s):
+                continue
             of_candidate = sorted(self._proposals(priced[candidate]))[:2]
             proposals += [(seconds, slices, candidate, cut) for seconds, slices, cut in of_candidate]
             if of_candidate:

@@ -49,6 +49,9 @@ class Layers(Protocol):
     whole_is_least: bool  # whether no slices together take less than the whole sequence
     dtype: str  # as `model_memory` spells it
 
+    def __hash__(self) -> int:
+        """Return a hash by identity: times are kept per model."""
+
     def refuse_tensor(self, degree: int) -> str | None:
         """Return why so many ranks cannot share a layer, or None."""
 

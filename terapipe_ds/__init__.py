@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from terapipe_ds.models.hugging_face import save_pretrained as save_pretrained
     from terapipe_ds.plan import SlicePlan as SlicePlan
     from terapipe_ds.planner import plan_slices as plan_slices
+    from terapipe_ds.planner.strategy import Cluster as Cluster
+    from terapipe_ds.planner.strategy import LayerChain as LayerChain
+    from terapipe_ds.planner.strategy import Strategy as Strategy
+    from terapipe_ds.planner.strategy import plan_strategy as plan_strategy
     from terapipe_ds.runtime.register import initialize as initialize
     from terapipe_ds.runtime.register import lay_out as lay_out
     from terapipe_ds.runtime.register import register as register
@@ -30,7 +34,10 @@ __version__ = "0.1.0"
 
 # Public name -> the module that has it.
 _EXPORTS = {
+    "Cluster": "terapipe_ds.planner.strategy",
+    "LayerChain": "terapipe_ds.planner.strategy",
     "SlicePlan": "terapipe_ds.plan",
+    "Strategy": "terapipe_ds.planner.strategy",
     "TeraPipeConfig": "terapipe_ds.config",
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
@@ -39,6 +46,7 @@ _EXPORTS = {
     "initialize": "terapipe_ds.runtime.register",
     "lay_out": "terapipe_ds.runtime.register",
     "plan_slices": "terapipe_ds.planner",
+    "plan_strategy": "terapipe_ds.planner.strategy",
     "register": "terapipe_ds.runtime.register",
     "save_pretrained": "terapipe_ds.models.hugging_face",
     "simulate": "terapipe_ds.simulator",

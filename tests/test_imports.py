@@ -406,7 +406,7 @@ HEAVY = "import sys; print([m for m in ('torch', 'deepspeed', 'matplotlib') if m
 
 @pytest.mark.parametrize("source", [
     "import terapipe_ds.cli, terapipe_ds.config.section, terapipe_ds.costs.model_sizes, terapipe_ds.compat",
-    "import terapipe_ds as t; t.SlicePlan, t.TeraPipeConfig, t.schedule.build, t.planner, t.simulate, t.Timeline",
+    "import terapipe_ds as t; t.SlicePlan, t.TeraPipeConfig, t.schedule.build, t.planner, t.simulate, t.plan_strategy",
 ])  # fmt: skip
 def test_planning_loads_neither_torch_nor_deepspeed(source: str) -> None:
     assert run_python(f"{source}; {HEAVY}") == "[]"
@@ -426,9 +426,9 @@ def test_the_measure_sees_torch() -> None:
 def test_public_names() -> None:
     import terapipe_ds
 
-    classes = {"SlicePlan", "TeraPipeConfig", "TeraPipeConfigError", "Timeline"}
+    classes = {"SlicePlan", "TeraPipeConfig", "TeraPipeConfigError", "Timeline", "Cluster", "LayerChain", "Strategy"}
     entries = {"from_config", "from_pretrained", "save_pretrained", "initialize", "lay_out", "register", "unregister"}
-    names = classes | entries | {"plan_slices", "planner", "schedule", "simulate"}
+    names = classes | entries | {"plan_slices", "plan_strategy", "planner", "schedule", "simulate"}
     assert set(terapipe_ds.__all__) == names | {"__version__"}
     assert names <= set(dir(terapipe_ds))
     assert terapipe_ds.__version__ == "0.1.0"

@@ -34,7 +34,7 @@ class LinkCard:
     """One direction of one device's link."""
 
     bandwidth_bytes_per_s: _Positive
-    latency_s: _Positive
+    latency_s: Annotated[float, Field(ge=0)]
     source: str = ""
 
 

@@ -12,10 +12,16 @@ from numpy.typing import NDArray
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan
 
-FORWARD, BACKWARD, SPLIT_BACKWARD, WEIGHT, SEND = range(5)
-"""The rows of a table: F, a whole B, a B whose weight gradients are left to W, W, and a message on a link."""
+FORWARD, BACKWARD, SPLIT_BACKWARD, WEIGHT, SEND, SEND_GRADIENT = range(6)
+"""The rows of a table: F, a whole B, a B whose weight gradients are left to W, W, and the messages of F and B."""
 
-_METHODS = {FORWARD: "forward_s", BACKWARD: "backward_s", WEIGHT: "weight_s", SEND: "send_s"}
+_METHODS = {
+    FORWARD: "forward_s",
+    BACKWARD: "backward_s",
+    WEIGHT: "weight_s",
+    SEND: "send_s",
+    SEND_GRADIENT: "send_gradient_s",
+}
 
 Span = tuple[int, int]
 """(tokens, prefix) of a slice."""
@@ -82,7 +88,8 @@ def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Spa
     """Return seconds as an array `[parts, rows, spans]`: of part p the rows in `rows[p]`, 0 elsewhere.
 
     Every object is asked once per pair, whichever parts it is of: with Python ints, or with arrays where it
-    says `vectorized = True`. A part without `send_s` sends at no cost.
+    says `vectorized = True`. A part without `send_s` sends at no cost. Without `send_gradient_s` what it sends back
+    costs as much as what it sends on.
 
     Raises:
         SimulationError: a method that is needed is missing; a time that is negative, not finite or no number; a
@@ -107,6 +114,8 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
             table[row] = _checked(_ask(cost, row, spans), f"{whose}, {name}", spans)
         elif row == WEIGHT:
             raise SimulationError(f"the schedule has W but {whose} have no weight_s(tokens, prefix): add it")
+        elif row == SEND_GRADIENT:
+            table[row] = table[SEND]
         elif row != SEND:
             raise SimulationError(f"{whose} ({type(cost).__name__}) have no {name}(tokens, prefix): add it")
     if is_split:
@@ -122,7 +131,7 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
 def _ask(cost: Any, row: int, spans: Sequence[Span]) -> list[Any]:
     """Return one answer per span; costs that are vectorized may give one number for all."""
     method = getattr(cost, _METHODS[row])
-    arguments = [(tokens,) for tokens, _ in spans] if row == SEND else spans
+    arguments = [(tokens,) for tokens, _ in spans] if row in (SEND, SEND_GRADIENT) else spans
     distinct = list(dict.fromkeys(arguments))
     if getattr(cost, "vectorized", False):
         array = np.asarray(method(*np.array(distinct).T))

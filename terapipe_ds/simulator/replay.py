@@ -27,6 +27,7 @@ from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,
     SEND,
+    SEND_GRADIENT,
     SPLIT_BACKWARD,
     WEIGHT,
     SimulationError,
@@ -49,8 +50,9 @@ def simulate(
 
     Args:
         costs: `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`, optionally `send_s(tokens)` (of the
-            sending part; without it links cost nothing) and `weight_s(tokens, prefix)` (of the backward, what W
-            takes); one object for all parts or a list with one per part.
+            sending part; without it links cost nothing), `send_gradient_s(tokens)` (what it sends to the part
+            before it; without it as `send_s`) and `weight_s(tokens, prefix)` (of the backward, what W takes); one
+            object for all parts or a list with one per part.
         memory: what `planner.memory` gives; without it `peak_bytes` is None.
         overlap: transfers run beside computation. Otherwise the sending stage does nothing else meanwhile.
 
@@ -100,6 +102,14 @@ class Replay:
         """Return `run(...).makespan_s` without the events: for a search over many plans."""
         _, _, seconds, sends = self._durations(plan, costs)
         return max(self._pass(seconds, sends, overlap).ends)
+
+    def ends_of_stages(self, plan: Plans, costs: Any) -> list[float]:
+        """Return, per stage, when its last computation ends: then it can reduce its gradients."""
+        _, _, seconds, sends = self._durations(plan, costs)
+        last = [0.0] * self.schedule.num_stages
+        for stage_id, end_s in zip(self._stages, self._pass(seconds, sends, True).ends, strict=True):
+            last[stage_id] = end_s  # those of a stage are in its order
+        return last
 
     def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
         """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
@@ -170,7 +180,9 @@ class Replay:
         self._num_links = len(found)
         rows = [set(self._rows[self._parts == part_id].tolist()) for part_id in range(self._num_parts)]
         senders = set(self._parts[self._sends].tolist())
-        self._rows_of_parts = [of | {SEND} if part_id in senders else of for part_id, of in enumerate(rows)]
+        self._rows_of_parts = [
+            of | {SEND, SEND_GRADIENT} if part_id in senders else of for part_id, of in enumerate(rows)
+        ]
 
     # --- one replay
 
@@ -187,8 +199,9 @@ class Replay:
         table = tabulate(parts, self._rows_of_parts, list(numbers))
         spans = np.array(span_of_unit)[self._units]
         seconds: list[float] = table[self._parts, self._rows, spans].tolist()
-        sends: list[float] = np.where(self._sends, table[self._parts, SEND, spans], 0.0).tolist()
-        takes_time = table[:, SEND].max(axis=1) > 0
+        messages = np.where(self._rows == FORWARD, SEND, SEND_GRADIENT)
+        sends: list[float] = np.where(self._sends, table[self._parts, messages, spans], 0.0).tolist()
+        takes_time = table[:, SEND:].max(axis=(1, 2)) > 0
         return plans, takes_time[self._parts].tolist(), seconds, sends
 
     def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:

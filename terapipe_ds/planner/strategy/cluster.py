@@ -1,0 +1,140 @@
+"""The machines, and what messages and collectives between their devices take.
+
+A placement is a map from the grid to devices. Ranks are numbered in the order of the hosts, so that rank r is device
+r mod d of node r div d where nodes have d devices, and the order of the axes says which coordinates a rank has:
+
+    fresh     pipe, data, model     the replicas of a stage fill whole nodes
+    append    pipe, data, model     they are fewer than a node has devices: the next stage takes the devices left
+    scatter   data, pipe, model     a pipeline lies in as few nodes as can be, and the replicas are spread over them
+
+The tensor axis is always innermost: it never leaves a node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from terapipe_ds.costs.devices import DeviceCard, LinkCard, device_card
+from terapipe_ds.messages import show_value
+from terapipe_ds.planner.errors import PlannerError, check_count
+
+PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
+"""Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
+
+Coordinate = tuple[int, int, int]
+"""(pipe_id, data_id, model_id)."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices. Rates are those of one device's link in one direction.
+
+    Args:
+        device: the name of a device card, or a card.
+        within_bytes_per_s: between devices of a node; None: the card's.
+        between_bytes_per_s: between devices of different nodes; None: the card's.
+
+    Raises:
+        PlannerError: a number that no cluster has. DeviceError: an unknown device.
+    """
+
+    device: DeviceCard | str
+    nodes: int
+    devices_per_node: int
+    _: KW_ONLY
+    within_bytes_per_s: float | None = None
+    between_bytes_per_s: float | None = None
+    within_latency_s: float = 0.0
+    between_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        for name in ("within_bytes_per_s", "between_bytes_per_s", "within_latency_s", "between_latency_s"):
+            value, is_rate = getattr(self, name), name.endswith("bytes_per_s")
+            if value is None and is_rate:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (is_rate and not value):
+                least = "> 0" if is_rate else ">= 0"
+                raise PlannerError(f"{name} = {show_value(value)}: give a finite number {least}")
+        _ = self.card
+
+    @cached_property
+    def card(self) -> DeviceCard:
+        """Return the numbers of one device."""
+        return device_card(self.device) if isinstance(self.device, str) else self.device
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @cached_property
+    def within(self) -> LinkCard:
+        """Return the link of a device to others of its node."""
+        return LinkCard(self.within_bytes_per_s or self.card.node_link.bandwidth_bytes_per_s, self.within_latency_s)
+
+    @cached_property
+    def between(self) -> LinkCard:
+        """Return the link of a device to other nodes."""
+        rate = self.between_bytes_per_s or self.card.network_link.bandwidth_bytes_per_s
+        return LinkCard(rate, self.between_latency_s)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Degrees of parallelism and the order of the axes on a cluster."""
+
+    pipe: int
+    data: int
+    model: int
+    axes: tuple[str, str, str] = PIPE_FIRST
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return the sizes of the axes, in their order."""
+        return tuple(getattr(self, axis) for axis in self.axes)
+
+    def placement(self, devices_per_node: int) -> dict[Coordinate, tuple[int, int]]:
+        """Return the (node, device) of every coordinate."""
+        places = self._ranks()
+        return {
+            (pipe, data, model): divmod(int(places[pipe, data, model]), devices_per_node)
+            for pipe, data, model in itertools.product(range(self.pipe), range(self.data), range(self.model))
+        }
+
+    def link(self, stage_id: int, to: int, cluster: Cluster) -> LinkCard:
+        """Return the slowest of the links between two stages, of all replicas."""
+        nodes = self._nodes(cluster)
+        return cluster.within if (nodes[stage_id] == nodes[to]).all() else cluster.between
+
+    def all_reduce_s(self, num_bytes: float, stage_id: int, cluster: Cluster) -> float:
+        """Return the seconds of a sum over the replicas of a stage, each of `num_bytes`.
+
+        Rings within nodes scatter the sum, rings between nodes sum the shares, all at the same time, and rings within
+        nodes gather them: 2 (p - 1) / p of the bytes within, and 2 (n - 1) / n of a p-th of them between.
+        """
+        if self.data == 1:
+            return 0.0
+        counts = Counter(self._nodes(cluster)[stage_id, :, 0].tolist())
+        per_node, nodes = min(counts.values()), len(counts)
+        most = max(counts.values())
+        return _ring_s(num_bytes, most, cluster.within) + _ring_s(num_bytes / per_node, nodes, cluster.between)
+
+    def _ranks(self) -> np.typing.NDArray[np.int64]:
+        """Return the rank of every coordinate [pipe, data, model]."""
+        ranks = np.arange(self.pipe * self.data * self.model).reshape(self.dims)
+        return ranks if self.axes == PIPE_FIRST else ranks.transpose(1, 0, 2)
+
+    def _nodes(self, cluster: Cluster) -> np.typing.NDArray[np.int64]:
+        return self._ranks() // cluster.devices_per_node
+
+
+def _ring_s(num_bytes: float, ranks: int, link: LinkCard) -> float:
+    return 2 * (ranks - 1) * (num_bytes / ranks / link.bandwidth_bytes_per_s + link.latency_s)

@@ -1,0 +1,170 @@
+"""A named model, or that of a Hugging Face `config.json`, as layers: embedding, decoder layers, and norm with head."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCosts
+from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
+from terapipe_ds.planner.strategy.cluster import Cluster
+from terapipe_ds.planner.strategy.layers import Floats, Setting, Span
+
+_DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class CountedLayers:
+    """The layers of a model size, with costs counted for a cluster's devices."""
+
+    is_sliceable = whole_is_least = True
+
+    def __init__(self, size: ModelSize, cluster: Cluster, dtype: str = "auto") -> None:
+        self.size, self._cluster = size, cluster
+        self._arithmetic = cluster.card.resolve_dtype(dtype)
+        self.dtype = _DTYPES[self._arithmetic]
+        self.num_layers = size.num_layers + 2
+
+    def refuse_tensor(self, degree: int) -> str | None:
+        try:
+            self.size.check_tensor_parallel(degree, PlannerError)
+        except PlannerError as error:
+            return str(error)
+        if self.size.hidden_size % degree:
+            return f"tensor_parallel = {degree}: hidden_size = {self.size.hidden_size} does not divide by it"
+        return None
+
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
+        """Return the costs of embedding, decoder layer and head; a part's are their sums."""
+
+        def kind(layers: int, *, embedding: bool = False, head: bool = False) -> AnalyticCosts:
+            links = self._cluster.between, self._cluster.within
+            counts = self._arithmetic, setting.micro_batch, layers, embedding, head, setting.tensor
+            return AnalyticCosts(self.size, self._cluster.card, *counts, recompute, *links)
+
+        return [kind(0, embedding=True), *[kind(1)] * self.size.num_layers, kind(0, head=True)]
+
+    def output_bytes(self, setting: Setting) -> Floats:
+        per_token = setting.micro_batch * self.size.hidden_size * ITEMSIZE[self.dtype]
+        return np.full(self.num_layers, float(per_token))
+
+    def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
+        counts = tuple(sum(1 for layer in range(s.start, s.stop) if self._is_decoder(layer)) for s in spans)
+        parts = {again: self._parts(setting, counts, again) for again in {span.recompute for span in spans}}
+        return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
+
+    def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
+        """Count per parameter. A sum counts twice what is only scattered or only gathered.
+
+        fp32 sums 4 bytes, fp16 2. With ZeRO-1 a sum is scattered, and parameters as large are gathered. For bfloat16
+        DeepSpeed sums fp32 gradients, divides the states whatever the stage, and gathers the parameters.
+        """
+        is_bf16 = self.dtype == "bfloat16"
+        summed = 4 + 2 / 2 if is_bf16 else ITEMSIZE[self.dtype]
+        divided = setting.data if is_bf16 or setting.zero_stage else 1
+        size = self.size
+        head = size.head_parameters() + (size.vocab_size * size.hidden_size if size.tied_embedding else 0)
+        counts = [size.embedding_parameters(), *[size.layer_parameters()] * size.num_layers, head]
+        parameters = np.array(counts, float) / setting.tensor
+        return summed * parameters, OPTIMIZER_BYTES_PER_PARAMETER * parameters / divided
+
+    def tied_bytes(self, setting: Setting) -> float:
+        size, itemsize = self.size, 4 if self.dtype == "bfloat16" else ITEMSIZE[self.dtype]
+        return itemsize * size.vocab_size * size.hidden_size / setting.tensor if size.tied_embedding else 0.0
+
+    def _is_decoder(self, layer: int) -> bool:
+        return 0 < layer < self.num_layers - 1
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (it goes with the planner that made it)
+    def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: bool) -> tuple[PartMemory, ...]:
+        setup = Setup(
+            self.size,
+            len(counts),
+            self.dtype,
+            setting.micro_batch,
+            tensor_parallel=setting.tensor,
+            data_parallel=setting.data,
+            zero_stage=setting.zero_stage,
+            activation_checkpointing=recompute,
+            layers_per_part=counts,
+        )
+        return setup.count_parts()
+
+
+_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "max_sequence_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+"""Field of a model size -> the names that families of transformers give it."""
+
+_NOT_GATED = ("gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2")
+_LEARNED = ("gpt2", "opt", "gpt_bigcode")
+
+
+def size_of_config(path: str) -> ModelSize:
+    """Return the model size of a Hugging Face `config.json`.
+
+    Raises:
+        PlannerError: the file cannot be read, lacks a number, or is of a model with experts or without attention heads.
+    """
+    try:
+        document = parse_json(read_bytes(path))
+    except (OSError, JsonError) as error:
+        raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
+    if not isinstance(document, dict):
+        raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
+    text = document.get("text_config")
+    config: Mapping[str, Any] = text if isinstance(text, dict) else document
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if config.get(key):
+            raise PlannerError(f"{path}: {key} = {config[key]}: experts cannot be counted; give a measured profile")
+    numbers = {field: _number(config, names) for field, names in _KEYS.items()}
+    missing = [
+        _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
+    ]
+    if missing:
+        raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
+    family = str(config.get("model_type", ""))
+    hidden, heads = numbers["hidden_size"], numbers["num_heads"]
+    usual = {
+        "ffn_size": 4 * hidden,
+        "num_kv_heads": heads,
+        "head_dim": max(1, hidden // heads),
+        "max_sequence_length": 2048,
+    }
+    try:
+        return ModelSize(
+            name=str(document.get("_name_or_path") or Path(path).parent.name or path),
+            **{field: value or usual[field] for field, value in numbers.items()},
+            gated_mlp=family not in _NOT_GATED,
+            bias=family in _NOT_GATED,
+            tied_embedding=bool(config.get("tie_word_embeddings", family in _LEARNED)),
+            positions="learned" if family in _LEARNED else "rope",
+        )
+    except ModelSizeError as error:
+        raise PlannerError(f"{path}: {error}") from None
+
+
+def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    values = [config[name] for name in names if type(config.get(name)) is int and config[name] > 0]
+    return values[0] if values else 0
+
+
+def with_length(size: ModelSize, sequence_length: int) -> ModelSize:
+    """Return the size with room for so many tokens, where positions are learned."""
+    return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))

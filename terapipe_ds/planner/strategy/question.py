@@ -1,0 +1,113 @@
+"""The way in: a model and a cluster are checked, searched, and answered with strategies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.messages import show_value
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.strategy.cluster import Cluster
+from terapipe_ds.planner.strategy.counted import CountedLayers, size_of_config, with_length
+from terapipe_ds.planner.strategy.layers import LayerChain, Layers
+from terapipe_ds.planner.strategy.priced import Score
+from terapipe_ds.planner.strategy.search import Choices, Progress, Search, check_limit
+from terapipe_ds.planner.strategy.strategy import Strategy
+
+
+def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
+    """Return the best strategy that the search finds; the arguments are those of `rank_strategies`."""
+    return rank_strategies(model, cluster, **question)[0]
+
+
+def rank_strategies(
+    model: Any,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    sequence_length: int,
+    memory_limit_gb: float | None = None,
+    dtype: str = "auto",
+    stages: int | None = None,
+    tensor_parallel: int | None = None,
+    data_parallel: int | None = None,
+    schedule: str | None = None,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> list[Strategy]:
+    """Return strategies, the best first: the best found of every candidate that was replayed.
+
+    Args:
+        model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, or a `LayerChain`.
+        memory_limit_gb: per device; None: what the device card says.
+        stages, tensor_parallel, data_parallel, schedule: what is fixed; None: what is searched.
+        stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
+
+    Raises:
+        MemoryLimitError: nothing fits; says the least need.
+        PlannerError: any other question without an answer, with the nearest one that has.
+    """
+    if not isinstance(cluster, Cluster):
+        raise PlannerError(f"cluster = {show_value(cluster)}: give a Cluster(device, nodes, devices_per_node)")
+    length = check_count("sequence_length", sequence_length)
+    layers = _layers_of(model, cluster, length, dtype)
+    fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
+    counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
+    search = Search(
+        layers,
+        cluster,
+        check_count("global_batch_size", global_batch_size),
+        length,
+        check_limit(memory_limit_gb, cluster),
+        Choices(**counts, schedule=_checked_schedule(schedule, layers)),
+        progress,
+        stop,
+    )
+    scores = search.run()
+    name = model if isinstance(model, str) else getattr(model, "name", "")
+    return [_strategy(score, search, name) for score in scores]
+
+
+def _layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
+    if isinstance(model, LayerChain):
+        return model.of_length(sequence_length)
+    if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
+        path = os.fspath(model)
+        model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
+    size = model_size(model) if isinstance(model, str) else model
+    if not isinstance(size, ModelSize):
+        allowed = "the name of a model size, a path to a config.json, or a LayerChain"
+        raise PlannerError(f"model = {show_value(model)}: give {allowed}")
+    return CountedLayers(with_length(size, sequence_length), cluster, dtype)
+
+
+def _checked_schedule(schedule: str | None, layers: Layers) -> str | None:
+    known = ("1f1b", "gpipe", "seq1f1b", "terapipe") if layers.is_sliceable else ("1f1b", "gpipe")
+    if schedule is not None and schedule not in known:
+        raise PlannerError(f"schedule = {show_value(schedule)}: strategies have {', '.join(known)}; give one of them")
+    return schedule
+
+
+def _strategy(score: Score, search: Search, name: str) -> Strategy:
+    candidate, again = score.candidate, score.recompute
+    stages = [stage_id for stage_id, recomputes in enumerate(again) if recomputes]
+    return Strategy(
+        axes=list(candidate.grid.axes),
+        dims=list(candidate.grid.dims),
+        devices_per_node=search.cluster.devices_per_node,
+        partition=list(score.bounds),
+        schedule=score.schedule,
+        slices=list(score.plan.lengths),
+        micro_batch_size=candidate.micro_batch,
+        accumulation=candidate.accumulation,
+        recompute="full" if all(again) else stages if stages else "off",
+        zero_stage=candidate.zero_stage,
+        dtype=search.layers.dtype,
+        predicted_s=score.seconds,
+        lower_bound_s=min(search.lower_bound_s, score.seconds),
+        memory_bytes=list(score.peak_bytes),
+        model=str(name),
+        is_complete=search.is_complete,
+    )

@@ -1,0 +1,161 @@
+"""The answer: everything above a plan, as a value, as a DeepSpeed JSON and as a command that starts it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.strategy.cluster import Coordinate, Grid
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+_Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
+_Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
+_AXES = {"pipe", "data", "model"}
+_PRECISION: Mapping[str, dict[str, Any]] = {
+    "bfloat16": {"bf16": {"enabled": True}},
+    "float16": {"fp16": {"enabled": True}},
+    "float32": {},
+}
+
+
+def _as_axes(axes: list[str]) -> list[str]:
+    if set(axes) != _AXES or len(axes) != len(_AXES) or axes[-1] != "model":
+        raise ValueError("give pipe, data and model once each, model last")
+    return axes
+
+
+def _rising(bounds: list[int]) -> list[int]:
+    if bounds[:1] != [0] or any(b <= a for a, b in itertools.pairwise(bounds)):
+        raise ValueError("give rising numbers of layers from 0 on")
+    return bounds
+
+
+class Strategy(BaseModel):
+    """How a model is trained on a cluster. `predicted_s` is of one step, with reduction and optimizer.
+
+    `lower_bound_s` is proven: no strategy that the search covers takes less. `is_complete` is False where the search
+    was stopped: then this is the best until then.
+    """
+
+    model_config = STRICT | ConfigDict(frozen=True)
+
+    format: Literal["terapipe_ds.strategy"] = "terapipe_ds.strategy"
+    version: Literal[1] = 1
+    axes: Annotated[list[str], AfterValidator(_as_axes)]
+    dims: Annotated[list[_Count], Field(min_length=3, max_length=3)]
+    devices_per_node: _Count
+    partition: Annotated[list[int], Field(min_length=2), AfterValidator(_rising)]
+    schedule: _Schedule
+    chunks_per_stage: _Count = 1
+    slices: Annotated[list[_Count], Field(min_length=1)]
+    micro_batch_size: _Count
+    accumulation: _Count
+    recompute: _Recompute
+    zero_stage: Annotated[int, Field(ge=0, le=1)]
+    dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
+    predicted_s: _Seconds
+    lower_bound_s: _Seconds
+    memory_bytes: list[int]  # the most of each stage
+    model: str = ""
+    is_complete: bool = True
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Return the degrees: `{"pipe": K, "data": D, "model": T}`."""
+        sizes = dict(zip(self.axes, self.dims, strict=True))
+        return {axis: sizes[axis] for axis in ("pipe", "data", "model")}
+
+    @property
+    def placement(self) -> dict[Coordinate, tuple[int, int]]:
+        """Return the (node, device) of each (pipe_id, data_id, model_id); ranks count up host by host."""
+        return self.layout.placement(self.devices_per_node)
+
+    @property
+    def layout(self) -> Grid:
+        """Return the degrees with the order of the axes."""
+        sizes = self.grid
+        return Grid(sizes["pipe"], sizes["data"], sizes["model"], (self.axes[0], self.axes[1], self.axes[2]))
+
+    @property
+    def plan(self) -> SlicePlan:
+        return SlicePlan(tuple(self.slices))
+
+    @property
+    def gap(self) -> float:
+        """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
+        return self.predicted_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-math.prod(self.dims) // self.devices_per_node)
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """Return a DeepSpeed config that trains so; its learning rate is a placeholder to change."""
+        data = self.grid["data"]
+        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": list(self.slices)}
+        if len(self.slices) == 1:
+            section["slices"] = 1
+        if self.chunks_per_stage > 1:
+            section["chunks_per_stage"] = self.chunks_per_stage
+        section["partition"] = list(self.partition)
+        if self.recompute != "off":
+            section["recompute"] = self.recompute
+        return {
+            "train_batch_size": self.micro_batch_size * self.accumulation * data,
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+            **_PRECISION[self.dtype],
+            "zero_optimization": {"stage": self.zero_stage},
+            "terapipe": section,
+        }
+
+    def launch_command(self, hostfile: str, script: str = "train.py", config: str = "ds.json") -> str:
+        """Return the line that starts a script on the hosts of a hostfile, in whose order nodes are counted."""
+        devices = min(self.devices_per_node, math.prod(self.dims))
+        words = ["deepspeed", "--hostfile", hostfile, "--num_nodes", str(self.num_nodes), "--num_gpus", str(devices)]
+        return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
+
+    def to_json(self) -> str:
+        """Return JSON that `from_json` reads back to an equal strategy."""
+        return json.dumps(self.model_dump(mode="json"), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Strategy:
+        """Read what `to_json` wrote. Raises PlannerError for anything else, or parts that do not fit one another."""
+        try:
+            strategy = parse_as(cls, text)
+        except JsonError as error:
+            raise PlannerError(f"strategy: {error}; give what `terapipe plan --devices` or `to_json` wrote") from None
+        stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
+        for name, given, wanted in (
+            ("partition", parts, stages * strategy.chunks_per_stage),
+            ("memory_bytes", len(strategy.memory_bytes), stages),
+        ):
+            if given != wanted:
+                raise PlannerError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
+        if isinstance(strategy.recompute, list) and not set(strategy.recompute) <= set(range(stages)):
+            raise PlannerError(f"strategy: recompute = {strategy.recompute}: give stages below {stages}")
+        return strategy
+
+    def __str__(self) -> str:
+        sizes = self.grid
+        stopped = "" if self.is_complete else "; the search was stopped, this is the best until then"
+        count = len(self.slices)
+        return (
+            f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
+            f"{sizes['pipe']} stages, {sizes['data']} replicas, {sizes['model']} tensor ranks, micro-batches of "
+            f"{self.micro_batch_size} x {self.accumulation}, {self.schedule} with {count} slice{'s' * (count > 1)}, "
+            f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
+        )

@@ -1,0 +1,28 @@
+"""The search against every strategy of 200 random small instances."""
+
+from __future__ import annotations
+
+import pytest
+from brute_force import LENGTH, Instance, least_s
+
+import terapipe_ds
+from terapipe_ds.planner import MemoryLimitError
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("seed", range(200))
+def test_the_search_is_exact_on_small_chains(seed: int) -> None:
+    instance = Instance.drawn(seed)
+    limits = {"memory_limit_gb": instance.limit_gb, "sequence_length": LENGTH}
+    expected = least_s(instance)
+    if expected is None:
+        with pytest.raises(MemoryLimitError, match="no strategy fits"):
+            terapipe_ds.plan_strategy(
+                instance.chain, instance.cluster, global_batch_size=instance.global_batch, **limits
+            )
+        return
+    found = terapipe_ds.plan_strategy(
+        instance.chain, instance.cluster, global_batch_size=instance.global_batch, **limits
+    )
+    assert found.predicted_s == pytest.approx(expected, rel=1e-9)
+    assert found.lower_bound_s == found.predicted_s

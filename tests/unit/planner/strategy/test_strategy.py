@@ -1,0 +1,279 @@
+"""Strategies: models by name and by `config.json`, the value, what is refused, and searches that are stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import terapipe_ds
+from terapipe_ds.costs import analytic_costs, model_size
+from terapipe_ds.planner import MemoryLimitError, PlannerError
+from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
+from terapipe_ds.planner.strategy.cluster import DATA_FIRST, PIPE_FIRST, Grid
+from terapipe_ds.planner.strategy.counted import CountedLayers, size_of_config
+from terapipe_ds.planner.strategy.cuts import all_cuts, best_cuts, spans_matrix
+from terapipe_ds.planner.strategy.layers import PartCosts, Setting
+from terapipe_ds.planner.strategy.priced import Candidate, Priced
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import simulate
+
+SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}
+
+
+def small_strategy(**more: Any) -> Strategy:
+    return plan_strategy("mini", Cluster("v100", 2, 2), **SMALL, **more)
+
+
+# --- costs of parts
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_part_costs_what_the_counted_part_does(recompute: bool) -> None:
+    """Parts are sums of layers, and `analytic_costs` counts whole parts."""
+    cluster = Cluster("h100", 1, 8, within_latency_s=1e-6)
+    layers = CountedLayers(model_size("llama-3-8b"), cluster)
+    costs = layers.layer_costs(Setting(tensor=2, micro_batch=3), recompute)
+    card = dataclasses.replace(cluster.card, node_link=cluster.within)
+    counted = analytic_costs(
+        "llama-3-8b", card, num_stages=3, micro_batch=3, tensor_parallel=2, activation_checkpointing=recompute,
+        layers_per_part=(9, 12, 11),
+    )  # fmt: skip
+    for (start, stop), whole in zip([(0, 10), (10, 22), (22, 34)], counted, strict=True):
+        part = PartCosts(costs[start:stop])
+        for span in ((512, 0), (64, 4096)):
+            assert part.forward_s(*span) == pytest.approx(whole.forward_s(*span), rel=1e-12)
+            assert part.backward_s(*span) == pytest.approx(whole.backward_s(*span), rel=1e-12)
+
+
+def test_a_cut_is_the_best_of_all() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        matrix = spans_matrix(rng.uniform(0, 1, 7))
+        extra = np.broadcast_to(rng.uniform(0, 0.3, 8)[:, None], matrix.shape)
+        value = best_cuts([matrix] * 3, [extra] * 3, 2.5, 0.5)[0][0]
+
+        def by_hand(cut: tuple[int, ...], matrix: Any = matrix, extra: Any = extra) -> float:
+            times = [matrix[a, b] for a, b in itertools.pairwise(cut)]
+            return 2.5 * max(times) + 0.5 * (sum(times) + sum(extra[a, 0] for a in cut[:-1]))
+
+        assert value <= min(map(by_hand, all_cuts(7, 3))) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "seq1f1b", "terapipe"])
+def test_no_cut_and_no_plan_beats_the_bound(schedule: str) -> None:
+    cluster = Cluster("v100", 2, 4)
+    layers = CountedLayers(dataclasses.replace(model_size("gpt3-1b"), num_layers=5), cluster)
+    priced = Priced(layers, cluster, 2048, Candidate(Grid(3, 2, 1), 1, 4, 0))
+    for slices in (1,) if schedule == "1f1b" else (1, 2, 4):
+        plan = terapipe_ds.SlicePlan.equal(2048, slices)
+        for cut in all_cuts(7, 3):
+            score = priced.score(cut, schedule, plan, 1e15)
+            assert score is not None
+            assert score.seconds >= priced.cut_bound_s(cut) * (1 - 1e-12)
+            assert score.seconds >= priced.lower_bound_s(1e15) * (1 - 1e-12)
+
+
+def test_gradients_go_back_over_the_link_that_they_take() -> None:
+    """The link behind the middle stage is slow, the one before it is not."""
+
+    class Part:
+        def __init__(self, send_s: float, back_s: float) -> None:
+            self.sends = send_s, back_s
+
+        def forward_s(self, tokens: int, prefix: int) -> float:
+            return 1.0
+
+        def backward_s(self, tokens: int, prefix: int) -> float:
+            return 1.0
+
+        def send_s(self, tokens: int) -> float:
+            return self.sends[0]
+
+        def send_gradient_s(self, tokens: int) -> float:
+            return self.sends[1]
+
+    parts = [Part(0.5, 0), Part(7, 0.5), Part(0, 7)]
+    timeline = simulate(build("1f1b", 3, 1, 1), terapipe_ds.SlicePlan((8,)), parts)
+    assert timeline.makespan_s == 6 + 2 * 0.5 + 2 * 7
+
+
+# --- placement
+
+
+def test_axes_place_stages_in_nodes_or_across_them() -> None:
+    fresh, scatter = Grid(2, 2, 2, PIPE_FIRST), Grid(2, 2, 2, DATA_FIRST)
+    assert {place[0] for (pipe, _, _), place in fresh.placement(4).items() if pipe == 0} == {0}
+    assert {place[0] for (_, data, _), place in scatter.placement(4).items() if data == 0} == {0}
+    cluster = Cluster("v100", 2, 4, within_bytes_per_s=8.0, between_bytes_per_s=1.0)
+    assert fresh.link(0, 1, cluster).bandwidth_bytes_per_s == 1.0
+    assert scatter.link(0, 1, cluster).bandwidth_bytes_per_s == 8.0
+    assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0  # two ranks within a node: 2 * 1/2 * 8 / 8
+    assert scatter.all_reduce_s(8.0, 0, cluster) == 8.0
+    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, cluster) == 2 * 3 / 4 * 8 / 8 + 2 * 1 / 2 * 8 / 4
+
+
+def test_a_placement_is_where_the_ranks_of_the_topology_are() -> None:
+    topology = pytest.importorskip("deepspeed.runtime.pipe.topology")
+    for strategy in rank_strategies("mini", Cluster("v100", 2, 4), **SMALL):
+        axes = topology.ProcessTopology(axes=strategy.axes, dims=strategy.dims)
+        for (pipe, data, model), place in strategy.placement.items():
+            assert divmod(axes.get_rank(pipe=pipe, data=data, model=model), 4) == place
+
+
+# --- the value
+
+
+def test_a_strategy_comes_back_from_json() -> None:
+    strategy = small_strategy()
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    document = json.loads(strategy.to_json())
+    for key, value, message in (
+        ("axes", ["pipe", "data", "tensor"], "pipe, data and model"),
+        ("partition", [0, 3, 3], "rising numbers"),
+        ("partition", list(range(11)), "partition is for 10"),
+        ("schedule", "1F1B", "schedule"),
+        ("micro_batch", 3, "unknown key"),
+        ("predicted_s", -1.0, "predicted_s"),
+    ):
+        with pytest.raises(PlannerError, match=message):
+            Strategy.from_json(json.dumps(document | {key: value}))
+
+
+def test_a_deepspeed_config_trains_the_global_batch_with_the_plan() -> None:
+    strategy = small_strategy(stages=4)
+    config = strategy.to_deepspeed()
+    assert config["train_batch_size"] == 8 == strategy.micro_batch_size * strategy.accumulation * strategy.grid["data"]
+    assert config["terapipe"]["partition"] == strategy.partition
+    assert (config["terapipe"]["slices"] == 1) or (sum(config["terapipe"]["slices"]) == 1024)
+    assert config["fp16"] == {"enabled": True}  # what a v100 is made for
+    section = {k: v for k, v in config["terapipe"].items() if k not in ("partition", "recompute")}
+    assert terapipe_ds.TeraPipeConfig.from_deepspeed(config | {"terapipe": section}).plan_for(1024) == strategy.plan
+    command = strategy.launch_command("my hosts")
+    assert command.startswith("deepspeed --hostfile 'my hosts' --num_nodes 2 --num_gpus 2 train.py")
+
+
+def test_searches_answer_alike_and_within_the_bound() -> None:
+    assert small_strategy() == small_strategy()
+    ranking = rank_strategies("mini", Cluster("v100", 2, 2), **SMALL)
+    times = [strategy.predicted_s for strategy in ranking]
+    assert times == sorted(times)
+    assert all(0 < strategy.lower_bound_s <= strategy.predicted_s for strategy in ranking)
+
+
+# --- models
+
+
+def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    llama = {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    path.write_text(json.dumps(llama))
+    size = size_of_config(str(path))
+    assert size.num_parameters() == model_size("llama-3-8b").num_parameters()
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    path.write_text(json.dumps(gpt2))
+    assert size_of_config(str(path)).num_parameters() == 124_439_808  # GPT-2 small
+    assert plan_strategy(str(path), Cluster("v100", 1, 2), **SMALL).partition[-1] == 14
+    for change, message in (({"n_head": None}, "lacks num_attention_heads"), ({"num_experts": 8}, "experts")):
+        path.write_text(json.dumps(gpt2 | change))
+        with pytest.raises(PlannerError, match=message):
+            size_of_config(str(path))
+    path.write_text("[")
+    with pytest.raises(PlannerError, match="give a config.json"):
+        size_of_config(str(path))
+
+
+def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_the_least_need() -> None:
+    cluster, batch = Cluster("h100", 1, 8), {"global_batch_size": 32, "sequence_length": 4096}
+    free = plan_strategy("llama-2-7b", cluster, memory_limit_gb=1000, **batch)
+    tight = plan_strategy("llama-2-7b", cluster, memory_limit_gb=20, **batch)
+    assert free.recompute == "off"
+    assert max(tight.memory_bytes) <= 20e9
+    assert tight.predicted_s > free.predicted_s
+    with pytest.raises(MemoryLimitError, match=r"no strategy fits in 3 GB.*memory_limit_gb >= ") as refusal:
+        plan_strategy("llama-2-7b", cluster, memory_limit_gb=3, **batch)
+    assert plan_strategy("llama-2-7b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({"tensor_parallel": 3}, "num_heads = 8 of mini does not divide by it.*nearest that works here is tensor_par"),
+        ({"stages": 3}, "no strategy has stages = 3; the nearest that works is 2"),
+        ({"data_parallel": 4, "global_batch_size": 7}, "the nearest that works is global_batch_size = 8"),
+        ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
+        ({"memory_limit_gb": -1}, "memory_limit_gb = -1: give a number > 0"),
+        ({"schedule": "zbv"}, "schedule = 'zbv': strategies have"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(question: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlannerError, match=message):
+        plan_strategy("mini", Cluster("v100", 2, 2), **(SMALL | question))
+
+
+def test_numbers_that_no_chain_and_no_cluster_has_are_refused() -> None:
+    with pytest.raises(PlannerError, match="backward_s has 2 entries, forward_s 1"):
+        LayerChain([1], [1, 2], [1], [1], [1])
+    with pytest.raises(PlannerError, match="saved_bytes: give one finite number >= 0"):
+        LayerChain([1], [1], [1], [-1], [1])
+    with pytest.raises(PlannerError, match="between_bytes_per_s = 0: give a finite number > 0"):
+        Cluster("v100", 1, 1, between_bytes_per_s=0)
+
+
+# --- chains with slices, and searches that are stopped
+
+
+class Attention:
+    """A layer whose tokens see all before them."""
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return 1e-5 + 1e-6 * tokens + 1e-9 * tokens * (prefix + tokens / 2)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2 * self.forward_s(tokens, prefix)
+
+
+def test_a_chain_with_costs_is_sliced() -> None:
+    layer = Attention()
+    whole_s = layer.forward_s(4096, 0)
+    numbers: Any = [whole_s] * 6, [2 * whole_s] * 6, [1e6] * 6, [1e8] * 6, [1e8] * 6
+    question: Any = {"global_batch_size": 1, "sequence_length": 4096}
+    cluster = Cluster("v100", 1, 2)
+    sliced = plan_strategy(LayerChain(*numbers, costs=[layer] * 6), cluster, **question)
+    unsliced = plan_strategy(LayerChain(*numbers), cluster, **question)
+    assert sliced.plan.num_slices > 1 == unsliced.plan.num_slices
+    assert sliced.lower_bound_s <= sliced.predicted_s < 0.7 * unsliced.predicted_s
+
+
+def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
+    asked: list[str] = []
+
+    def stop() -> bool:
+        return asked.count("replays") >= 2
+
+    stopped = small_strategy(progress=lambda what, done, of: asked.append(what), stop=stop)
+    assert not stopped.is_complete
+    assert "stopped" in str(stopped)
+    assert stopped.lower_bound_s <= small_strategy().predicted_s <= stopped.predicted_s
+    with pytest.raises(PlannerError, match="stopped before it had any strategy"):
+        small_strategy(stop=lambda: True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]
+)
+def test_large_clusters_are_planned_within_a_tenth_of_the_bound(
+    model: str, nodes: int, batch: int, length: int
+) -> None:
+    best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
+    assert best.gap < 0.12
+    assert max(best.memory_bytes) <= 85.9e9

@@ -5,5 +5,6 @@
 - `attention`: sliced attention against one unsliced fused call, in one process.
 - `planner`: how long the slice program takes.
 - `schedules`: every schedule next to the others, simulated.
+- `dapple`: plans under the costs of DAPPLE, published and found.
 - `paper`: the step times that the TeraPipe paper published against simulated ones.
 """

@@ -1,0 +1,107 @@
+"""Plans for four profiled models on 4 x 8 devices under DAPPLE's costs: `python -m studies.dapple`.
+
+DAPPLE's and PipeDream's published plans, beside those that searches find. Every model comes twice: with the arithmetic
+of the published speed-ups, which charges the layer at a border to both stages, and with each layer charged once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from studies.dapple_model import Chain, DappleCluster, PipelinePlan, PublishedModel, published, speedup
+from studies.dapple_search import LIMITS, Search
+from studies.options import study_parser
+
+Finder = Callable[[Chain, DappleCluster], PipelinePlan]
+"""What finds a plan. `speedup` and `plan_s` time any plan, also one that another program has found."""
+
+
+def find_unequal(chain: Chain, cluster: DappleCluster, limits: int = LIMITS) -> PipelinePlan:
+    """Return the plan of the check's own search: any number of devices per stage, DAPPLE's three placements."""
+    return Search(chain, cluster).best(limits)
+
+
+FINDERS: dict[str, Finder] = {"unequal": find_unequal}
+"""The searches of the table by name, each a row per model and counting: add one to see it beside the others."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan of a model. `search_s`: what finding it took; None of a published one."""
+
+    model: str
+    borders: str
+    origin: str
+    speedup: float
+    published: float | None
+    search_s: float | None
+    cuts: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    shape: str
+
+
+def rows_of(model: PublishedModel, cluster: DappleCluster, finders: dict[str, Finder]) -> Iterator[PlanRow]:
+    """Yield the rows of a model, with the published arithmetic first."""
+    for borders in ("twice", "once"):
+        chain = replace(model.chain, charges_borders_twice=borders == "twice")
+        for origin, plan in model.plans.items():
+            timed = plan if borders == "twice" else replace(plan, replicas=None)
+            number = model.speedups[origin] if borders == "twice" else None
+            yield _row(model.name, borders, origin, chain, cluster, timed, number, None)
+        for origin, find in finders.items():
+            start_s = time.process_time()
+            plan = find(chain, cluster)
+            yield _row(model.name, borders, origin, chain, cluster, plan, None, time.process_time() - start_s)
+
+
+def _row(
+    model: str,
+    borders: str,
+    origin: str,
+    chain: Chain,
+    cluster: DappleCluster,
+    plan: PipelinePlan,
+    number: float | None,
+    search_s: float | None,
+) -> PlanRow:
+    reached = speedup(chain, cluster, plan)
+    return PlanRow(model, borders, origin, reached, number, search_s, plan.cuts, plan.devices, plan.shape)
+
+
+def markdown(rows: Sequence[PlanRow]) -> str:
+    """Return the table, a line per model, counting and origin; long plans are shortened."""
+    lines = ["| model | borders | plan of | speed-up | published | layers@devices |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        number = "" if row.published is None else f"{row.published:.3f}"
+        shape = row.shape if len(row.shape) <= 60 else f"{row.shape[:50].rpartition(' ')[0]} ... ({len(row.devices)})"
+        lines.append(f"| {row.model} | {row.borders} | {row.origin} | {row.speedup:.3f} | {number} | {shape} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = study_parser("dapple", __doc__)
+    cluster, models = published()
+    names = [model.name for model in models]
+    parser.add_argument("--model", choices=names, action="append", help="one of them, again for more (default: all)")
+    parser.add_argument("--limits", type=int, default=LIMITS, metavar="N", help="of the search (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    finders = FINDERS | {"unequal": partial(find_unequal, limits=options.limits)}
+    chosen = [model for model in models if model.name in (options.model or names)]
+    rows = [row for model in chosen for row in rows_of(model, cluster, finders)]
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
+        return
+    print(markdown(rows))
+    for model in chosen:
+        taken_s = [row.search_s for row in rows if row.model == model.name and row.search_s is not None]
+        print(f"\n{model.name}: {' + '.join(f'{seconds:.1f}' for seconds in taken_s)} s of one core", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.strategy.layers import Floats
+from terapipe_ds.planner.layers.parts import Floats
 
 Bounds = tuple[int, ...]
 """The first layer of each part, and the end."""

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.cluster import Cluster, Grid
+from terapipe_ds.planner.layers.parts import Floats, Layers, PartCosts, Setting, Span, Wire, spans_of
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
-from terapipe_ds.planner.strategy.cluster import Cluster, Grid
 from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
-from terapipe_ds.planner.strategy.layers import Floats, Layers, PartCosts, Setting, Span, Wire, spans_of
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 

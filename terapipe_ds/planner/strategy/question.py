@@ -8,10 +8,12 @@ from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
 from terapipe_ds.messages import show_value
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.strategy.cluster import Cluster
-from terapipe_ds.planner.strategy.counted import CountedLayers, size_of_config, with_length
-from terapipe_ds.planner.strategy.layers import LayerChain, Layers
+from terapipe_ds.planner.layers.chain import LayerChain
+from terapipe_ds.planner.layers.config_json import size_of_config, with_length
+from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.priced import Score
 from terapipe_ds.planner.strategy.search import Choices, Progress, Search, check_limit
 from terapipe_ds.planner.strategy.strategy import Strategy

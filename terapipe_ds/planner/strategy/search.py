@@ -16,12 +16,12 @@ from typing import Any
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.search.candidates import slice_counts
 from terapipe_ds.planner.search.search import plan_slices
-from terapipe_ds.planner.strategy.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
 from terapipe_ds.planner.strategy.cuts import Bounds, all_cuts, num_cuts
-from terapipe_ds.planner.strategy.layers import Layers
 from terapipe_ds.planner.strategy.priced import Candidate, Priced, Score, granule_of
 
 Progress = Callable[[str, int, int], None]

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.cluster import Coordinate, Grid
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.strategy.cluster import Coordinate, Grid
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 _Count = Annotated[int, Field(ge=1)]

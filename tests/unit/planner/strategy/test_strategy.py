@@ -14,11 +14,12 @@ import pytest
 import terapipe_ds
 from terapipe_ds.costs import analytic_costs, model_size
 from terapipe_ds.planner import MemoryLimitError, PlannerError
+from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Grid
+from terapipe_ds.planner.layers.config_json import size_of_config
+from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.parts import PartCosts, Setting
 from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
-from terapipe_ds.planner.strategy.cluster import DATA_FIRST, PIPE_FIRST, Grid
-from terapipe_ds.planner.strategy.counted import CountedLayers, size_of_config
 from terapipe_ds.planner.strategy.cuts import all_cuts, best_cuts, spans_matrix
-from terapipe_ds.planner.strategy.layers import PartCosts, Setting
 from terapipe_ds.planner.strategy.priced import Candidate, Priced
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate

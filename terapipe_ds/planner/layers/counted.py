@@ -1,24 +1,19 @@
-"""A named model, or that of a Hugging Face `config.json`, as layers: embedding, decoder layers, and norm with head."""
+"""A named model as layers: embedding, decoder layers, and norm with head, with costs counted for a device."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCosts
-from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError
-from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.costs.model_sizes import ModelSize
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.layers.parts import Floats, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
-from terapipe_ds.planner.strategy.cluster import Cluster
-from terapipe_ds.planner.strategy.layers import Floats, Setting, Span
 
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -98,73 +93,3 @@ class CountedLayers:
             layers_per_part=counts,
         )
         return setup.count_parts()
-
-
-_KEYS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab_size": ("vocab_size",),
-    "max_sequence_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-}
-"""Field of a model size -> the names that families of transformers give it."""
-
-_NOT_GATED = ("gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2")
-_LEARNED = ("gpt2", "opt", "gpt_bigcode")
-
-
-def size_of_config(path: str) -> ModelSize:
-    """Return the model size of a Hugging Face `config.json`.
-
-    Raises:
-        PlannerError: the file cannot be read, lacks a number, or is of a model with experts or without attention heads.
-    """
-    try:
-        document = parse_json(read_bytes(path))
-    except (OSError, JsonError) as error:
-        raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
-    if not isinstance(document, dict):
-        raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
-    text = document.get("text_config")
-    config: Mapping[str, Any] = text if isinstance(text, dict) else document
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(key):
-            raise PlannerError(f"{path}: {key} = {config[key]}: experts cannot be counted; give a measured profile")
-    numbers = {field: _number(config, names) for field, names in _KEYS.items()}
-    missing = [
-        _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
-    ]
-    if missing:
-        raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
-    family = str(config.get("model_type", ""))
-    hidden, heads = numbers["hidden_size"], numbers["num_heads"]
-    usual = {
-        "ffn_size": 4 * hidden,
-        "num_kv_heads": heads,
-        "head_dim": max(1, hidden // heads),
-        "max_sequence_length": 2048,
-    }
-    try:
-        return ModelSize(
-            name=str(document.get("_name_or_path") or Path(path).parent.name or path),
-            **{field: value or usual[field] for field, value in numbers.items()},
-            gated_mlp=family not in _NOT_GATED,
-            bias=family in _NOT_GATED,
-            tied_embedding=bool(config.get("tie_word_embeddings", family in _LEARNED)),
-            positions="learned" if family in _LEARNED else "rope",
-        )
-    except ModelSizeError as error:
-        raise PlannerError(f"{path}: {error}") from None
-
-
-def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    values = [config[name] for name in names if type(config.get(name)) is int and config[name] > 0]
-    return values[0] if values else 0
-
-
-def with_length(size: ModelSize, sequence_length: int) -> ModelSize:
-    """Return the size with room for so many tokens, where positions are learned."""
-    return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))

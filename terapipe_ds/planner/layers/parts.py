@@ -6,7 +6,6 @@ A part is a run of layers. Its times are the sums of theirs, and its messages ar
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from terapipe_ds.costs.devices import LinkCard
-from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import PartMemory
 
 Floats = NDArray[np.float64]
@@ -150,122 +148,6 @@ def shared(layers: Sequence[Hashable]) -> list[Any]:
     """Return the layers, of which those that are equal are one object."""
     kept: dict[Hashable, Any] = {}
     return [kept.setdefault(layer, layer) for layer in layers]
-
-
-class LayerChain:
-    """A model as numbers per layer, of one sequence on one device.
-
-    Args:
-        forward_s, backward_s: seconds of a whole sequence.
-        output_bytes: what a layer sends to the next one.
-        saved_bytes: what a layer keeps for its backward.
-        parameter_bytes: of its parameters; gradients have as many, and Adam's states twice as many.
-        costs: per layer an object with `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`; without them only
-            unsliced plans.
-
-    Raises:
-        PlannerError: sequences of different lengths, or numbers that no layer has.
-    """
-
-    def __init__(
-        self,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        output_bytes: Sequence[float],
-        saved_bytes: Sequence[float],
-        parameter_bytes: Sequence[float],
-        costs: Sequence[Any] | None = None,
-    ) -> None:
-        numbers = {
-            "forward_s": forward_s,
-            "backward_s": backward_s,
-            "output_bytes": output_bytes,
-            "saved_bytes": saved_bytes,
-            "parameter_bytes": parameter_bytes,
-        }
-        checked = {name: _checked(name, values) for name, values in numbers.items()}
-        self.num_layers = len(checked["forward_s"])
-        lengths = {name: len(values) for name, values in checked.items()}
-        lengths |= {} if costs is None else {"costs": len(costs)}
-        for name, length in lengths.items():
-            if length != self.num_layers or not length:
-                raise PlannerError(
-                    f"{name} has {length} entries, forward_s {self.num_layers}: give one per layer, and at least one"
-                )
-        self.forward_s, self.backward_s = checked["forward_s"], checked["backward_s"]
-        self.bytes_after, self.saved_bytes = checked["output_bytes"], checked["saved_bytes"]
-        self.parameter_bytes = checked["parameter_bytes"]
-        self.costs = None if costs is None else tuple(costs)
-
-    def of_length(self, sequence_length: int) -> Layers:
-        """Return what the planner asks, for sequences of that length."""
-        return _ChainLayers(self, sequence_length)
-
-
-class _ChainLayers:
-    """A `LayerChain` for sequences of one length."""
-
-    dtype, whole_is_least = "float32", False
-
-    def __init__(self, chain: LayerChain, sequence_length: int) -> None:
-        self._chain, self._length = chain, sequence_length
-        self.num_layers, self.is_sliceable = chain.num_layers, chain.costs is not None
-
-    def refuse_tensor(self, degree: int) -> str | None:
-        return None if degree == 1 else "a LayerChain says nothing of how ranks share a layer"
-
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
-        chain, rows = self._chain, setting.micro_batch
-        if chain.costs is not None:
-            kept: dict[int, Rows] = {}
-            return [kept.setdefault(id(costs), Rows(costs, rows, recompute)) for costs in chain.costs]
-        again = chain.forward_s if recompute else np.zeros(self.num_layers)
-        times = zip((rows * chain.forward_s).tolist(), (rows * (chain.backward_s + again)).tolist(), strict=True)
-        return shared([WholeCosts(forward, backward, self._length) for forward, backward in times])
-
-    def output_bytes(self, setting: Setting) -> Floats:
-        return setting.micro_batch / self._length * self._chain.bytes_after
-
-    def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
-        return tuple(self._memory(setting, span) for span in spans)
-
-    def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Adam reads gradient, parameter and two states and writes the last three: seven numbers per parameter."""
-        divided = setting.data if setting.zero_stage else 1
-        return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
-
-    def tied_bytes(self, setting: Setting) -> float:
-        return 0.0
-
-    def _memory(self, setting: Setting, span: Span) -> PartMemory:
-        """Count fp32 parameters, their gradients and two states; ZeRO-1 divides states and a copy over the replicas."""
-        chain, rate = self._chain, setting.micro_batch / self._length
-        of_part = slice(span.start, span.stop)
-        parameters = float(chain.parameter_bytes[of_part].sum())
-        kept = working = 0.0
-        if span.recompute:  # the inputs of all layers, and while one runs what it keeps
-            before = [0.0, *chain.bytes_after[:-1].tolist()]
-            kept, working = sum(before[of_part]), float(chain.saved_bytes[of_part].max())
-        else:
-            kept = float(chain.saved_bytes[of_part].sum())
-        states = 3 * parameters / setting.data if setting.zero_stage else 2 * parameters
-        gradients = 0.0 if setting.zero_stage else parameters
-        return PartMemory(
-            static_bytes=math.ceil(parameters + states + parameters - gradients),
-            gradient_bytes=math.ceil(gradients),
-            slice_bytes_per_token=rate * kept,
-            working_bytes_per_token=rate * working,
-        )
-
-
-def _checked(name: str, values: Sequence[float]) -> Floats:
-    try:
-        numbers = np.array(values, float)
-    except (TypeError, ValueError):
-        numbers = np.array([math.nan])
-    if numbers.ndim != 1 or not np.all(np.isfinite(numbers) & (numbers >= 0)):
-        raise PlannerError(f"{name}: give one finite number >= 0 per layer")
-    return numbers
 
 
 def spans_of(bounds: Sequence[int], recompute: Sequence[bool]) -> list[Span]:

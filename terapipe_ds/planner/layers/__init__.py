@@ -1,0 +1,1 @@
+"""What does a layer cost? One source for the time, the memory and the messages of any cut of the layers."""

@@ -2,7 +2,7 @@
 
 enumerated   tensor ranks that divide heads and widths and lie within a node; stages and replicas, which multiply with
              them to the devices; micro-batch size and accumulation, which multiply with the replicas to the global
-             batch; ZeRO 0 and 1 where they differ; the order of the axes, which is the placement (see `planner.cluster`)
+             batch; ZeRO 0 and 1 where they differ; the order of the axes: the placement (see `planner.cluster`)
 programs     the cut of the layers: least (m - 1/s) T + S / s with the memory of every stage (see `cuts`), for several
              numbers of slices; a stage recomputes only where it does not fit otherwise
 bounds       for every candidate a time that no cut, schedule and plan beats (see `priced.Priced.lower_bound_s`): fill,
@@ -11,8 +11,8 @@ replays      of the schedule that the engine will run, with the links of the mac
              stage reduces its gradients when its own last backward is done, as the engine does, and steps. Long
              batches are compared by two shorter runs, and the finalists are replayed whole with planned slices
 
-Costs come per layer, from one source (see `planner.layers`). The answer says how far it may be from the bound of all that was
-not settled. Schedules are `1f1b` and `gpipe` unsliced, and `seq1f1b` sliced, with one part per stage.
+Costs come per layer, from one source (see `planner.layers`). The answer says how far it may be from the bound of all
+that was not settled. Schedules are `1f1b` and `gpipe` unsliced, and `seq1f1b` sliced, with one part per stage.
 """
 
 from __future__ import annotations

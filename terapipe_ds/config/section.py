@@ -66,6 +66,7 @@ _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
 _Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 _Bounds = Annotated[tuple[_Index, ...], Field(min_length=2), AfterValidator(_bounds)]
+_Recompute = Literal["off", "full"] | _Indices | None
 
 
 class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
@@ -104,6 +105,9 @@ class TeraPipeConfig(_StrictModel):
         None,
         description="null, or a list of two or more rising integers that begins with 0: the first layer of each part, "
         "and the number of layers",
+    )
+    recompute: Annotated[_Recompute, BeforeValidator(_list_to_tuple)] = Field(
+        None, description='null, "off", "full", or a list of different stage ids >= 0 with at least one entry'
     )
     schedule_options: dict[str, str | list[int]] = Field(
         {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
@@ -251,6 +255,20 @@ class TeraPipeConfig(_StrictModel):
     def is_one_slice(self) -> bool:
         """Return whether each sequence is one slice, in any order; False with "auto", which tries several."""
         return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
+
+    def recomputing_stages(self, num_stages: int) -> frozenset[int] | None:
+        """Return the stages that recompute each layer in its backward; None where the config leaves it to the module.
+
+        Raises:
+            TeraPipeConfigError: stages beyond `num_stages`.
+        """
+        stages = self.recompute
+        if not isinstance(stages, tuple):
+            return None if stages is None else frozenset(range(num_stages) if stages == "full" else ())
+        if beyond := [stage_id for stage_id in stages if stage_id >= num_stages]:
+            last = f"the pipeline has {num_stages} stages, the last is {num_stages - 1}"
+            raise TeraPipeConfigError(f"{_shown(list(stages), 'recompute')}: {last}; leave out {beyond}")
+        return frozenset(stages)
 
     def options_of(self, schedule: str) -> dict[str, Any]:
         """Return the options of this schedule for `schedule.build`: none, unless it is the schedule of the config."""

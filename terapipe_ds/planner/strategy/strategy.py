@@ -109,8 +109,7 @@ class Strategy(BaseModel):
         if self.chunks_per_stage > 1:
             section["chunks_per_stage"] = self.chunks_per_stage
         section["partition"] = list(self.partition)
-        if self.recompute != "off":
-            section["recompute"] = self.recompute
+        section["recompute"] = self.recompute
         return {
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
@@ -145,8 +144,9 @@ class Strategy(BaseModel):
         ):
             if given != wanted:
                 raise PlannerError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
-        if isinstance(strategy.recompute, list) and not set(strategy.recompute) <= set(range(stages)):
-            raise PlannerError(f"strategy: recompute = {strategy.recompute}: give stages below {stages}")
+        again = strategy.recompute
+        if isinstance(again, list) and (not again or sorted(again) != [k for k in range(stages) if k in again]):
+            raise PlannerError(f'strategy: recompute = {again}: give stages below {stages}, each once, or "off"')
         return strategy
 
     def __str__(self) -> str:

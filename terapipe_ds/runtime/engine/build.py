@@ -14,12 +14,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.agreement import refuse_everywhere
+from terapipe_ds.runtime.agreement import gather_results, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.collaborators import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
+from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
@@ -63,6 +64,7 @@ class EngineSetup:
         config = TeraPipeConfig.from_deepspeed(dict(raw))
         module, optimizer = options["model"], options.get("optimizer")
         multiple = slice_length_multiple(module)
+        gather_results(lambda: set_recompute(module, config, raw))
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
         parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
         show_log(rank)

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+_OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
+
+
+def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> None:
+    """Let the layers of this stage be checkpointed one by one, or not at all, where `config` says so.
+
+    Call it before DeepSpeed's engine is built, which then checkpoints as if the module had been built so.
+
+    Args:
+        raw: DeepSpeed's config, whose `pipeline.activation_checkpoint_interval` counts before that of the module.
+
+    Raises:
+        TeraPipeConfigError: a stage that the module does not have, or another interval that is set besides.
+    """
+    own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
+    module.activation_checkpoint_interval = own
+    recomputing = config.recomputing_stages(module.num_stages)
+    if recomputing is None:
+        return
+    section = raw.get("pipeline")
+    of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
+    is_full = len(recomputing) == module.num_stages
+    for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
+        if interval and not (interval == 1 and is_full):
+            raise TeraPipeConfigError(
+                f"terapipe.recompute = {_shown(config)}: {where} has activation_checkpoint_interval = {interval}, "
+                "which says otherwise; leave one of the two out"
+            )
+    setattr(module, _OWN_INTERVAL, own)
+    module.activation_checkpoint_interval = int(module.stage_id in recomputing)
+
+
+def _shown(config: TeraPipeConfig) -> str:
+    return str(list(config.recompute)) if isinstance(config.recompute, tuple) else repr(config.recompute)
 
 
 @contextmanager

@@ -225,7 +225,8 @@ def first_layout(
         Exception: on every rank: what else one of them raised meanwhile, in the program's own code for example.
     """
     stages, by_hand = module.num_stages, partition_by_hand(config, module)
-    if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
+    stays = config.chunks_per_stage > 1 or isinstance(config.recompute, tuple)  # a layer that moves costs the same
+    if config.schedule != "auto" or config.planner.profile == "measure" or stays:
         return cut_by_hand(layout_of(config, stages), by_hand), parameters
     if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
         return cut_by_hand(module.terapipe_layout, by_hand), parameters

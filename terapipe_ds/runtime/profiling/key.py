@@ -67,7 +67,10 @@ def profile_key(
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
     multiple = made_of[-1:] if slice_length_multiple > 1 else []
-    one_by_one = [*(layer for part in parts for layer in part.one_by_one), module.activation_checkpoint_interval]
+    intervals = [part.together[2] for part in parts]  # those of parts differ where some stages recompute
+    alike = len(set(intervals)) <= 1
+    of_layers = [part.together[2] for part in parts for _ in part.one_by_one]
+    layers = [layer for part in parts for layer in part.one_by_one]
     return ProfileKey(
         model_fingerprint=_hash([*(part.together for part in parts), *multiple]),
         model=", ".join(made_of),
@@ -76,11 +79,11 @@ def profile_key(
         micro_batch=rows,
         tensor_parallel=tensor_parallel,
         num_stages=len(parts),
-        activation_checkpointing=module.activation_checkpoint_interval > 0,
+        activation_checkpointing=max(intervals) > 0,
         sequence_length=length,
         attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
         versions=installed_versions(),
-        layers_fingerprint=_hash([*one_by_one, *multiple]),
+        layers_fingerprint=_hash([*layers, intervals[0] if alike else of_layers, *multiple]),
     )
 
 

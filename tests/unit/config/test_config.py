@@ -16,9 +16,9 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError, conflicts
 from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
-    "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "schedule_options": {},
-    "slices": "auto", "sequence_dim": 1, "sliced_inputs": None, "documents": "off", "granularity_tokens": 64,
-    "loss_reduction": "mean_valid", "ignore_index": -100,
+    "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "recompute": None,
+    "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None, "documents": "off",
+    "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "check_finite": "off",
     "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
 def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
-        "partition": [0, 9, 17, 25, 34], "slices": [512, 384, 128], "sequence_dim": 0,
+        "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "check_finite": "every_step",
@@ -88,6 +88,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             ("partition", value)
             for value in (0, "uniform", True, [], [0], [1, 3], [0, 3, 3], [0, 4, 2], [0, True], [0, 2.0], [0, 10**30])
         ),
+        *(("recompute", value) for value in (True, "on", "auto", [], [-1], [1, 1], [True], {})),
         *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
         ("sequence_dim", -1),
         *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
@@ -414,7 +415,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "e601347c42569bf7"  # in every process
+    assert fingerprint == "94640b84948fefff"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"},

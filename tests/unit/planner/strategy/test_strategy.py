@@ -141,6 +141,9 @@ def test_a_strategy_comes_back_from_json() -> None:
         ("schedule", "1F1B", "schedule"),
         ("micro_batch", 3, "unknown key"),
         ("predicted_s", -1.0, "predicted_s"),
+        ("recompute", [0, 9], "stages below"),
+        ("recompute", [0, 0], "each once"),
+        ("recompute", [], "each once"),
     ):
         with pytest.raises(PlannerError, match=message):
             Strategy.from_json(json.dumps(document | {key: value}))
@@ -153,8 +156,11 @@ def test_a_deepspeed_config_trains_the_global_batch_with_the_plan() -> None:
     assert config["terapipe"]["partition"] == strategy.partition
     assert (config["terapipe"]["slices"] == 1) or (sum(config["terapipe"]["slices"]) == 1024)
     assert config["fp16"] == {"enabled": True}  # what a v100 is made for
-    section = {k: v for k, v in config["terapipe"].items() if k not in ("partition", "recompute")}
-    assert terapipe_ds.TeraPipeConfig.from_deepspeed(config | {"terapipe": section}).plan_for(1024) == strategy.plan
+    for recompute in ("off", "full", [0, 2]):
+        again = strategy.model_copy(update={"recompute": recompute})
+        section = terapipe_ds.TeraPipeConfig.from_deepspeed(again.to_deepspeed())
+        assert section.plan_for(1024) == strategy.plan and section.partition == tuple(strategy.partition)
+        assert section.recompute == (tuple(recompute) if isinstance(recompute, list) else recompute)
     command = strategy.launch_command("my hosts")
     assert command.startswith("deepspeed --hostfile 'my hosts' --num_nodes 2 --num_gpus 2 train.py")
 

@@ -1,0 +1,141 @@
+"""`terapipe.recompute`: which stages run their layers again in the backward, and what must not change by it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import terapipe_ds
+from tests.distributed.engines import (
+    CHECKPOINTING,
+    batches,
+    config,
+    differences,
+    engine_of,
+    gpt_layers,
+    pipeline_module,
+    raised_by,
+    section,
+    stock_run,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+MEASURED = {"slices": "auto", "granularity_tokens": 4}
+Forwards = dict[str, float]
+
+
+def forwards_per_slice(engine: Any) -> Forwards:
+    """Train one batch; return how often each layer of this stage ran for each slice of it."""
+    count: Counter[str] = Counter()
+    layers = {name: layer for name, layer in engine.module.named_children() if name.isdigit()}
+    handles = [
+        layer.register_forward_hook(lambda *_, name=name: count.update([name])) for name, layer in layers.items()
+    ]
+    (batch,) = batches(1)
+    engine.train_batch(iter(batch))
+    for handle in handles:
+        handle.remove()
+    slices = engine.slice_plan(batch[0][0].shape[1]).num_slices
+    return {name: count[name] / (slices * len(batch)) for name in layers}
+
+
+def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dict[str, float], Forwards]:
+    with engine_of(gpt_layers(), section(**changes), stages=stages, **options) as engine:
+        errors = differences(train(engine, batches(2)), stock_run())
+        return errors, forwards_per_slice(engine)
+
+
+NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
+
+
+@pytest.mark.parametrize(
+    ("stages", "recompute", "again", "changes", "options"),
+    [
+        (2, "full", {0, 1}, {}, {}),
+        (2, [1], {1}, {}, {}),
+        (2, [0], {0}, {"slices": 1, "schedule": "1f1b"}, {}),
+        (2, "off", set(), {}, {}),
+        (2, [0], {0}, {"schedule": "zbv"}, {}),
+        (2, [1], {1}, {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}, NON_REENTRANT),
+        (2, "full", {0, 1}, {"schedule": "chimera-seq"}, {}),
+        (2, "full", {0, 1}, {}, CHECKPOINTING["reentrant"]),  # they say the same
+        (2, [0], {0}, MEASURED, NON_REENTRANT),
+        (3, [2, 0], {0, 2}, {"schedule": "seq1f1b-zb"}, {}),
+    ],
+)  # fmt: skip
+@pytest.mark.sample(4)
+def test_stages_recompute_and_train_as_ever(
+    stages: int, recompute: Any, again: set[int], changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = rank_pool(stages).run(job_train, stages=stages, options=options, recompute=recompute, **changes)
+    assert not violations([errors for errors, _ in found])
+    share = 0.5 if "chimera" in changes.get("schedule", "") else 1.0  # a copy of a layer has half of the micro-batches
+    for stage_id, (_, forwards) in enumerate(found):
+        expected = share * (2 if stage_id in again else 1)
+        assert forwards and set(forwards.values()) == {expected}, (stage_id, forwards)
+
+
+def job_one_module_twice() -> list[set[float]]:
+    module, ran = pipeline_module(gpt_layers(dtype="float32")), []
+    for changes in ({"recompute": [0]}, {"recompute": [1]}, {}):
+        engine = terapipe_ds.initialize(model=module, config=config(terapipe=section(**changes)))[0]
+        ran.append(set(forwards_per_slice(engine).values()))
+        engine.destroy()
+    return ran
+
+
+def test_the_next_engine_of_a_module_recomputes_what_its_own_section_says() -> None:
+    assert rank_pool(2).run(job_one_module_twice) == [[{2.0}, {1.0}, {1.0}], [{1.0}, {2.0}, {1.0}]]
+
+
+def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str, str]:
+    module = pipeline_module(gpt_layers(), activation_checkpoint_interval=interval)
+    ds_config = config(terapipe=section(recompute=recompute), **options)
+    return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"recompute": [0, 2, 5]}, ["terapipe.recompute = [0, 2, 5]", "has 2 stages", "leave out [2, 5]"]),
+        ({"recompute": "off", "interval": 1}, ["recompute = 'off'", "the module has", "interval = 1", "leave one"]),
+        ({"recompute": "full", "interval": 2}, ["recompute = 'full'", "interval = 2", "leave one"]),
+        ({"recompute": [1], "interval": 1}, ["recompute = [1]", "interval = 1", "leave one"]),
+        ({"recompute": [1], **CHECKPOINTING["non_reentrant"]}, ["recompute = [1]", "section `pipeline`", "leave one"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, Any], messages: list[str]) -> None:
+    for kind, text in rank_pool(2).run(job_refused, **options):
+        assert kind == "TeraPipeConfigError" and all(message in text for message in messages), text
+
+
+def job_profiled(folder: str, recompute: Any) -> int:
+    """Plan from a measurement that is kept; return how many are kept then."""
+    kept = {**MEASURED, "planner": {"cache_dir": folder}}
+    with engine_of(gpt_layers(), section(recompute=recompute, **kept)) as engine:
+        train(engine, batches(1))
+    return len(list(Path(folder).iterdir()))
+
+
+def job_with_profile(path: str, recompute: Any) -> str:
+    terapipe = section(recompute=recompute, **MEASURED, planner={"profile": path})
+    return raised_by(lambda: engine_of(gpt_layers(), terapipe).__enter__().destroy())[1]
+
+
+def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: Path) -> None:
+    pool, kept, path = rank_pool(2), tmp_path / "kept", tmp_path / "profile.json"
+    counts = [
+        pool.run(job_profiled, folder=str(kept), recompute=recompute)[0] for recompute in ("off", "off", [1], "full")
+    ]
+    assert counts == [1, 1, 2, 3]
+    pool.run(job_profiled, folder=str(tmp_path / "of stage 1"), recompute=[1])
+    (tmp_path / "of stage 1").joinpath(next((tmp_path / "of stage 1").iterdir()).name).rename(path)
+    assert pool.run(job_with_profile, path=str(path), recompute=[1]) == ["", ""]
+    for other in ("off", "full", [0]):
+        for text in pool.run(job_with_profile, path=str(path), recompute=other):
+            assert "does not belong to this run" in text and "measure on this run" in text, (other, text)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from terapipe_ds.planner.strategy import LayerChain as LayerChain
     from terapipe_ds.planner.strategy import Strategy as Strategy
     from terapipe_ds.planner.strategy import plan_strategy as plan_strategy
+    from terapipe_ds.runtime.layout.topology import topology_of as topology_of
     from terapipe_ds.runtime.register import initialize as initialize
     from terapipe_ds.runtime.register import lay_out as lay_out
     from terapipe_ds.runtime.register import register as register
@@ -50,6 +51,7 @@ _EXPORTS = {
     "register": "terapipe_ds.runtime.register",
     "save_pretrained": "terapipe_ds.models.hugging_face",
     "simulate": "terapipe_ds.simulator",
+    "topology_of": "terapipe_ds.runtime.layout.topology",
     "unregister": "terapipe_ds.runtime.register",
 }
 _SUBPACKAGES = ("planner", "schedule")

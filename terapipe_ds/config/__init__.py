@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 from terapipe_ds.config.section import TeraPipeConfig as TeraPipeConfig
-from terapipe_ds.config.section import TeraPipeConfigError as TeraPipeConfigError
+from terapipe_ds.config.values import TeraPipeConfigError as TeraPipeConfigError

@@ -19,7 +19,8 @@ class Conflict:
     fix: str
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
+    """Return whether a switch of DeepSpeed's config is on."""
     if isinstance(value, str):
         return value.strip().lower() in ("true", "yes", "on", "1")
     return isinstance(value, int | float) and value == 1
@@ -54,27 +55,27 @@ CONFLICTS = (
              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
              "set it to 0 or 1"),
     Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
-    Conflict("zero_optimization.cpu_offload_param", _is_on, _ONLY_ZERO_3, "remove it"),
+    Conflict("zero_optimization.cpu_offload_param", is_on, _ONLY_ZERO_3, "remove it"),
     Conflict("zero_optimization.zenflow", _is_given,
              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
-    Conflict("compile.deepcompile", _is_on,
+    Conflict("compile.deepcompile", is_on,
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
     Conflict("sequence_parallel_size", _more_than(1), "Ulysses sequence parallelism divides the same tokens over ranks",
              "set it to 1 and give the ranks to the pipeline or to data parallelism"),
     Conflict("tensor_parallel.autotp_size", _more_than(1), "AutoTP replaces layers without knowing of pipeline stages",
              "remove it; tensor parallelism comes with the model (Megatron layers)"),
-    Conflict("expert_parallel.enabled", _is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
+    Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
-    Conflict("hybrid_engine.enabled", _is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",
+    Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",
              "set it to false"),
-    Conflict("data_efficiency.data_routing.random_ltd.enabled", _is_on,
+    Conflict("data_efficiency.data_routing.random_ltd.enabled", is_on,
              f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
-    Conflict("progressive_layer_drop.enabled", _is_on,
+    Conflict("progressive_layer_drop.enabled", is_on,
              "it may drop a layer for one slice of a sequence and keep it for another", "remove the section"),
     Conflict("sparse_attention", _is_given, f"sparse attention: {_WHOLE_SEQUENCE}", "remove the section"),
-    Conflict("eigenvalue.enabled", _is_on, "it takes a second backward pass through the graph of a whole micro-batch",
+    Conflict("eigenvalue.enabled", is_on, "it takes a second backward pass through the graph of a whole micro-batch",
              "remove the section"),
-    Conflict("autotuning.enabled", _is_on,
+    Conflict("autotuning.enabled", is_on,
              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
              "set it to false"),
     Conflict("managed_gradient_accumulation", _is_off,

@@ -9,87 +9,44 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.conflicts import conflicts_in
-from terapipe_ds.files.strict_json import STRICT
+from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
+from terapipe_ds.config.values import (
+    SECTION,
+    TIMEOUT_FORM,
+    Bounds,
+    CheckpointsConfig,
+    Index,
+    Indices,
+    Int64,
+    Lengths,
+    NonEmpty,
+    PlannerConfig,
+    Positive,
+    Recompute,
+    ScheduleName,
+    StrictModel,
+    TeraPipeConfigError,
+    Timeout,
+    list_to_tuple,
+    shown_value,
+)
 from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
-_SECTION = "terapipe"
-_MAX_INT = 2**63 - 1  # torch's int64
-_MAX_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
 
-
-class TeraPipeConfigError(ValueError):
-    """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
-
-    def __init__(self, *problems: str) -> None:
-        heading = [f"{len(problems)} problems with the DeepSpeed config:"] if len(problems) > 1 else []
-        super().__init__("\n  - ".join([*heading, *problems]))
-        self.problems = problems
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _bounds(value: tuple[int, ...]) -> tuple[int, ...]:
-    if value[0] != 0 or any(start >= stop for start, stop in itertools.pairwise(value)):
-        raise ValueError
-    return value
-
-
-def _no_repetition(value: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(value)) < len(value):
-        raise ValueError
-    return value
-
-
-_Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
-_Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
-_Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
-_Path = Annotated[str, Field(min_length=1)]
-_Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
-_TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
-_Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
-_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
-_Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
-_Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
-_Bounds = Annotated[tuple[_Index, ...], Field(min_length=2), AfterValidator(_bounds)]
-_Recompute = Literal["off", "full"] | _Indices | None
-
-
-class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
-    model_config = STRICT | ConfigDict(frozen=True)
-
-
-class PlannerConfig(_StrictModel):
-    """`terapipe.planner`: how slices are found when `slices` is "auto"."""
-
-    profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
-    cache_dir: _Path | None = Field(default=None, description="the path of a directory, or null")
-    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="a finite number > 0, or null"
-    )
-
-
-class CheckpointsConfig(_StrictModel):
-    """`terapipe.checkpoints`: what may be in the files that are loaded."""
-
-    allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
-
-
-class TeraPipeConfig(_StrictModel):
+class TeraPipeConfig(StrictModel):
     """The section; attributes are its keys. `from_deepspeed` is the way in.
 
     Raises:
@@ -97,36 +54,39 @@ class TeraPipeConfig(_StrictModel):
     """
 
     enabled: bool = Field(False, description="true or false")
-    schedule: _Schedule = Field(
+    schedule: ScheduleName = Field(
         "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
-    chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
-    partition: Annotated[_Bounds | None, BeforeValidator(_list_to_tuple)] = Field(
+    chunks_per_stage: Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
+    partition: Annotated[Bounds | None, BeforeValidator(list_to_tuple)] = Field(
         None,
         description="null, or a list of two or more rising integers that begins with 0: the first layer of each part, "
         "and the number of layers",
     )
-    recompute: Annotated[_Recompute, BeforeValidator(_list_to_tuple)] = Field(
+    recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
         None, description='null, "off", "full", or a list of different stage ids >= 0 with at least one entry'
+    )
+    strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
+        None, description="null, or a path that ends in .json"
     )
     schedule_options: dict[str, str | list[int]] = Field(
         {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
     )
-    slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
+    slices: Annotated[Literal["auto"] | Positive | Lengths, BeforeValidator(list_to_tuple)] = Field(
         "auto", description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1'
     )
-    sequence_dim: _Index = Field(1, description="an integer >= 0, counted from the front")
-    sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
+    sequence_dim: Index = Field(1, description="an integer >= 0, counted from the front")
+    sliced_inputs: Annotated[Indices | None, BeforeValidator(list_to_tuple)] = Field(
         None, description="null, or a list of different integers >= 0 with at least one entry"
     )
-    documents: _Index | _Path = Field(
+    documents: Index | NonEmpty = Field(
         "off", description='"off", an index of a tuple of inputs >= 0, or the name of an entry of a dict of inputs'
     )
-    granularity_tokens: _Positive = Field(64, description="an integer >= 1")
+    granularity_tokens: Positive = Field(64, description="an integer >= 1")
     loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
         "mean_valid", description="one of mean_valid, mean, sum"
     )
-    ignore_index: _Int64 = Field(-100, description="a 64-bit integer")
+    ignore_index: Int64 = Field(-100, description="a 64-bit integer")
     planner: PlannerConfig = Field(
         PlannerConfig(), description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}"
     )
@@ -138,9 +98,10 @@ class TeraPipeConfig(_StrictModel):
     )
     attention: Literal["intercept", "explicit"] = Field("intercept", description='"intercept" or "explicit"')
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
-    stall_timeout_s: _Timeout = Field(300.0, description=_TIMEOUT_FORM)
-    data_timeout_s: _Timeout = Field(1800.0, description=_TIMEOUT_FORM)
-    trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
+    stall_timeout_s: Timeout = Field(300.0, description=TIMEOUT_FORM)
+    data_timeout_s: Timeout = Field(1800.0, description=TIMEOUT_FORM)
+    trace_dir: NonEmpty | None = Field(None, description="the path of a directory, or null")
+    _strategy: Strategy | None = PrivateAttr(None)
     _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 
     def __init__(self, /, **section: Any) -> None:
@@ -167,10 +128,10 @@ class TeraPipeConfig(_StrictModel):
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
         _refuse_misspelt_section(ds_config)
-        section = ds_config.get(_SECTION, {})
+        section = ds_config.get(SECTION, {})
         if not isinstance(section, dict):
             fix = "give an object, for example {} or remove the key"
-            raise TeraPipeConfigError(f"{_SECTION} = {show_value(section)}: {fix}")
+            raise TeraPipeConfigError(f"{SECTION} = {show_value(section)}: {fix}")
         words = {key: value for key, value in section.items() if isinstance(key, str)}
         problems = [_unknown_key((key,), value) for key, value in section.items() if key not in words]
         try:
@@ -180,11 +141,31 @@ class TeraPipeConfig(_StrictModel):
         if section.get("enabled") is True:
             problems += conflicts_in(ds_config)
         elif not problems and config.documents != "off":
-            fix = f'set {_SECTION}.enabled to true, or documents to "off"'
-            problems.append(f"{_shown(config.documents, 'documents')}: DeepSpeed's own engine mixes documents; {fix}")
+            fix = f'set {SECTION}.enabled to true, or documents to "off"'
+            problems.append(
+                f"{shown_value(config.documents, 'documents')}: DeepSpeed's own engine mixes documents; {fix}"
+            )
         if problems:
             raise TeraPipeConfigError(*problems)
+        return config.with_strategy(ds_config) if config.enabled and config.strategy is not None else config
+
+    def with_strategy(self, ds_config: Mapping[str, Any]) -> TeraPipeConfig:
+        """Return the config with what the file at `strategy` says. Raises TeraPipeConfigError, as `from_deepspeed`."""
+        section, shown = self.model_dump(exclude_unset=True), shown_value(self.strategy, "strategy")
+        try:
+            strategy = read_strategy(str(self.strategy))
+        except ValueError as error:
+            raise TeraPipeConfigError(f"{shown}: {error}") from None
+        if differing := list(contradictions(strategy, section, ds_config)):
+            raise TeraPipeConfigError(*(f"{shown}: {line}" for line in differing))
+        config = TeraPipeConfig(**section | section_of(strategy))
+        config._strategy = strategy
         return config
+
+    @property
+    def planned(self) -> Strategy | None:
+        """Return the strategy that the config comes from; None where it names none."""
+        return self._strategy
 
     def plan_for(self, sequence_length: int) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
@@ -205,14 +186,18 @@ class TeraPipeConfig(_StrictModel):
             if (total := sum(self.slices)) != sequence_length:
                 problem = f"adds up to {total} tokens, but a sequence has {sequence_length}"
                 fix = "give lengths that add up to that, or a number of equal slices"
-                raise TeraPipeConfigError(f"{_shown(list(self.slices), 'slices')} {problem}: {fix}")
+                shown = shown_value(list(self.slices), "slices")
+                if self.strategy is not None:
+                    shown = f"{shown_value(self.strategy, 'strategy')}: its plan {list(self.slices)}"
+                    fix = f"train on sequences of {total} tokens, or plan again for {sequence_length}"
+                raise TeraPipeConfigError(f"{shown} {problem}: {fix}")
             return SlicePlan(self.slices)
         granularity = self.granularity_for(sequence_length)
         try:
             return SlicePlan.equal(sequence_length, self.slices, granularity)
         except PlanError as error:
             key = "granularity_tokens" if granularity > sequence_length else "slices"
-            raise TeraPipeConfigError(f"{_shown(getattr(self, key), key)}: {error}") from None
+            raise TeraPipeConfigError(f"{shown_value(getattr(self, key), key)}: {error}") from None
 
     def granularity_for(self, sequence_length: int) -> int:
         """Return the tokens at whose multiples such sequences are cut.
@@ -244,7 +229,7 @@ class TeraPipeConfig(_StrictModel):
         if self.granularity_for(sequence_length) > sequence_length:
             problem = f"larger than a sequence of {sequence_length} tokens"
             fix = f"give at most {sequence_length}, or longer sequences"
-            raise TeraPipeConfigError(f"{_shown(self.granularity_tokens, 'granularity_tokens')}: {problem}; {fix}")
+            raise TeraPipeConfigError(f"{shown_value(self.granularity_tokens, 'granularity_tokens')}: {problem}; {fix}")
 
     @property
     def is_stock_order(self) -> bool:
@@ -267,7 +252,7 @@ class TeraPipeConfig(_StrictModel):
             return None if stages is None else frozenset(range(num_stages) if stages == "full" else ())
         if beyond := [stage_id for stage_id in stages if stage_id >= num_stages]:
             last = f"the pipeline has {num_stages} stages, the last is {num_stages - 1}"
-            raise TeraPipeConfigError(f"{_shown(list(stages), 'recompute')}: {last}; leave out {beyond}")
+            raise TeraPipeConfigError(f"{shown_value(list(stages), 'recompute')}: {last}; leave out {beyond}")
         return frozenset(stages)
 
     def options_of(self, schedule: str) -> dict[str, Any]:
@@ -283,14 +268,10 @@ class TeraPipeConfig(_StrictModel):
 def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
     """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
     for key, value in ds_config.items():
-        is_other = isinstance(key, str) and key != _SECTION and isinstance(value, dict)
-        if is_other and difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+        is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
+        if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
             shown = f"{show_key(key)} = {show_value(value)}"
-            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {_SECTION}?")
-
-
-def _shown(value: Any, *path: Any) -> str:
-    return f"{'.'.join([_SECTION, *map(str, path)])} = {show_value(value)}"
+            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
 
 
 _MODELS: dict[tuple[Any, ...], type[BaseModel]] = {
@@ -320,7 +301,7 @@ def _problems_of(error: ValidationError, section: Any) -> dict[tuple[Any, ...], 
         path = location[:2] if location[:1] in _MODELS and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
         allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
-        problems[path] = f"{_shown(value, *path)}: must be {allowed}"
+        problems[path] = f"{shown_value(value, *path)}: must be {allowed}"
     return problems
 
 
@@ -329,8 +310,8 @@ def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
     nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
     hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
     if nearest:
-        hint = f"did you mean {'.'.join([_SECTION, *known[nearest[0]]])}?"
-    return f"{_shown(value, *map(show_key, path))}: unknown key; {hint}"
+        hint = f"did you mean {'.'.join([SECTION, *known[nearest[0]]])}?"
+    return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"
 
 
 def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
@@ -338,25 +319,25 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
     if name in SCHEDULE_NAMES:
-        shown = _shown(chunks, "chunks_per_stage")
+        shown = shown_value(chunks, "chunks_per_stage")
         try:
             placement_for(name, 2, chunks)
-            shown = _shown(options, "schedule_options")
+            shown = shown_value(options, "schedule_options")
             check_options(name, 2, options, chunks)
         except ScheduleError as error:
             yield f"{shown}: {error.reason}"
     elif options:
-        shown = _shown(options, "schedule_options")
+        shown = shown_value(options, "schedule_options")
         yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
     elif name != "auto":
         try:
             of_file = load(name).chunks_per_stage
         except ScheduleError as error:
-            yield f"{_shown(name, 'schedule')}: {error.reason}"
+            yield f"{shown_value(name, 'schedule')}: {error.reason}"
             return
         if section.get("slices", "auto") == "auto":
             fix = "give that number, or a list of lengths"
             yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
         if chunks not in (1, of_file):
-            shown = _shown(chunks, "chunks_per_stage")
+            shown = shown_value(chunks, "chunks_per_stage")
             yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"

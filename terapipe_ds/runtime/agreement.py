@@ -40,6 +40,7 @@ COMPARED_SECTIONS = (
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
     "activation_checkpointing", "communication_data_type",
 )  # fmt: skip
+_FILES = {"schedule": ".csv", "strategy": ".json"}  # keys of the section that may name a file, which all ranks read
 VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")
 
 
@@ -217,12 +218,14 @@ def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
     python = ".".join(platform.python_version_tuple()[:2])
     installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}
     versions = {f"version of {name}": installed.get(name, "not installed") for name in VERSIONS}
-    return {**sections, "the schedule's file": _schedule_file(_section(raw).get("schedule")), **versions}
+    section = _section(raw)
+    files = {f"the {key}'s file": _checksum(section.get(key), end) for key, end in _FILES.items()}
+    return {**sections, **files, **versions}
 
 
-def _schedule_file(name: Any) -> str:
-    """Return a checksum of the file that `terapipe.schedule` names; "" where it names none."""
-    if not isinstance(name, str) or not name.endswith(".csv"):
+def _checksum(name: Any, end: str) -> str:
+    """Return a checksum of the file that a key names; "" where it names none."""
+    if not isinstance(name, str) or not name.endswith(end):
         return ""
     try:
         return f"checksum {hashlib.sha256(read_bytes(name)).hexdigest()[:16]}"

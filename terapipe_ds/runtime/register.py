@@ -151,11 +151,13 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.engine.build import never_none_at_all
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
+    from terapipe_ds.runtime.layout.topology import refuse_other_module
     from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
     raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config))
     config = _section(raw)
     if config.enabled:
+        refuse_other_module(module, config)
         layout, _ = first_layout(config, raw, module)
         lay_out_parts(module, layout)
         never_none_at_all(module, None)

@@ -1,0 +1,82 @@
+"""Read the strategy that `terapipe.strategy` names, and say where the rest of the config contradicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from terapipe_ds.config.conflicts import is_on
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.messages import show_value
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.strategy.strategy import Strategy
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read_strategy(path: str) -> Strategy:
+    """Return the strategy in a file. Raises ValueError with a text that ends with what to give."""
+    try:
+        return Strategy.from_json(read_bytes(path))
+    except OSError as error:
+        raise ValueError(f"cannot read it ({error.strerror}); give the path of what Strategy.to_json wrote") from None
+    except PlannerError as error:
+        raise ValueError(str(error).removeprefix("strategy: ")) from None
+
+
+def section_of(strategy: Strategy) -> dict[str, Any]:
+    """Return the keys of the section that a strategy settles. Sequences of another length are refused by `slices`."""
+    names = ("schedule", "chunks_per_stage", "partition", "slices", "recompute")
+    return {name: getattr(strategy, name) for name in names} | {"schedule_options": {}}
+
+
+def sizes_of(strategy: Strategy) -> dict[str, int]:
+    """Return what DeepSpeed calls the sizes of a batch."""
+    wanted = strategy.to_deepspeed()
+    return {name: wanted[name] for name in _SIZES}
+
+
+def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each value that differs from the strategy's.
+
+    Args:
+        section: the keys that the `terapipe` section sets, validated.
+    """
+    for name, wanted in section_of(strategy).items():
+        if name in section and not _is_same(strategy, name, section[name], wanted):
+            yield _line(f"terapipe.{name}", _listed(section[name]), wanted)
+    for name, size in sizes_of(strategy).items():
+        if ds_config.get(name, size) != size:
+            yield _line(name, ds_config[name], size)
+    zero = ds_config.get("zero_optimization")
+    zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if zero_stage != strategy.zero_stage:
+        yield _line("zero_optimization.stage", zero_stage, strategy.zero_stage)
+    if (precision := _precision(ds_config)) != strategy.dtype:
+        yield _line("the precision", precision, strategy.dtype, "set bf16.enabled or fp16.enabled as it says")
+
+
+def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
+    """Return whether a value means what the strategy says, perhaps in another form."""
+    if name == "slices" and isinstance(given, int):
+        return given == len(wanted) and max(wanted) - min(wanted) <= 1
+    if name == "recompute" and isinstance(given, tuple) and wanted == "full":
+        return sorted(given) == list(range(strategy.grid["pipe"]))
+    if name == "recompute" and given == "full" and isinstance(wanted, list):
+        return sorted(wanted) == list(range(strategy.grid["pipe"]))
+    return given is None or (sorted(given) == sorted(wanted) if name == "recompute" else _listed(given) == wanted)
+
+
+def _precision(ds_config: Mapping[str, Any]) -> str:
+    kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "torch_autocast": "torch_autocast"}
+    sections = ((dtype, ds_config.get(name)) for name, dtype in kinds.items())
+    enabled = (dtype for dtype, section in sections if isinstance(section, Mapping) and is_on(section.get("enabled")))
+    return next(enabled, "float32")
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _line(what: str, given: Any, wanted: Any, fix: str = "leave it out, or give the same") -> str:
+    return f"{what} = {show_value(given)}: the strategy says {show_value(wanted)}; {fix}, or plan again"

@@ -1,0 +1,83 @@
+"""What keys of the `terapipe` section may hold, and the error for what they may not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from terapipe_ds.files.strict_json import STRICT
+from terapipe_ds.messages import show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+SECTION = "terapipe"
+_MAX_INT = 2**63 - 1  # torch's int64
+_MAX_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
+
+
+class TeraPipeConfigError(ValueError):
+    """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
+
+    def __init__(self, *problems: str) -> None:
+        heading = [f"{len(problems)} problems with the DeepSpeed config:"] if len(problems) > 1 else []
+        super().__init__("\n  - ".join([*heading, *problems]))
+        self.problems = problems
+
+
+def list_to_tuple(value: Any) -> Any:
+    """Return a list as a tuple, and anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _bounds(value: tuple[int, ...]) -> tuple[int, ...]:
+    if value[0] != 0 or any(start >= stop for start, stop in itertools.pairwise(value)):
+        raise ValueError
+    return value
+
+
+def _no_repetition(value: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError
+    return value
+
+
+Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
+Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
+Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
+TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
+ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
+_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
+Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
+Indices = Annotated[tuple[Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
+Bounds = Annotated[tuple[Index, ...], Field(min_length=2), AfterValidator(_bounds)]
+Recompute = Literal["off", "full"] | Indices | None
+
+
+class StrictModel(BaseModel):
+    """A section whose fields say in their `description` what is allowed: error messages end with it."""
+
+    model_config = STRICT | ConfigDict(frozen=True)
+
+
+class PlannerConfig(StrictModel):
+    """`terapipe.planner`: how slices are found when `slices` is "auto"."""
+
+    profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
+    cache_dir: NonEmpty | None = Field(default=None, description="the path of a directory, or null")
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="a finite number > 0, or null"
+    )
+
+
+class CheckpointsConfig(StrictModel):
+    """`terapipe.checkpoints`: what may be in the files that are loaded."""
+
+    allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
+
+
+def shown_value(value: Any, *path: Any) -> str:
+    """Return a key of the section with its value, as messages begin."""
+    return f"{'.'.join([SECTION, *map(str, path)])} = {show_value(value)}"

@@ -1,0 +1,81 @@
+"""Bring a strategy's grid to the ranks: DeepSpeed's topology of it, and the check that a module was built on it."""
+
+from __future__ import annotations
+
+import torch.distributed as torch_dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.strategy_file import sizes_of
+from terapipe_ds.planner.cluster import Coordinate
+from terapipe_ds.planner.strategy import Strategy
+
+_BUILD_ON_IT = "build the module with topology=terapipe_ds.topology_of(strategy)"
+
+
+def topology_of(strategy: Strategy) -> ProcessTopology:
+    """Return DeepSpeed's topology of a strategy, for `PipelineModule(topology=...)`.
+
+    Raises:
+        TeraPipeConfigError: the job runs already, and has another number of ranks.
+    """
+    if torch_dist.is_initialized():
+        _refuse_other_world(strategy, "the strategy")
+    return ProcessTopology(axes=list(strategy.axes), dims=list(strategy.dims))
+
+
+def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
+    """Raise TeraPipeConfigError where `module` is not what the strategy of `config` was planned for.
+
+    That is another number of ranks or layers, or another placement of the grid.
+    """
+    strategy = config.planned
+    if strategy is None:
+        return
+    shown = f"terapipe.strategy = {config.strategy!r}"
+    _refuse_other_world(strategy, shown)
+    planned, layers = strategy.partition[-1], len(module._layer_specs)
+    if planned != layers:
+        of_model = f" of {strategy.model}" if strategy.model else ""
+        raise TeraPipeConfigError(
+            f"{shown}: it is for the {planned} layers{of_model}, embedding and head among them, and the module has "
+            f"{layers}: plan again for this model, or build the one that was planned for"
+        )
+    wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
+    if wanted != there:
+        place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
+        names = dict(zip(("pipe", "data", "model"), place, strict=True))
+        raise TeraPipeConfigError(
+            f"{shown}: it has the axes {strategy.axes} of sizes {strategy.dims}, and the topology of the module "
+            f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
+            f"{there.get(place)} there; {_BUILD_ON_IT}"
+        )
+
+
+def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None:
+    """Set those sizes of a batch that DeepSpeed's config leaves open to the strategy's.
+
+    DeepSpeed has filled them in before, in its own way. Those that are set are the strategy's already.
+    """
+    if config.planned is not None:
+        for name, size in sizes_of(config.planned).items():
+            setattr(ds_config, name, size)
+
+
+def _refuse_other_world(strategy: Strategy, shown: str) -> None:
+    wanted, there = len(strategy.placement), torch_dist.get_world_size()
+    if wanted != there:
+        raise TeraPipeConfigError(
+            f"{shown}: it is for {wanted} ranks ({dict(zip(strategy.axes, strategy.dims, strict=True))}), and the job "
+            f"has {there}: start {wanted}, or plan again for {there}"
+        )
+
+
+def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
+    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) where the topology has no model axis."""
+    return {
+        (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
+        for place, rank in topology.mapping.items()
+    }

@@ -1,0 +1,266 @@
+"""Strategies that are executed: the placement on machines, what the section takes from the file, what is refused."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.launcher import runner
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+import terapipe_ds
+from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST
+from terapipe_ds.planner.strategy import Strategy
+from tests.distributed.engines import (
+    EXACT,
+    LENGTH,
+    Run,
+    batches,
+    config,
+    differences,
+    engine_of,
+    gpt_layers,
+    pipeline_module,
+    raised_by,
+    reduce_in_fp64,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+Place = tuple[int, int]
+"""(pipe_id, data_id)."""
+
+
+def strategy_of(**changes: Any) -> Strategy:
+    """Return a strategy for four ranks on two machines and the seven layers of `gpt_layers`."""
+    fields: dict[str, Any] = {
+        "axes": list(PIPE_FIRST), "dims": [2, 2, 1], "devices_per_node": 2, "partition": [0, 3, 7],
+        "schedule": "seq1f1b", "slices": [9, 8, 6], "micro_batch_size": 2, "accumulation": 2, "recompute": [1],
+        "zero_stage": 0, "dtype": "float32", "predicted_s": 1.0, "lower_bound_s": 1.0, "memory_bytes": [1, 1],
+    }  # fmt: skip
+    return Strategy(**fields | changes)
+
+
+def written(folder: Path, **changes: Any) -> str:
+    path = folder / "strategy.json"
+    path.write_text(strategy_of(**changes).to_json())
+    return str(path)
+
+
+def ds_config_of(path: str, *without: str, section: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    whole = config(train_batch_size=8, terapipe={"enabled": True, "strategy": path, **(section or {})}, **changes)
+    return {key: value for key, value in whole.items() if key not in without}
+
+
+def engine_by(path: str, *without: str, layers: dict[str, Any] | None = None, **changes: Any) -> Any:
+    topology = terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text()))
+    module = pipeline_module(gpt_layers(**(layers or {})), None, topology=topology)
+    engine = terapipe_ds.initialize(model=module, config=ds_config_of(path, *without, **changes))[0]
+    reduce_in_fp64(engine)
+    return engine
+
+
+def data_of(engine: Any, steps: int = 2) -> list[Any]:
+    return batches(steps, first_seed=1000 * engine.grid.get_data_parallel_id())
+
+
+# --- a placement is executed
+
+
+def job_placed(path: str, layers: dict[str, Any], **changes: Any) -> tuple[Place, Run, list[int], dict[str, Any]]:
+    engine = engine_by(path, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", layers=layers, **changes)
+    place = engine.stage_id, engine.grid.get_data_parallel_id()
+    settled = {
+        "sizes": (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+        "parts": list(engine.module.parts),
+        "schedule": engine.terapipe_config.schedule,
+        "recomputes": engine.module.activation_checkpoint_interval,
+        "topology": {(at.pipe, at.data, at.model): r for at, r in engine.module.topology().mapping.items()},
+    }
+    run, pipeline = train(engine, data_of(engine)), list(engine.grid.pp_group)
+    settled["slices"] = list(engine.slice_plan(LENGTH).lengths)
+    engine.destroy()
+    return place, run, pipeline, settled
+
+
+def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, Run]:
+    with engine_of(gpt_layers(**layers), None, stages=2, **changes) as engine:
+        return (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine))
+
+
+def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, Run]:
+    """Return what DeepSpeed's own engine gives in its own placement, of all stages together, by replica."""
+    found = sorted(rank_pool(4).run(job_stock, layers=layers, **changes), key=lambda one: one[0])
+    runs = {replica_id: Run() for (_, replica_id), _ in found}
+    for (_, replica_id), run in found:
+        whole = runs[replica_id]
+        whole.losses, whole.returned = run.losses or whole.losses, run.returned
+        whole.gradients = [{**a, **b} for a, b in zip(whole.gradients or [{}] * 2, run.gradients, strict=True)]
+        whole.parameters |= run.parameters
+    return runs
+
+
+def machines_by_rank(command: str) -> list[str]:
+    """Return the host of each rank as DeepSpeed's launcher numbers them: host by host, in the order of the file."""
+    arguments = runner.parse_args(shlex.split(command)[1:])
+    hosts = list(runner.fetch_hostfile(arguments.hostfile).items())[: arguments.num_nodes]
+    return [host for host, slots in hosts for _ in range(min(slots, arguments.num_gpus))]
+
+
+TIED, FP32 = {"tied_embedding": True}, {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "layers", "zero_stage"),
+    [(PIPE_FIRST, {}, 0), (DATA_FIRST, TIED, 0), (DATA_FIRST, FP32, 1), (PIPE_FIRST, FP32, 1)],
+    ids=["across", "within-tied", "within-zero1", "across-zero1"],
+)  # fmt: skip
+@pytest.mark.sample(3)
+def test_pipelines_lie_on_the_machines_of_the_placement(
+    axes: tuple[str, ...], layers: dict[str, Any], zero_stage: int, tmp_path: Path
+) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("alpha slots=2\nbeta slots=2\n")
+    path = written(tmp_path, axes=list(axes), zero_stage=zero_stage)
+    strategy, zero = strategy_of(axes=list(axes)), {"zero_optimization": {"stage": zero_stage}}
+    found = rank_pool(4).run(job_placed, path=path, layers=layers, **zero)
+    stock = stock_runs(layers, **zero)
+
+    machine = machines_by_rank(strategy.launch_command(str(hostfile)))
+    assert machine == ["alpha", "alpha", "beta", "beta"]
+    for rank, (place, run, pipeline, settled) in enumerate(found):
+        assert strategy.placement[(*place, 0)] == divmod(rank, 2)
+        nodes = [strategy.placement[stage_id, place[1], 0][0] for stage_id in range(2)]
+        assert [machine[r] for r in pipeline] == [["alpha", "beta"][node] for node in nodes]
+        assert len({machine[r] for r in pipeline}) == (2 if axes == PIPE_FIRST else 1)
+        assert settled["topology"] == {key: 2 * n + d for key, (n, d) in strategy.placement.items()}
+        assert settled["sizes"] == (2, 2) and settled["parts"] == [0, 3, 7] and settled["slices"] == [9, 8, 6]
+        assert settled["schedule"] == "seq1f1b" and settled["recomputes"] == place[0]
+        limit = 1e-5 if layers == FP32 else EXACT
+        assert not violations([differences(run, stock[place[1]])], limit), (rank, place)
+
+
+def job_save(path: str, folder: str) -> None:
+    engine = engine_by(path)
+    train(engine, data_of(engine, 1))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def job_load(path: str, folder: str) -> tuple[Place, Run]:
+    engine = engine_by(path)
+    engine.load_checkpoint(folder)
+    place = engine.stage_id, engine.grid.get_data_parallel_id()
+    run = train(engine, data_of(engine)[1:])
+    engine.destroy()
+    return place, run
+
+
+def job_save_stock(folder: str) -> None:
+    with engine_of(gpt_layers(), None) as engine:
+        train(engine, data_of(engine, 1))
+        engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize("saved", [PIPE_FIRST, None], ids=["by another order", "by the stock engine"])
+@pytest.mark.sample(1)
+def test_a_checkpoint_goes_on_in_another_order_of_the_axes(saved: tuple[str, ...] | None, tmp_path: Path) -> None:
+    pool, folder = rank_pool(4), str(tmp_path / "checkpoint")
+    if saved is None:
+        pool.run(job_save_stock, folder=folder)
+    else:
+        pool.run(job_save, path=written(tmp_path, axes=list(saved)), folder=folder)
+    found = pool.run(job_load, path=written(tmp_path, axes=list(DATA_FIRST)), folder=folder)
+    stock = stock_runs({})
+    for place, run in found:
+        expected = stock[place[1]]
+        last = Run(expected.losses[1:], expected.returned[1:], expected.gradients[1:], expected.parameters)
+        assert not violations([differences(run, last)]), place
+
+
+# --- what is refused
+
+
+def job_refused(path: str, module: dict[str, Any], ds_config: dict[str, Any]) -> tuple[str, str]:
+    options = {"stages": 2, **module}
+    layers = gpt_layers(num_layers=options.pop("num_layers", 4))
+    built = pipeline_module(layers, options.pop("stages"), **options)
+    return raised_by(lambda: terapipe_ds.initialize(model=built, config=ds_config))
+
+
+TWO_MODEL_RANKS: Callable[[], Any] = lambda: PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "messages"),
+    [
+        (
+            {"axes": list(DATA_FIRST)},
+            {},
+            ["topology=terapipe_ds.topology_of(strategy)", "{'pipe': 1, 'data': 0, 'model': 0} is on rank 1"],
+        ),
+        ({}, {"num_layers": 5}, ["for the 7 layers", "the module has 8", "plan again for this model"]),
+        ({"dims": [2, 4, 1], "accumulation": 1}, {}, ["is for 8 ranks", "the job has 4", "start 8, or plan again"]),
+        ({"dims": [4, 1, 1], "accumulation": 4}, {"stages": 2}, ["'pipe': 1", "topology_of(strategy)"]),
+    ],
+)
+def test_a_run_of_something_else_is_refused_on_every_rank(
+    strategy: dict[str, Any], module: dict[str, Any], messages: list[str], tmp_path: Path
+) -> None:
+    if strategy.get("dims") == [4, 1, 1]:
+        strategy |= {"partition": [0, 2, 4, 5, 7], "memory_bytes": [1] * 4}
+    path = written(tmp_path, **strategy)
+    ds_config = ds_config_of(path, "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    found = rank_pool(4).run(job_refused, path=path, module=module, ds_config=ds_config)
+    for kind, text in found:
+        assert kind == "TeraPipeConfigError", (kind, text)
+        assert "strategy.json" in text and all(message in text for message in messages), text
+
+
+def job_other_length(path: str) -> tuple[str, str]:
+    engine = engine_by(path)
+    (batch,) = batches(1, length=LENGTH - 1)
+    try:
+        return raised_by(lambda: engine.train_batch(iter(batch)))
+    finally:
+        engine.destroy()
+
+
+def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -> None:
+    for slices, schedule in (([9, 8, 6], "seq1f1b"), ([LENGTH], "1f1b")):
+        path = written(tmp_path, slices=slices, schedule=schedule)
+        for kind, text in rank_pool(4).run(job_other_length, path=path):
+            assert kind in ("TeraPipeConfigError", "BatchError") and "strategy.json" in text, text
+            assert "adds up to 23 tokens, but a sequence has 22" in text and "plan again for 22" in text
+
+
+def job_different_files(paths: list[str]) -> tuple[str, str]:
+    import torch.distributed
+
+    module = pipeline_module(gpt_layers())
+    ds_config = ds_config_of(paths[0])
+    path = Path(paths[0])
+    if torch.distributed.get_rank() == 3:  # as a machine whose disk has another file under that name
+        ds_config["terapipe"]["strategy"], path = paths[1], Path(paths[1])
+    assert path.exists()
+    return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
+
+
+def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [written(tmp_path), written(tmp_path / "other", recompute="full")]
+    for kind, text in rank_pool(4).run(job_different_files, paths=paths):
+        assert kind == "TeraPipeConfigError" and "the strategy's file: ranks [0, 1, 2]: checksum" in text, text
+
+
+def job_topology(path: str) -> tuple[str, str]:
+    return raised_by(lambda: terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text())))
+
+
+def test_a_topology_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    for kind, text in rank_pool(2).run(job_topology, path=written(tmp_path)):
+        assert kind == "TeraPipeConfigError" and "for 4 ranks" in text and "the job has 2" in text

@@ -35,6 +35,8 @@ LAYOUTS = {  # tensor parallel, stages, data parallel, sequence parallel
     "tp2_pp2": (2, 2, 1, False),
     "tp2_pp2_sp": (2, 2, 1, True),
     "pp2_dp2": (1, 2, 2, False),
+    "dp2_pp2": (1, 2, 2, False),  # with dp before, a pipeline has neighbouring ranks
+    "dp2_pp2_tp2_sp": (2, 2, 2, True),
     "tp2_dp2": (2, 1, 2, False),
     "tp2_pp2_dp2_sp": (2, 2, 2, True),
     "pp2": (1, 2, 1, False),

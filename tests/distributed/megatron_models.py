@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core import parallel_state
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
@@ -298,7 +299,9 @@ def build_model(
     case: Case, model_class: type[MegatronGPT] = MegatronGPT, changes: dict[str, Any] | None = None, **options: Any
 ) -> MegatronGPT:
     """Return this rank's part of our model. `changes` go into the TransformerConfig, `options` to the model."""
-    tensor, stages, _, sequence_parallel = LAYOUTS[case.layout]
+    tensor, stages, data, sequence_parallel = LAYOUTS[case.layout]
+    if case.layout.startswith("dp2_pp2"):
+        options = {"topology": ProcessTopology(["data", "pipe", "model"], [data, stages, tensor]), **options}
     layout = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages}
     fields = {**layout, "sequence_parallel": sequence_parallel, **_RECOMPUTE[case.recompute], **(changes or {})}
     cross_entropy = "megatron" if case.precision == "fp32_megatron" else "exact"

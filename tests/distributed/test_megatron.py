@@ -57,6 +57,8 @@ FURTHER_CASES = [
     Case(layout="one", plan="uneven", accumulation=2, tied=True),
     Case(layout="tp2_pp2_sp", block="moe", heads="gqa"),
     Case(layout="pp2_dp2", block="moe", tied=True),
+    Case(layout="dp2_pp2", accumulation=2, tied=True, clipping=True),
+    pytest.param(Case(layout="dp2_pp2_tp2_sp", accumulation=2, tied=True, recompute="block"), marks=pytest.mark.full),
     # stages with two parts, and parts at two places
     Case(layout="tp2_pp2_sp", schedule="zbv", accumulation=2, heads="gqa", tied=True, clipping=True),
     Case(layout="tp2_pp2", schedule="chimera-seq", accumulation=2, tied=True, clipping=True, recompute="block"),
@@ -165,7 +167,7 @@ class TestMistakesAreCaught:
         [
             ("tp2_pp2", ["model", "pipe", "data"]),
             pytest.param("tp2_dp2", ["pipe", "model", "data"], marks=pytest.mark.full),
-            pytest.param("pp2_dp2", ["data", "pipe", "model"], marks=pytest.mark.full),
+            pytest.param("pp2_dp2", ["model", "data", "pipe"], marks=pytest.mark.full),
         ],
     )
     def test_another_rank_order(self, layout: str, axes: list[str]) -> None:

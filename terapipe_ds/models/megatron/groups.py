@@ -19,8 +19,9 @@ from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.models.megatron.refusals import MegatronConfigError
 
-AXES = ["pipe", "data", "model"]  # of DeepSpeed's topology, the last one varying fastest
-_ORDER = "tp-cp-ep-dp-pp"  # the same of Megatron, which names the fastest first
+_AXES = ("pipe", "data", "model")  # of DeepSpeed's topology, the last one varying fastest
+_ORDERS = {_AXES: "tp-cp-ep-dp-pp", ("data", "pipe", "model"): "tp-cp-ep-pp-dp"}
+"""The same orders of Megatron, which names the fastest axis first."""
 _AXIS_OF = {"tp": "model", "dp": "data", "pp": "pipe"}
 _ranks_of = torch_dist.get_process_group_ranks
 
@@ -61,8 +62,9 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     if given_stages not in (1, stages):
         given = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
         return f"{given} stages; give the same number, or 1 to leave stages to DeepSpeed"
+    order = _ORDERS.get(tuple(topology.get_axis_names()), _ORDERS[_AXES])
     megatron = parallel_state.RankGenerator(
-        tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=_ORDER
+        tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=order
     )
     for token, axis in _AXIS_OF.items():
         theirs = sorted(map(sorted, megatron.get_ranks(token)))
@@ -70,8 +72,8 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
         if theirs != ours:
             return (
                 f"the {axis} groups of DeepSpeed's topology (axes {topology.get_axis_names()}) are {ours}, Megatron's "
-                f"{token} groups (order {_ORDER}) are {theirs}. Build the topology with PipeModelDataParallelTopology, "
-                f"whose axes are {AXES}"
+                f"{token} groups (order {order}) are {theirs}. Build the topology with PipeModelDataParallelTopology, "
+                f"whose axes are {list(_AXES)}, or with the order data, pipe, model"
             )
     return None
 

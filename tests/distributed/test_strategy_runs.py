@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.launcher import runner
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 import terapipe_ds
 from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST
@@ -144,6 +144,24 @@ def test_pipelines_lie_on_the_machines_of_the_placement(
         assert not violations([differences(run, stock[place[1]])], limit), (rank, place)
 
 
+def job_hugging_face(path: str) -> tuple[dict[str, float], list[int]]:
+    from tests.distributed.hugging_face_jobs import train_family
+
+    topology = terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text()))
+    terapipe = {"enabled": True, "strategy": path}
+    errors, _ = train_family("llama", terapipe, wide=False, topology=topology)
+    place = topology.get_coord(torch.distributed.get_rank())
+    return errors, [place.pipe, place.data]
+
+
+def test_a_model_of_hugging_face_follows_a_strategy(tmp_path: Path) -> None:
+    """The embedding, three decoder layers and the head; replicas draw the same data as the whole model does."""
+    pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+    path = written(tmp_path, axes=list(DATA_FIRST), partition=[0, 2, 5], slices=[7, 3, 6])
+    errors, places = zip(*rank_pool(4).run(job_hugging_face, path=path), strict=True)
+    assert not violations(errors) and places == ([0, 0], [1, 0], [0, 1], [1, 1])
+
+
 def job_save(path: str, folder: str) -> None:
     engine = engine_by(path)
     train(engine, data_of(engine, 1))
@@ -192,9 +210,6 @@ def job_refused(path: str, module: dict[str, Any], ds_config: dict[str, Any]) ->
     return raised_by(lambda: terapipe_ds.initialize(model=built, config=ds_config))
 
 
-TWO_MODEL_RANKS: Callable[[], Any] = lambda: PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)  # noqa: E731
-
-
 @pytest.mark.parametrize(
     ("strategy", "module", "messages"),
     [
@@ -238,22 +253,19 @@ def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -
             assert "adds up to 23 tokens, but a sequence has 22" in text and "plan again for 22" in text
 
 
-def job_different_files(paths: list[str]) -> tuple[str, str]:
-    import torch.distributed
-
-    module = pipeline_module(gpt_layers())
-    ds_config = ds_config_of(paths[0])
-    path = Path(paths[0])
-    if torch.distributed.get_rank() == 3:  # as a machine whose disk has another file under that name
-        ds_config["terapipe"]["strategy"], path = paths[1], Path(paths[1])
-    assert path.exists()
-    return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
+def job_different_files(folders: list[str]) -> tuple[str, str]:
+    """Rank 3 is on a machine whose disk has another file under that name."""
+    module, ds_config = pipeline_module(gpt_layers()), ds_config_of("strategy.json")
+    with contextlib.chdir(folders[torch.distributed.get_rank() == 3]):
+        return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
 
 
 def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    paths = [written(tmp_path), written(tmp_path / "other", recompute="full")]
-    for kind, text in rank_pool(4).run(job_different_files, paths=paths):
+    folders = [tmp_path / "first", tmp_path / "other"]
+    for folder, recompute in zip(folders, ("off", "full"), strict=True):
+        folder.mkdir()
+        written(folder, recompute=recompute)
+    for kind, text in rank_pool(4).run(job_different_files, folders=[str(folder) for folder in folders]):
         assert kind == "TeraPipeConfigError" and "the strategy's file: ranks [0, 1, 2]: checksum" in text, text
 
 

@@ -23,7 +23,7 @@ INSIDE = re.compile(
 NEXT_STEP = re.compile(
     r"\b(give|gives|must|expected|measure|update|choose|write|known|did you mean|number them|set|remove|install|it has|"
     r"it holds|reads|make|ask|drop|leave|needs|use|holds|keep|add|see terapipe|simulate|convert|let|end the name|"
-    r"replace|swap|move|try|every stage computes)\b",
+    r"replace|swap|move|try|plan again|every stage computes)\b",
     re.I,
 )
 

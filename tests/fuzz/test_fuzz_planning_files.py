@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.planner import PlannerError
+from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.schedule import ScheduleError, build, from_csv, to_csv
 from terapipe_ds.schedule.show import render, to_dict
 from terapipe_ds.simulator import UnitCosts, simulate
@@ -50,6 +53,37 @@ def test_slice_plans(data: bytes) -> None:
     assert all(type(length) is int and length >= 1 for length in document["lengths"])
     assert document == json.loads(plan.to_json())
     assert SlicePlan.from_json(plan.to_json()) == plan
+
+
+# -- strategies
+
+STRATEGY = Strategy(
+    axes=["data", "pipe", "model"], dims=[2, 2, 1], devices_per_node=2, partition=[0, 2, 3, 5, 7], chunks_per_stage=2,
+    schedule="interleaved", slices=[512, 384, 128], micro_batch_size=2, accumulation=4, recompute=[1], zero_stage=1,
+    dtype="bfloat16", predicted_s=1.5, lower_bound_s=1.25, memory_bytes=[10**9, 2 * 10**9], model="mini",
+)  # fmt: skip
+
+
+@cases(200, 5000)
+@given(json_files(json.loads(STRATEGY.to_json())))
+def test_strategies(data: bytes) -> None:
+    strategy = accepted("strategy", PlannerError, lambda: Strategy.from_json(data))
+    if strategy is None:
+        return
+    document = no_key_twice(data)
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    assert all(json.loads(strategy.to_json())[key] == value for key, value in document.items())
+    config = strategy.to_deepspeed()
+    section = accepted("section of a strategy", TeraPipeConfigError, lambda: TeraPipeConfig.from_deepspeed(config))
+    if section is not None:
+        assert section.plan_for(sum(strategy.slices)) == strategy.plan
+        again = section.recomputing_stages(strategy.grid["pipe"])
+        assert again is not None and all(0 <= stage_id < strategy.grid["pipe"] for stage_id in again)
+    if math.prod(strategy.dims) < 10_000:
+        nodes = [node for node, _ in strategy.placement.values()]
+        assert max(nodes) + 1 == strategy.num_nodes
+    assert strategy.launch_command("hosts").startswith("deepspeed --hostfile hosts ")
+    assert str(strategy)
 
 
 # -- profiles

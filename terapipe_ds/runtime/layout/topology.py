@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -65,7 +67,7 @@ def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None
 
 
 def _refuse_other_world(strategy: Strategy, shown: str) -> None:
-    wanted, there = len(strategy.placement), torch_dist.get_world_size()
+    wanted, there = math.prod(strategy.dims), torch_dist.get_world_size()
     if wanted != there:
         raise TeraPipeConfigError(
             f"{shown}: it is for {wanted} ranks ({dict(zip(strategy.axes, strategy.dims, strict=True))}), and the job "

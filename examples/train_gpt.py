@@ -3,7 +3,8 @@
     deepspeed --num_gpus 2 examples/train_gpt.py --deepspeed_config configs/stock.json
     deepspeed --num_gpus 2 examples/train_gpt.py --deepspeed_config configs/sliced_8.json
 
-The two differ in the config file alone: the second one has a ``terapipe`` section. On a machine without
+The two differ in the config file alone: the second one has a ``terapipe`` section. Where that names a ``strategy``, its
+grid counts instead of ``--pipeline-stages``. On a machine without
 accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front.
 """
 
@@ -14,18 +15,21 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from metrics import MetricsFile, draw_losses
 from text_data import VOCAB_SIZE, Corpus, training_batches, validation_batches
 from tqdm import tqdm
 
 import terapipe_ds
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.planner.strategy import Strategy
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def build_model(args: argparse.Namespace, num_stages: int) -> PipelineModule:
+def build_model(args: argparse.Namespace, num_stages: int, topology: ProcessTopology | None = None) -> PipelineModule:
     fields = GPTConfig.model_fields.keys() - {"seed"}
     overrides = {name: value for name, value in vars(args).items() if name in fields and value is not None}
     config = GPTConfig.from_name(
@@ -85,14 +89,20 @@ def build_model(args: argparse.Namespace, num_stages: int) -> PipelineModule:
     )
     return PipelineModule(
         layers=gpt_layers(config),
-        num_stages=num_stages,
+        num_stages=None if topology is not None else num_stages,
+        topology=topology,
         loss_fn=gpt_loss,
         partition_method=args.partition_method,
     )
 
 
-def build_engine(args: argparse.Namespace, model: PipelineModule) -> deepspeed.PipelineEngine:
-    config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+def planned_topology(config: dict[str, Any]) -> ProcessTopology | None:
+    """The grid of the strategy that a config names; None where it names none."""
+    path = config.get("terapipe", {}).get("strategy")
+    return None if path is None else terapipe_ds.topology_of(Strategy.from_json(Path(path).read_bytes()))
+
+
+def build_engine(config: dict[str, Any], model: PipelineModule) -> deepspeed.PipelineEngine:
     # terapipe_ds.initialize alone would do: without a `terapipe` section it returns DeepSpeed's own engine as
     # well. Said in two words so that nobody who measures the stock engine has to take our word for it.
     initialize = terapipe_ds.initialize if "terapipe" in config else deepspeed.initialize
@@ -131,7 +141,8 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own
 
     corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
-    engine = build_engine(args, build_model(args, num_stages=args.pipeline_stages or world_size))
+    config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+    engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, planned_topology(config)))
     state = None
     if args.resume:
         _, state = engine.load_checkpoint(args.save_dir)  # a new run begins where there is no checkpoint yet

@@ -77,26 +77,37 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
 
     Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
-    hold several parts. Call `compat.require_hooks` first.
+    hold several parts. Our `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before
+    DeepSpeed computes what the config leaves open. Call `compat.require_hooks` first.
     """
     import deepspeed  # not at the top: compat says what is wrong with it
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
+    from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
-    stock_partition = PipelineModule._partition_layers
+    stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
 
     @functools.wraps(stock_partition)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
         setattr(self, PARTITION_METHOD, method)
         return stock_partition(self, method)
 
+    @functools.wraps(stock_sizes)
+    def configure_train_batch_size(self: Any) -> Any:
+        raw = self._param_dict
+        if isinstance(section := raw.get("terapipe"), Mapping) and section.get("strategy") is not None:
+            take_batch_sizes(_section(raw), self)
+        return stock_sizes(self)
+
     return (
         (deepspeed, "PipelineEngine", (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine))),
         (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
         (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
+        (DeepSpeedConfig, "_configure_train_batch_size", (stock_sizes, configure_train_batch_size)),
     )
 
 

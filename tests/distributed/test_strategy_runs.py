@@ -12,6 +12,7 @@ import torch
 from deepspeed.launcher import runner
 
 import terapipe_ds
+from terapipe_ds.config.strategy_file import sizes_of
 from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST
 from terapipe_ds.planner.strategy import Strategy
 from tests.distributed.engines import (
@@ -70,9 +71,11 @@ def data_of(engine: Any, steps: int = 2) -> list[Any]:
 
 # --- a placement is executed
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 def job_placed(path: str, layers: dict[str, Any], **changes: Any) -> tuple[Place, Run, list[int], dict[str, Any]]:
-    engine = engine_by(path, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", layers=layers, **changes)
+    engine = engine_by(path, *SIZES, layers=layers, **changes)
     place = engine.stage_id, engine.grid.get_data_parallel_id()
     settled = {
         "sizes": (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
@@ -184,15 +187,27 @@ def job_save_stock(folder: str) -> None:
         engine.save_checkpoint(folder)
 
 
-@pytest.mark.parametrize("saved", [PIPE_FIRST, None], ids=["by another order", "by the stock engine"])
+def job_load_stock(folder: str) -> tuple[Place, Run]:
+    with engine_of(gpt_layers(), None) as engine:
+        engine.load_checkpoint(folder)
+        return (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine)[1:])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(PIPE_FIRST, DATA_FIRST), (None, DATA_FIRST), (DATA_FIRST, None)])
 @pytest.mark.sample(1)
-def test_a_checkpoint_goes_on_in_another_order_of_the_axes(saved: tuple[str, ...] | None, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_another_order_of_the_axes(
+    saved: tuple[str, ...] | None, loaded: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """None is DeepSpeed's own engine on the topology that it makes, which has no model axis."""
     pool, folder = rank_pool(4), str(tmp_path / "checkpoint")
     if saved is None:
         pool.run(job_save_stock, folder=folder)
     else:
         pool.run(job_save, path=written(tmp_path, axes=list(saved)), folder=folder)
-    found = pool.run(job_load, path=written(tmp_path, axes=list(DATA_FIRST)), folder=folder)
+    if loaded is None:
+        found = pool.run(job_load_stock, folder=folder)
+    else:
+        found = pool.run(job_load, path=written(tmp_path, axes=list(loaded)), folder=folder)
     stock = stock_runs({})
     for place, run in found:
         expected = stock[place[1]]
@@ -220,16 +235,17 @@ def job_refused(path: str, module: dict[str, Any], ds_config: dict[str, Any]) ->
         ),
         ({}, {"num_layers": 5}, ["for the 7 layers", "the module has 8", "plan again for this model"]),
         ({"dims": [2, 4, 1], "accumulation": 1}, {}, ["is for 8 ranks", "the job has 4", "start 8, or plan again"]),
-        ({"dims": [4, 1, 1], "accumulation": 4}, {"stages": 2}, ["'pipe': 1", "topology_of(strategy)"]),
+        ({"dims": [4, 1, 1], "accumulation": 4}, {}, ["has 1 replicas", "module 2", "topology_of(strategy)"]),
     ],
 )
+@pytest.mark.parametrize("without", [(), SIZES], ids=["sizes said", "sizes open"])
 def test_a_run_of_something_else_is_refused_on_every_rank(
-    strategy: dict[str, Any], module: dict[str, Any], messages: list[str], tmp_path: Path
+    strategy: dict[str, Any], module: dict[str, Any], messages: list[str], without: tuple[str, ...], tmp_path: Path
 ) -> None:
     if strategy.get("dims") == [4, 1, 1]:
-        strategy |= {"partition": [0, 2, 4, 5, 7], "memory_bytes": [1] * 4}
-    path = written(tmp_path, **strategy)
-    ds_config = ds_config_of(path, "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+        strategy = {**strategy, "partition": [0, 2, 4, 5, 7], "memory_bytes": [1] * 4}
+    path, sizes = written(tmp_path, **strategy), sizes_of(strategy_of(**strategy))
+    ds_config = {key: value for key, value in (ds_config_of(path) | sizes).items() if key not in without}
     found = rank_pool(4).run(job_refused, path=path, module=module, ds_config=ds_config)
     for kind, text in found:
         assert kind == "TeraPipeConfigError", (kind, text)

@@ -27,7 +27,7 @@ from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.layout.topology import refuse_other_module, take_batch_sizes
+from terapipe_ds.runtime.layout.topology import refuse_other_module
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
@@ -65,7 +65,6 @@ class EngineSetup:
         config = TeraPipeConfig.from_deepspeed(dict(raw))
         module, optimizer = options["model"], options.get("optimizer")
         gather_results(lambda: refuse_other_module(module, config))
-        take_batch_sizes(config, options["config_class"])
         multiple = slice_length_multiple(module)
         gather_results(lambda: set_recompute(module, config, raw))
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)

@@ -57,13 +57,23 @@ def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
 
 
 def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None:
-    """Set those sizes of a batch that DeepSpeed's config leaves open to the strategy's.
+    """Give DeepSpeed's config the strategy's sizes of a batch, before it computes those that are left open.
 
-    DeepSpeed has filled them in before, in its own way. Those that are set are the strategy's already.
+    Raises:
+        TeraPipeConfigError: the job has other ranks, or the module other replicas, than the strategy.
     """
-    if config.planned is not None:
-        for name, size in sizes_of(config.planned).items():
-            setattr(ds_config, name, size)
+    strategy = config.planned
+    if strategy is None:
+        return
+    shown, replicas = f"terapipe.strategy = {config.strategy!r}", strategy.grid["data"]
+    _refuse_other_world(strategy, shown)
+    if ds_config.world_size != replicas:
+        raise TeraPipeConfigError(
+            f"{shown}: it has {replicas} replicas, and the topology of the module {ds_config.world_size}; "
+            f"{_BUILD_ON_IT}"
+        )
+    for name, size in sizes_of(strategy).items():
+        setattr(ds_config, name, size)
 
 
 def _refuse_other_world(strategy: Strategy, shown: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -30,7 +31,8 @@ def unregistered() -> Iterator[None]:
 
 def test_it_is_reversible_and_idempotent() -> None:
     def bound() -> tuple[Any, ...]:
-        return deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, PipelineModule._partition_layers
+        methods = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
+        return deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, *methods
 
     stock = bound()
     assert stock[:2] == (PipelineEngine, DualPipeVEngine) and not register.is_registered()

@@ -3,9 +3,9 @@
     deepspeed --num_gpus 2 examples/train_gpt.py --deepspeed_config configs/stock.json
     deepspeed --num_gpus 2 examples/train_gpt.py --deepspeed_config configs/sliced_8.json
 
-The two differ in the config file alone: the second one has a ``terapipe`` section. Where that names a ``strategy``, its
-grid counts instead of ``--pipeline-stages``. On a machine without
-accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front.
+The two differ in the config file alone: the second one has a ``terapipe`` section. On a machine without
+accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front. Where the section names a ``strategy``, the
+grid is the strategy's, and ``--pipeline-stages`` is not read.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.layout.topology import planned_bounds
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
@@ -173,7 +174,8 @@ def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | 
     Raises:
         TeraPipeConfigError: they contradict each other, or do not end with the number of layers.
     """
-    given, of_module = config.partition, getattr(module, "partition", None)
+    given = config.partition if config.planned is None else planned_bounds(config.planned, module)
+    of_module = getattr(module, "partition", None)
     own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
     if given is not None and own is not None and given != own:
         raise TeraPipeConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch.distributed as torch_dist
@@ -38,12 +39,12 @@ def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
         return
     shown = f"terapipe.strategy = {config.strategy!r}"
     _refuse_other_world(strategy, shown)
-    planned, layers = strategy.partition[-1], len(module._layer_specs)
-    if planned != layers:
+    if planned_bounds(strategy, module) is None:
         of_model = f" of {strategy.model}" if strategy.model else ""
         raise TeraPipeConfigError(
-            f"{shown}: it is for the {planned} layers{of_model}, embedding and head among them, and the module has "
-            f"{layers}: plan again for this model, or build the one that was planned for"
+            f"{shown}: it is for the {strategy.partition[-1]} layers{of_model}, embedding and head among them, and the "
+            f"module has {len(module._layer_specs)}, {_decoder_layers(module)[1]} of them decoder layers: plan again "
+            "for this model, or build the one that was planned for"
         )
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
@@ -54,6 +55,29 @@ def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
             f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
             f"{there.get(place)} there; {_BUILD_ON_IT}"
         )
+
+
+def planned_bounds(strategy: Strategy, module: PipelineModule) -> tuple[int, ...] | None:
+    """Return the first layer of each part in `module`, and the end; None where it has other layers than planned.
+
+    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more in front of its
+    decoder layers and behind them, such as positions and the last norm: these go with the embedding and with the head.
+    """
+    bounds, layers = tuple(strategy.partition), len(module._layer_specs)
+    if bounds[-1] == layers:
+        return bounds
+    first, count = _decoder_layers(module)
+    if bounds[-1] != count + 2 or not 0 < first < layers - count:
+        return None
+    return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
+
+
+def _decoder_layers(module: PipelineModule) -> tuple[int, int]:
+    """Return the first and the number of the most layers of one kind that follow one another."""
+    kinds = [getattr(spec, "typename", type(spec)) for spec in module._layer_specs]
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
+    longest = max(runs, key=len)
+    return longest[0], len(longest)
 
 
 def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None:

@@ -72,6 +72,13 @@ def test_layers_cut_by_hand_train_as_ever(
     assert not any(lines for *_, lines in found[1:])
 
 
+def test_a_partition_that_counts_as_the_planner_does() -> None:
+    """An embedding, four decoder layers and a head, of a module that has a norm besides."""
+    found = rank_pool(2).run(job_train, stages=2, options={}, partition=[0, 3, 6])
+    assert not violations([errors for errors, *_ in found])
+    assert all(parts == [0, 3, 7] for _, parts, _ in found) and "[0, 3, 7]" in found[0][2][0]
+
+
 def job_same_cut() -> tuple[bool, dict[str, float], list[str]]:
     with logged() as lines, engine_of(gpt_layers(), section(partition=[0, 4, 7])) as engine:  # as "uniform" cuts them
         errors = differences(train(engine, batches(2)), stock_run(stages=2))

@@ -148,6 +148,25 @@ def test_pipelines_lie_on_the_machines_of_the_placement(
         assert not violations([differences(run, stock[place[1]])], limit), (rank, place)
 
 
+def job_as_written(text: str) -> tuple[Place, Run]:
+    strategy = Strategy.from_json(text)
+    module = pipeline_module(gpt_layers(), None, topology=terapipe_ds.topology_of(strategy))
+    written_config = {key: value for key, value in strategy.to_deepspeed().items() if key != "optimizer"}
+    engine = terapipe_ds.initialize(model=module, config=config(**written_config))[0]
+    reduce_in_fp64(engine)
+    place, run = (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine))
+    engine.destroy()
+    return place, run
+
+
+def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:
+    """Without the file beside it, and planned by size: embedding, four decoder layers, head."""
+    text = strategy_of(axes=list(DATA_FIRST), partition=[0, 3, 6]).to_json()
+    stock = stock_runs({})
+    for place, run in rank_pool(4).run(job_as_written, text=text):
+        assert not violations([differences(run, stock[place[1]])]), place
+
+
 def job_hugging_face(path: str) -> tuple[dict[str, float], list[int]]:
     from tests.distributed.hugging_face_jobs import train_family
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.layout.topology import planned_bounds
+from terapipe_ds.runtime.layout.topology import bounds_in
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
@@ -172,20 +172,21 @@ def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | 
     """Return the partition that the section or the `partition` of `module` gives; None: neither does.
 
     Raises:
-        TeraPipeConfigError: they contradict each other, or do not end with the number of layers.
+        TeraPipeConfigError: they contradict each other, or do not end with the number of layers (see `bounds_in`).
     """
-    given = config.partition if config.planned is None else planned_bounds(config.planned, module)
-    of_module = getattr(module, "partition", None)
+    of_section, of_module = config.partition, getattr(module, "partition", None)
     own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
+    given = None if of_section is None else bounds_in(module, of_section)
+    if of_section is not None and given is None:
+        num_layers = len(module._layer_specs)
+        raise TeraPipeConfigError(
+            f"terapipe.partition = {list(of_section)}: ends with {of_section[-1]}, and the module has {num_layers} "
+            f"layers, embedding and head among them; end it with {num_layers}"
+        )
     if given is not None and own is not None and given != own:
         raise TeraPipeConfigError(
             f"terapipe.partition = {list(given)}: the module was built with partition={list(own)}; give the same, or "
             "leave one of them out"
-        )
-    if given is not None and given[-1] != (num_layers := len(module._layer_specs)):
-        raise TeraPipeConfigError(
-            f"terapipe.partition = {list(given)}: ends with {given[-1]}, and the module has {num_layers} layers, "
-            f"embedding and head among them; end it with {num_layers}"
         )
     return own if given is None else given
 

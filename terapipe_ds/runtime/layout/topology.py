@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
@@ -39,7 +40,7 @@ def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
         return
     shown = f"terapipe.strategy = {config.strategy!r}"
     _refuse_other_world(strategy, shown)
-    if planned_bounds(strategy, module) is None:
+    if bounds_in(module, strategy.partition) is None:
         of_model = f" of {strategy.model}" if strategy.model else ""
         raise TeraPipeConfigError(
             f"{shown}: it is for the {strategy.partition[-1]} layers{of_model}, embedding and head among them, and the "
@@ -57,13 +58,13 @@ def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
         )
 
 
-def planned_bounds(strategy: Strategy, module: PipelineModule) -> tuple[int, ...] | None:
-    """Return the first layer of each part in `module`, and the end; None where it has other layers than planned.
+def bounds_in(module: PipelineModule, partition: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first layer of each part in `module`, and the end; None where it has other layers than that.
 
     A model that was planned by its size is an embedding, decoder layers, and a head. A module has more in front of its
     decoder layers and behind them, such as positions and the last norm: these go with the embedding and with the head.
     """
-    bounds, layers = tuple(strategy.partition), len(module._layer_specs)
+    bounds, layers = tuple(partition), len(module._layer_specs)
     if bounds[-1] == layers:
         return bounds
     first, count = _decoder_layers(module)

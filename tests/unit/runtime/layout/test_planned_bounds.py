@@ -10,13 +10,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers
-from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy
-from terapipe_ds.runtime.layout.topology import planned_bounds
+from terapipe_ds.planner.strategy import Cluster, plan_strategy
+from terapipe_ds.runtime.layout.topology import bounds_in
 
 
 def bounds(layers: list[Any], partition: list[int]) -> tuple[int, ...] | None:
-    strategy = Strategy.model_construct(partition=partition)
-    return planned_bounds(strategy, SimpleNamespace(_layer_specs=layers))  # type: ignore[arg-type]
+    return bounds_in(SimpleNamespace(_layer_specs=layers), partition)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,9 @@ def main(argv: list[str] | None = None) -> None:
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--models", type=list_of(str), default=names, metavar="NAME[,NAME...]", help=", ".join(names))
     parser.add_argument("--turns", type=int, default=9, help="measured turns (default: %(default)s)")
-    parser.add_argument("--small", action="store_true", help="a trial of the study: tiny models, whose order says nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="a trial of the study: tiny models, whose order says nothing"
+    )
     arguments = parser.parse_args(argv)
     raise SystemExit(run(arguments))
 

@@ -29,6 +29,13 @@ from terapipe_ds.planner.model_memory import ITEMSIZE
 
 _SAME = ("device", "dtype", "sequence_length", "attention_backend")  # of all profiles of one model
 _AGAIN = "measure with terapipe.planner.cache_dir, which times layers one by one"
+_PASSES = {"ZeRO-0": (6, 7), "ZeRO-1": (6, 16)}
+"""Numbers that a step moves per parameter, of all and of those whose states a rank has.
+
+All gradients are copied to a buffer, scaled there, and copied back: two each (DeepSpeed 0.19.8, `allreduce_and_copy`).
+Adam moves seven. ZeRO-1 also copies gradients together, takes their norm, scales them, and copies parameters out and
+gradients in: nine (`stage_1_and_2.py`, `step`).
+"""
 
 
 @dataclass(frozen=True)
@@ -166,19 +173,26 @@ class MeasuredLayers:
         return tuple(self._memory(setting, span) for span in spans)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Return what is summed, and as many bytes as the memory moves while the optimizer's step was measured.
+        """Return what is summed, and as many bytes as the memory moves while the optimizer's step takes place.
 
-        Where no step was measured they are counted. bfloat16 is summed in fp32, as `CountedLayers` says.
+        The step is as measured; where none was, it is counted. bfloat16 is summed in fp32, and its states are divided
+        whatever the ZeRO stage. DeepSpeed's ZeRO-1 sums whole gradients as without it, gathers parameters, which is
+        half a sum, and moves more: see `_PASSES`.
         """
         is_bf16, card = self.dtype == "bfloat16", self._cluster.card
-        summed = 4 + 2 / 2 if is_bf16 else ITEMSIZE[self.dtype]
-        divided = setting.data if is_bf16 or setting.zero_stage else 1
+        if is_bf16:
+            summed, share = 4 + 2 / 2, 1 / setting.data
+        elif setting.zero_stage:
+            of_all, of_share = _PASSES["ZeRO-1"]
+            summed, share = 1.5 * ITEMSIZE[self.dtype], (of_all + of_share / setting.data) / sum(_PASSES["ZeRO-0"])
+        else:
+            summed, share = ITEMSIZE[self.dtype], 1.0
         rate = card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
         layers = self._layers[_size(setting)]
         trained = np.array([layer.trained for layer in layers], float)
         counted = OPTIMIZER_BYTES_PER_PARAMETER * trained
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
-        return summed * trained, np.array(moved) / divided
+        return summed * trained, share * np.array(moved)
 
     def tied_bytes(self, setting: Setting) -> float:
         return 0.0

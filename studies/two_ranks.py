@@ -5,6 +5,9 @@ to its own core, measure the layers on two stages and on two tensor ranks, the o
 between them. From these `rank_strategies` gives the best strategy with two stages, with two replicas and with two
 tensor ranks. Each trains as its `to_deepspeed()` says, in turns in the same processes on the same data. Two strategies
 whose measured steps differ by less than 3 % may come in either order.
+
+Measured is the median of the steps in which other programs had the least of both cores: Linux counts for how long a
+thread that could run has waited (`schedstat`). "lost" is that share of these steps; above 3 % they decide nothing.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ EXAMPLES = """  python -m studies.two_ranks
 TIE = 0.03  # of the longer step: closer ones may come in either order
 FIXED = {"PP2": "stages", "DP2": "data_parallel", "TP2": "tensor_parallel"}
 _STEPS_TIMED = 5  # of the optimizer, after those that measure and warm up
-_SUMS = (1 << 16, 1 << 25)  # bytes that the two ranks sum, to know the link
+_SUMS = (1 << 16, 1 << 27)  # bytes that the two ranks sum, to know the link: in caches, and as many as gradients
 _REPEATS = 9
+_DISTURBED = 0.02  # of its time: a step that waited so much more than the least disturbed one does not count
 _SETTINGS = {**USUAL_SETTINGS, "steps_per_print": 10**9}  # of any run; the strategy's say the rest
 
 
@@ -67,15 +71,26 @@ class Shape:
     @property
     def small(self) -> Shape:
         """Return the same for a trial of the study itself."""
-        sizes = {"hidden": self.hidden // 8, "heads": 4, "length": self.length // 4, "vocab": self.vocab // 8}
-        return dataclasses.replace(self, **sizes, granularity=max(16, self.granularity // 4))
+        length = max(32, self.length // 8)
+        sizes = {"hidden": self.hidden // 8, "heads": 4, "length": length, "vocab": self.vocab // 8}
+        return dataclasses.replace(self, **sizes, granularity=min(length, 32))
 
 
 SHAPES = (
-    Shape("wide", hidden=1024, layers=2, heads=16, vocab=512, length=256, batch=4),
+    Shape("short", hidden=512, layers=8, heads=8, vocab=512, length=32, batch=8, granularity=32),
     Shape("deep", hidden=128, layers=12, heads=4, vocab=256, length=2048, batch=2, granularity=128),
-    Shape("head", hidden=256, layers=2, heads=4, vocab=32768, length=512, batch=2),
+    Shape("head", hidden=256, layers=2, heads=4, vocab=65536, length=128, batch=2),
 )
+
+
+@dataclass
+class Step:
+    """What one step took on the slower rank: all of it, its end, processor time, and what it waited for a core."""
+
+    seconds: float
+    ends_s: float
+    busy_s: float
+    lost_s: float
 
 
 @dataclass
@@ -86,14 +101,23 @@ class Run:
     strategy: dict[str, Any]
     predicted_s: float
     predicted_ends_s: float
-    steps_s: list[float] = dataclasses.field(default_factory=list)
-    ends_s: list[float] = dataclasses.field(default_factory=list)
+    steps: list[Step] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def undisturbed(self) -> list[Step]:
+        """Return the steps in which other programs had little more of the cores than in the best one."""
+        least = min(step.lost_s / step.seconds for step in self.steps)
+        return [step for step in self.steps if step.lost_s / step.seconds <= least + _DISTURBED]
+
+    def median(self, name: str = "seconds") -> float:
+        """Return the median of a field of the undisturbed steps."""
+        return statistics.median(getattr(step, name) for step in self.undisturbed)
 
     @property
     def measured_s(self) -> float:
         """Return the median step."""
-        return statistics.median(self.steps_s)
+        return self.median()
 
 
 @dataclass
@@ -145,18 +169,39 @@ def _measured(shape: Shape, folder: Path, pipe: int, tensor: int) -> Profile:
     section = automatic_section(shape.granularity, folder)
     engine = _built(shape, (pipe, 1, tensor), _SETTINGS | sizes | {"terapipe": section})
     data = _data(shape, 1, 0)
-    closing_s = []
-    for _ in range(2 + _STEPS_TIMED):
+    for _ in range(2):
         engine.train_batch(data)
-        closing_s.append(engine.closing_s)
     own: list[Any] = [None, None]
-    torch_dist.all_gather_object(own, (engine.stage_id, statistics.median(closing_s[2:])))
+    torch_dist.all_gather_object(own, (engine.stage_id, _step_s(engine, data)))
     engine.destroy()
     (path,) = folder.glob("profile-*.json")
     profile = Profile.load(path)
     steps_s = {stage_id: max(s for stage, s in own if stage == stage_id) for stage_id, _ in own}
     parts = [dataclasses.replace(part, step_s=steps_s[part.part_id]) for part in profile.parts]
     return dataclasses.replace(profile, parts=tuple(parts))
+
+
+def _step_s(engine: Any, data: Iterator[Any]) -> float:
+    """Return the seconds of sums over one replica and of the optimizer, on both ranks at once, as replicas step.
+
+    On two stages one would step while the other is still at work, and would not share the memory's bandwidth with it.
+    """
+    import torch.distributed as torch_dist
+
+    own_hook, waited_s = engine.module.before_reduce, [0.0]
+
+    def wait_for_both(engine: Any) -> None:
+        begin_s = time.perf_counter()
+        torch_dist.barrier()
+        waited_s[0] = time.perf_counter() - begin_s
+        own_hook(engine)
+
+    engine.module.before_reduce = wait_for_both
+    taken = []
+    for _ in range(_STEPS_TIMED):
+        engine.train_batch(data)
+        taken.append(engine.closing_s - waited_s[0])
+    return min(taken)  # time that other programs took is not the optimizer's
 
 
 def _measure_link() -> dict[str, float]:
@@ -172,9 +217,9 @@ def _measure_link() -> dict[str, float]:
             begin_s = time.perf_counter()
             torch_dist.all_reduce(tensor)
             taken.append(time.perf_counter() - begin_s)
-        slowest = torch.tensor(statistics.median(taken))
+        slowest = torch.tensor(taken, dtype=torch.float64)
         torch_dist.all_reduce(slowest, op=torch_dist.ReduceOp.MAX)
-        seconds.append(float(slowest))
+        seconds.append(float(slowest.min()))  # time that other programs took is not the link's
     rate = (_SUMS[1] - _SUMS[0]) / (seconds[1] - seconds[0])  # a ring of two sends each byte once
     return {"within_bytes_per_s": rate, "within_latency_s": max(0.0, seconds[0] - _SUMS[0] / rate) / 2}
 
@@ -186,7 +231,8 @@ def _strategies(shape: Shape, profiles: Sequence[Profile], link: dict[str, float
     layers = measured_layers(profiles, cluster, shape.length)
     runs = []
     for name, fixed in FIXED.items():
-        best = rank_strategies(list(profiles), cluster, **question, **{fixed: 2})[0]
+        choice: Any = {fixed: 2}
+        best = rank_strategies(list(profiles), cluster, **question, **choice)[0]
         candidate = Candidate(best.layout, best.micro_batch_size, best.accumulation, best.zero_stage)
         ends_s = max(Priced(layers, cluster, shape.length, candidate).ends_s(tuple(best.partition)))
         runs.append(Run(name, best.model_dump(mode="json"), best.predicted_s, ends_s))
@@ -240,14 +286,21 @@ def _train(shape: Shape, run: Run, engine: Any, *, is_timed: bool) -> None:
     process_groups(engine.grid, engine.module.blueprint.config)  # megatron-core finds the groups of the last engine
     data = _data(shape, engine.dp_world_size, engine.grid.get_data_parallel_rank())
     torch_dist.barrier()
-    begin_s = time.perf_counter()
+    begin = _clocks()
     loss = float(engine.train_batch(data))
-    taken = torch.tensor([time.perf_counter() - begin_s, engine.closing_s], dtype=torch.float64)
+    seconds, busy_s, lost_s = (now - before for now, before in zip(_clocks(), begin, strict=True))
+    taken = torch.tensor([seconds, engine.closing_s, busy_s, lost_s], dtype=torch.float64)
     torch_dist.all_reduce(taken, op=torch_dist.ReduceOp.MAX)
     run.losses.append(loss)
     if is_timed:
-        run.steps_s.append(float(taken[0]))
-        run.ends_s.append(float(taken[1]))
+        run.steps.append(Step(*taken.tolist()))
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Return the time, the processor time of this process, and for how long its threads waited for a core."""
+    tasks = Path("/proc/self/task").glob("*/schedstat")
+    waited_s = sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
+    return time.perf_counter(), time.process_time(), waited_s
 
 
 # -- in the parent ---------------------------------------------------------------------------------------------------
@@ -259,7 +312,11 @@ def measure(shape: Shape, turns: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         spawn_ranks(_rank_main, 2, shape, turns, folder)
         told = json.loads((Path(folder) / "outcome.json").read_text())
-    return Outcome(Shape(**told["shape"]), told["link"], [Run(**run) for run in told["runs"]])
+    return Outcome(Shape(**told["shape"]), told["link"], list(map(_run_of, told["runs"])))
+
+
+def _run_of(told: dict[str, Any]) -> Run:
+    return Run(**told | {"steps": [Step(**step) for step in told["steps"]]})
 
 
 def show(outcome: Outcome) -> str:
@@ -269,13 +326,14 @@ def show(outcome: Outcome) -> str:
     lines = [
         f"{shape.name}: {sizes}",
         f"  all-reduce {link['within_bytes_per_s'] / 1e9:.2f} GB/s, {2e6 * link['within_latency_s']:.0f} us",
-        f"  {'':<5}{'predicted':>11}{'of it ends':>12}{'measured':>11}{'of it ends':>12}{'error':>8}  strategy",
+        "       predicted (ends)  measured (ends)   busy  lost   error  strategy",
     ]
     for run in sorted(outcome.runs, key=lambda run: run.measured_s):
-        of, ends_s = run.strategy, statistics.median(run.ends_s)
+        of, lost = run.strategy, run.median("lost_s") / run.measured_s
         lines.append(
-            f"  {run.name:<5}{run.predicted_s:>9.3f} s{run.predicted_ends_s:>10.3f} s{run.measured_s:>9.3f} s"
-            f"{ends_s:>10.3f} s{run.predicted_s / run.measured_s - 1:>+8.1%}  {of['schedule']} {of['slices']}, "
+            f"  {run.name} {run.predicted_s:>8.3f} s ({run.predicted_ends_s:.3f}){run.measured_s:>7.3f} s "
+            f"({run.median('ends_s'):.3f}){run.median('busy_s'):>7.3f}{lost:>6.0%}"
+            f"{run.predicted_s / run.measured_s - 1:>+8.1%}  {of['schedule']} {of['slices']}, "
             f"{of['accumulation']} micro-batches, layers {of['partition']}, ZeRO {of['zero_stage']}"
         )
     predicted, measured = (

@@ -72,7 +72,7 @@ class Shape:
     def small(self) -> Shape:
         """Return the same for a trial of the study itself."""
         length = max(32, self.length // 8)
-        sizes = {"hidden": self.hidden // 8, "heads": 4, "length": length, "vocab": self.vocab // 8}
+        sizes: Any = {"hidden": self.hidden // 8, "heads": 4, "length": length, "vocab": self.vocab // 8}
         return dataclasses.replace(self, **sizes, granularity=min(length, 32))
 
 

@@ -219,6 +219,15 @@ class Profile:
 _PROFILE = TypeAdapter(Profile)
 
 
+def is_profile(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file says that it is a profile, whatever else is wrong with it."""
+    try:
+        document = parse_json(read_bytes(path))
+    except (OSError, JsonError):
+        return False
+    return isinstance(document, dict) and document.get("format") == FORMAT
+
+
 def _refuse_twice(items: Sequence[Any], what: str) -> None:
     if (item := first_repeated(items)) is not None:
         raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")

@@ -75,6 +75,9 @@ class _ChainLayers:
     def refuse_tensor(self, degree: int) -> str | None:
         return None if degree == 1 else "a LayerChain says nothing of how ranks share a layer"
 
+    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
+        return None
+
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
         chain, rows = self._chain, setting.micro_batch
         if chain.costs is not None:

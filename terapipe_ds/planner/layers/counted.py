@@ -38,6 +38,9 @@ class CountedLayers:
             return f"tensor_parallel = {degree}: hidden_size = {self.size.hidden_size} does not divide by it"
         return None
 
+    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
+        return None
+
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
         """Return the costs of embedding, decoder layer and head; a part's are their sums."""
 

@@ -53,6 +53,9 @@ class Layers(Protocol):
     def refuse_tensor(self, degree: int) -> str | None:
         """Return why so many ranks cannot share a layer, or None."""
 
+    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
+        """Return why nothing is known of micro-batches of so many rows on so many tensor ranks, or None."""
+
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
         """Return an object with `forward_s`, `backward_s` and perhaps `weight_s` per layer; equal layers share one."""
 

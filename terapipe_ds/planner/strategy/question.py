@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.profile import Profile, ProfileError, is_profile
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.priced import Score
 from terapipe_ds.planner.strategy.search import Choices, Progress, Search, check_limit
@@ -42,7 +44,9 @@ def rank_strategies(
     """Return strategies, the best first: the best found of every candidate that was replayed.
 
     Args:
-        model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, or a `LayerChain`.
+        model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, a `LayerChain`, or
+            what was measured: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows
+            of a micro-batch.
         memory_limit_gb: per device; None: what the device card says.
         stages, tensor_parallel, data_parallel, schedule: what is fixed; None: what is searched.
         stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
@@ -68,21 +72,38 @@ def rank_strategies(
         stop,
     )
     scores = search.run()
-    name = model if isinstance(model, str) else getattr(model, "name", "")
+    name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
 
 
 def _layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
     if isinstance(model, LayerChain):
         return model.of_length(sequence_length)
+    if (profiles := _profiles_of(model)) is not None:
+        measured = measured_layers(profiles, cluster, sequence_length)
+        if dtype not in ("auto", measured.dtype):
+            raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
+        return measured
     if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
         path = os.fspath(model)
         model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
     size = model_size(model) if isinstance(model, str) else model
     if not isinstance(size, ModelSize):
-        allowed = "the name of a model size, a path to a config.json, or a LayerChain"
+        allowed = "the name of a model size, a path to a config.json or a profile, profiles, or a LayerChain"
         raise PlannerError(f"model = {show_value(model)}: give {allowed}")
     return CountedLayers(with_length(size, sequence_length), cluster, dtype)
+
+
+def _profiles_of(model: Any) -> list[Profile] | None:
+    """Return the profiles that `model` is or names; None where it is something else."""
+    given = list(model) if isinstance(model, list | tuple) else [model]
+    is_path = isinstance(model, str | os.PathLike) and os.path.isfile(model)
+    if not isinstance(model, list | tuple | Profile) and not (is_path and is_profile(model)):
+        return None
+    try:
+        return [one if isinstance(one, Profile) else Profile.load(one) for one in given]
+    except (ProfileError, TypeError) as error:
+        raise PlannerError(f"model = {show_value(model)}: {error}; give profiles, or paths to them") from None
 
 
 def _checked_schedule(schedule: str | None, layers: Layers) -> str | None:

@@ -104,7 +104,8 @@ class Search:
                     continue
                 axes = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
                 own_batch = self.global_batch_size // data
-                for micro_batch, zero, order in itertools.product(_divisors(own_batch), self._zeros(data), axes):
+                sizes = [rows for rows in _divisors(own_batch) if self.layers.refuse_micro_batch(tensor, rows) is None]
+                for micro_batch, zero, order in itertools.product(sizes, self._zeros(data), axes):
                     grid = Grid(pipe, data, tensor, order)
                     yield Candidate(grid, micro_batch, own_batch // micro_batch, zero)
 
@@ -137,7 +138,7 @@ class Search:
                     and next(Search(self.layers, self.cluster, other, *self._question[3:]).candidates(), None)
                     is not None
                 ):
-                    why = (
+                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or (
                         f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
                     )
                     return f"{asked}: {why}; the nearest that works is global_batch_size = {other}"

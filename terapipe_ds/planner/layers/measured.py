@@ -1,0 +1,335 @@
+"""A model as profiles measured it: one profile per number of tensor ranks and rows of a micro-batch.
+
+A profile says what each layer takes where slices run as in training, so that tensor-parallel collectives and the
+engine's own time are in the numbers. Other tensor ranks and micro-batches are refused: nothing tells what they take.
+Memory is taken as measured on one replica without ZeRO. Tied layers are not known to a profile, so their sum is not
+counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER
+from terapipe_ds.costs.devices import DeviceCard, device_card
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import PartProfile, Profile
+from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import ITEMSIZE
+
+_SAME = ("device", "dtype", "sequence_length", "attention_backend")  # of all profiles of one model
+_AGAIN = "measure with terapipe.planner.cache_dir, which times layers one by one"
+_PASSES = {"ZeRO-0": (6, 7), "ZeRO-1": (6, 16)}
+"""Numbers that a step moves per parameter, of all and of those whose states a rank has.
+
+All gradients are copied to a buffer, scaled there, and copied back: two each (DeepSpeed 0.19.8, `allreduce_and_copy`).
+Adam moves seven. ZeRO-1 also copies gradients together, takes their norm, scales them, and copies parameters out and
+gradients in: nine (`stage_1_and_2.py`, `step`).
+"""
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """What one layer takes on one rank, for the rows of a micro-batch."""
+
+    costs: Any
+    memory: PartMemory
+    parameters: int
+    trained: int
+    bytes_after: float | None  # of a token's message, where a link was measured
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The costs of a layer, as its share of a part that was measured."""
+
+    part: CostModel
+    forward: float
+    backward: float
+    vectorized = True
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        return self.forward * self.part.forward_s(tokens, prefix)
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        return self.backward * self.part.backward_s(tokens, prefix)
+
+
+def layers_of_profile(profile: Profile) -> list[MeasuredLayer]:
+    """Return what each layer takes, as its share of the part that it was measured in.
+
+    Raises:
+        PlannerError: a profile that lacks a part, its memory, or the times of its layers.
+    """
+    what = f"the profile of {profile.key.model}"
+    if len(profile.parts) != profile.key.num_stages:
+        raise PlannerError(f"{what} has {len(profile.parts)} of {profile.key.num_stages} parts: measure all of them")
+    layers = []
+    for part, costs in zip(profile.parts, CostModel.from_profile(profile), strict=True):
+        if part.layer_shares is None:
+            raise PlannerError(f"{what}: the layers of part {part.part_id} were not timed; {_AGAIN}")
+        if part.memory is None:
+            raise PlannerError(f"{what}: the memory of part {part.part_id} was not measured; measure in a running job")
+        sent = [link for link in profile.links if link.part_id == part.part_id and link.num_bytes is not None]
+        after = max(((link.tokens, link.num_bytes / link.tokens) for link in sent if link.num_bytes), default=None)
+        trained = sum(share.trained for share in part.layer_shares)
+        for share, memory in zip(part.layer_shares, _memory_of_layers(part), strict=True):
+            of_step = share.trained / trained if trained else 0.0
+            layers.append(
+                MeasuredLayer(
+                    _Share(costs, share.forward, share.backward),
+                    memory,
+                    share.parameters,
+                    share.trained,
+                    None if after is None else after[1],
+                    None if part.step_s is None else of_step * part.step_s,
+                )
+            )
+    return layers
+
+
+def _memory_of_layers(part: PartProfile) -> list[PartMemory]:
+    """Return each layer's share: by parameters of what is always there, by the forward of what slices keep."""
+    known: dict[str, Any] = part.memory or {}
+    whole, shares = PartMemory(**known), part.layer_shares or ()
+    total = sum(share.parameters for share in shares)
+    layers = []
+    for share in shares:
+        of_parameters = share.parameters / total if total else 1 / len(shares)
+        numbers: dict[str, Any] = {}
+        for name, value in vars(whole).items():
+            if value is None or _is_largest(name):
+                numbers[name] = value
+            else:
+                numbers[name] = value * (of_parameters if name in ("static_bytes", "gradient_bytes") else share.forward)
+        layers.append(PartMemory(**numbers))
+    return layers
+
+
+def _is_largest(name: str) -> bool:
+    """Return whether a part has the most of its layers of that field, and not their sum."""
+    return name.startswith("working") or name == "window_tokens"
+
+
+class MeasuredLayers:
+    """The layers of a model, with costs from profiles of it.
+
+    Raises:
+        PlannerError: profiles of different models, devices or lengths, or that lack what strategies need.
+    """
+
+    is_sliceable, whole_is_least = True, False
+
+    def __init__(self, profiles: Sequence[Profile], cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._profiles = _by_size(profiles)
+        key = profiles[0].key
+        self.dtype, self.sequence_length, self.name = key.dtype.split(" ")[0], key.sequence_length, key.model
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise PlannerError(f"profiles are of {self.dtype}: strategies have float32, float16, bfloat16; measure so")
+        self._layers = {size: layers_of_profile(profile) for size, profile in self._profiles.items()}
+        _check_models(self._profiles, self._layers)
+        self.num_layers = len(next(iter(self._layers.values())))
+        self._costs = {
+            (size, again): [Rows(layer.costs, 1, again) for layer in layers]
+            for size, layers in self._layers.items()
+            for again in (False, True)
+        }
+        self._bytes_after = {size: self._sent(size) for size in self._layers}
+
+    def refuse_tensor(self, degree: int) -> str | None:
+        measured = sorted({tensor for tensor, _ in self._layers})
+        if degree in measured:
+            return None
+        return f"tensor_parallel = {degree} was not measured, but {_listed(measured)}: give a profile of it"
+
+    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
+        measured = sorted(size for degree, size in self._layers if degree == tensor)
+        if rows in measured:
+            return None
+        return (
+            f"micro-batches of {rows} were not measured with {tensor} tensor ranks, but {_listed(measured)}: give a "
+            "profile of them"
+        )
+
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
+        return self._costs[_size(setting), recompute]
+
+    def output_bytes(self, setting: Setting) -> Floats:
+        return self._bytes_after[_size(setting)]
+
+    def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
+        return tuple(self._memory(setting, span) for span in spans)
+
+    def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
+        """Return what is summed, and as many bytes as the memory moves while the optimizer's step takes place.
+
+        The step is as measured; where none was, it is counted. bfloat16 is summed in fp32, and its states are divided
+        whatever the ZeRO stage. DeepSpeed's ZeRO-1 sums whole gradients as without it, gathers parameters, which is
+        half a sum, and moves more: see `_PASSES`.
+        """
+        is_bf16, card = self.dtype == "bfloat16", self._cluster.card
+        if is_bf16:
+            summed, share = 4 + 2 / 2, 1 / setting.data
+        elif setting.zero_stage:
+            of_all, of_share = _PASSES["ZeRO-1"]
+            summed, share = 1.5 * ITEMSIZE[self.dtype], (of_all + of_share / setting.data) / sum(_PASSES["ZeRO-0"])
+        else:
+            summed, share = ITEMSIZE[self.dtype], 1.0
+        rate = card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
+        layers = self._layers[_size(setting)]
+        trained = np.array([layer.trained for layer in layers], float)
+        counted = OPTIMIZER_BYTES_PER_PARAMETER * trained
+        moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
+        return summed * trained, share * np.array(moved)
+
+    def tied_bytes(self, setting: Setting) -> float:
+        return 0.0
+
+    def _sent(self, size: tuple[int, int]) -> Floats:
+        """Return the bytes per token after each layer: of the own link, else of a profile that has one."""
+        for other in (size, *self._layers):
+            sent = [layer.bytes_after for layer in self._layers[other]]
+            if None not in sent:
+                return np.array(sent, float) * size[1] / other[1]
+        raise PlannerError(
+            f"no profile of {self.name} has a message between stages, so that nothing tells what layers send: give "
+            "one that was measured with 2 or more stages"
+        )
+
+    def _memory(self, setting: Setting, span: Span) -> PartMemory:
+        layers = self._layers[_size(setting)][span.start : span.stop]
+        numbers: dict[str, Any] = {}
+        for field in dataclasses.fields(PartMemory):
+            values = [getattr(layer.memory, field.name) for layer in layers]
+            known = None not in values
+            numbers[field.name] = (max if _is_largest(field.name) else math.fsum)(values) if known else None
+        if span.recompute:
+            before = [0.0, *self.output_bytes(setting)[:-1].tolist()]
+            again = max(layer.memory.slice_bytes_per_token for layer in layers)
+            numbers["slice_bytes_per_token"] = sum(before[span.start : span.stop])
+            numbers["working_bytes_per_token"] += again
+            if numbers["whole_bytes_per_token"] is not None:
+                numbers["whole_bytes_per_token"] = max(layer.memory.whole_bytes_per_token or 0.0 for layer in layers)
+        return PartMemory(**numbers | self._states(setting, layers, numbers))
+
+    def _states(self, setting: Setting, layers: Sequence[MeasuredLayer], numbers: Mapping[str, Any]) -> dict[str, int]:
+        """Return the lasting bytes, of which ZeRO-1, and any optimizer of bfloat16, divides the states.
+
+        ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
+        """
+        static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
+        if setting.zero_stage == 0 and self.dtype != "bfloat16":
+            return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)}
+        parameters = ITEMSIZE[self.dtype] * sum(layer.parameters for layer in layers)
+        kept = gradients or 4.0 * sum(layer.trained for layer in layers)  # in `static` where the optimizer keeps them
+        states = max(0.0, static - parameters - (0.0 if gradients else kept))
+        states += parameters if self.dtype == "float32" else 0.0
+        return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0}
+
+
+def measured_layers(profiles: Sequence[Profile], cluster: Cluster, sequence_length: int) -> MeasuredLayers:
+    """Return the layers that profiles of one model measured, for sequences of that length.
+
+    Raises:
+        PlannerError: profiles that do not belong together, lack something, or are of shorter sequences.
+    """
+    layers = MeasuredLayers(profiles, cluster)
+    if sequence_length > layers.sequence_length:
+        raise PlannerError(
+            f"sequence_length = {sequence_length}: the profile is of {layers.sequence_length} tokens; measure longer "
+            "sequences, or give at most as many"
+        )
+    return layers
+
+
+def measured_cluster(
+    profile: Profile, nodes: int, devices_per_node: int, card: DeviceCard | str = "cpu", **links: float
+) -> Cluster:
+    """Return a cluster of the device that a profile was measured on, with the link between stages that it measured.
+
+    Args:
+        card: the device's memory and its bandwidth; times of layers are those of the profile.
+        links: rates and latencies of `Cluster` in the place of the measured link, between nodes above all.
+
+    Raises:
+        PlannerError: the profile has no link.
+    """
+    points = [(link.num_bytes, link.send_s) for link in profile.links if link.num_bytes is not None]
+    if not points:
+        raise PlannerError("the profile has no link: give within_bytes_per_s and a Cluster, or measure with 2 stages")
+    sizes, seconds = np.array(points, float).T
+    largest = int(sizes.argmax())
+    # a straight line through the least and the most bytes; where it falls, the most bytes alone
+    smallest = int(sizes.argmin())
+    rise = seconds[largest] - seconds[smallest]
+    per_byte = rise / (sizes[largest] - sizes[smallest]) if rise > 0 else seconds[largest] / sizes[largest]
+    latency_s = max(0.0, float(seconds[largest] - per_byte * sizes[largest]))
+    named = device_card(card) if isinstance(card, str) else card
+    own: dict[str, Any] = {"within_bytes_per_s": float(1 / per_byte), "within_latency_s": latency_s}
+    return Cluster(dataclasses.replace(named, title=profile.key.device), nodes, devices_per_node, **own | links)
+
+
+def _size(setting: Setting) -> tuple[int, int]:
+    return setting.tensor, setting.micro_batch
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
+    """Return the profiles by tensor ranks and rows. Raise PlannerError where they do not belong together."""
+    if not profiles:
+        raise PlannerError("no profile: give at least one")
+    by_size: dict[tuple[int, int], Profile] = {}
+    for profile in profiles:
+        key, first = profile.key, profiles[0].key
+        for name in _SAME:
+            if getattr(key, name) != getattr(first, name):
+                raise PlannerError(
+                    f"profiles of different {name}: {getattr(first, name)} and {getattr(key, name)}; measure all alike"
+                )
+        if key.activation_checkpointing:
+            raise PlannerError(
+                "a profile was measured with activation checkpointing, which strategies choose themselves: measure "
+                "with activation_checkpoint_interval = 0"
+            )
+        if by_size.setdefault((key.tensor_parallel, key.micro_batch), profile) is not profile:
+            raise PlannerError(
+                f"two profiles have {key.tensor_parallel} tensor ranks and micro-batches of {key.micro_batch}: give one"
+            )
+    return by_size
+
+
+def _check_models(
+    profiles: Mapping[tuple[int, int], Profile], layers: Mapping[tuple[int, int], Sequence[MeasuredLayer]]
+) -> None:
+    """Raise PlannerError for profiles of different models.
+
+    With as many tensor ranks they have the same layers. With t times as many, a layer's parameters on a rank are no
+    more, and no fewer than a t-th.
+    """
+    for one, other in itertools.combinations(sorted(layers), 2):
+        keys = profiles[one].key, profiles[other].key
+        fewer, more = ([layer.parameters for layer in layers[size]] for size in (one, other))
+        times = other[0] / one[0]
+        is_same = len(fewer) == len(more) and all(b <= a <= times * b for a, b in zip(fewer, more, strict=True))
+        if one[0] == other[0]:
+            is_same &= keys[0].layers_fingerprint == keys[1].layers_fingerprint
+        if not is_same:
+            raise PlannerError(
+                f"profiles of different models: {keys[0].model} with {one[0]} tensor ranks, and {keys[1].model} with "
+                f"{other[0]}; give profiles of one model"
+            )

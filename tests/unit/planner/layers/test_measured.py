@@ -1,0 +1,192 @@
+"""Layers from profiles: sums by hand of what was measured, and profiles that do not belong together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.planner import PlannerError
+from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster, measured_layers
+from terapipe_ds.planner.layers.parts import PartCosts, Setting, Span
+from terapipe_ds.planner.strategy import Cluster, rank_strategies
+
+LENGTH = 256
+FORWARD = ((0.1, 0.5, 0.4), (0.25, 0.35, 0.4))  # shares of the layers of two parts
+BACKWARD = ((0.2, 0.4, 0.4), (0.3, 0.3, 0.4))
+PARAMETERS = ((100, 300, 300), (300, 300, 200))
+WHOLE_S = ((0.02, 0.05), (0.03, 0.07))  # of a part, forward and backward of a whole sequence
+CLUSTER = Cluster("cpu", 1, 2, within_bytes_per_s=1e6, within_latency_s=1e-3)
+RATE = CLUSTER.card.memory_bandwidth_bytes_per_s * CLUSTER.card.bandwidth_efficiency
+ONE = Setting(tensor=1, micro_batch=1)
+
+
+def part(part_id: int, times: float = 1.0, tensor: int = 1, **more: Any) -> PartProfile:
+    numbers = zip(FORWARD[part_id], BACKWARD[part_id], PARAMETERS[part_id], strict=True)
+    shares = tuple(LayerShare(forward, backward, count // tensor) for forward, backward, count in numbers)
+    whole = [times * seconds for seconds in WHOLE_S[part_id]]
+    samples = [CostSample(LENGTH, 0, *whole), CostSample(64, 0, 0.3 * whole[0], 0.3 * whole[1])]
+    samples.append(CostSample(64, 192, 0.4 * whole[0], 0.4 * whole[1]))
+    memory: dict[str, Any] = {
+        "static_bytes": 12 * sum(PARAMETERS[part_id]), "gradient_bytes": 4 * sum(PARAMETERS[part_id]),
+        "slice_bytes_per_token": 100.0, "store_bytes_per_token": 40.0, "store_grad_bytes_per_token": 20.0,
+        "working_bytes": 500 + part_id, "working_bytes_per_token": 30.0 + part_id, "whole_bytes_per_token": 50.0,
+    }  # fmt: skip
+    return PartProfile(part_id, tuple(samples), **{"layer_shares": shares, "memory": memory} | more)
+
+
+def profile(times: float = 1.0, parts: dict[str, Any] | None = None, links: bool = True, **key: Any) -> Profile:
+    known: dict[str, Any] = {
+        "model_fingerprint": "a", "model": "1 Embedding, 4 Layer, 1 Head", "device": "my CPU", "dtype": "float32",
+        "micro_batch": 1, "tensor_parallel": 1, "num_stages": 2, "activation_checkpointing": False,
+        "sequence_length": LENGTH, "attention_backend": "blocks", "layers_fingerprint": "b",
+    }  # fmt: skip
+    made = ProfileKey(**known | key)
+    both = tuple(part(i, times, made.tensor_parallel, **(parts or {})) for i in range(2))
+    sent = [
+        LinkSample(tokens, 2e-3 + 8e-6 * tokens, i, num_bytes=16 * tokens) for i in range(2) for tokens in (64, 256)
+    ]
+    return Profile(made, both, tuple(sent) if links else (), 2)
+
+
+def by_hand(shares: Any, direction: int, start: int, stop: int) -> float:
+    """Seconds of a whole sequence in the layers from `start` to `stop`."""
+    layers = [share * WHOLE_S[part_id][direction] for part_id in range(2) for share in shares[part_id]]
+    return sum(layers[start:stop])
+
+
+@pytest.mark.parametrize("span", list(itertools.combinations(range(7), 2)))
+def test_any_part_takes_the_sum_of_its_layers(span: tuple[int, int]) -> None:
+    layers = measured_layers([profile()], CLUSTER, LENGTH)
+    for again in (False, True):
+        costs = PartCosts(layers.layer_costs(ONE, again)[slice(*span)])
+        forward, backward = by_hand(FORWARD, 0, *span), by_hand(BACKWARD, 1, *span)
+        assert costs.forward_s(LENGTH, 0) == pytest.approx(forward, rel=1e-12)
+        assert costs.backward_s(LENGTH, 0) == pytest.approx(backward + again * forward, rel=1e-12)
+        assert costs.forward_s(64, 192) == pytest.approx(0.4 * forward, rel=1e-9)  # measured with a prefix
+
+
+def test_the_parts_that_were_measured_have_the_memory_that_was_measured() -> None:
+    layers = measured_layers([profile()], CLUSTER, LENGTH)
+    for start, kept in ((0, part(0).memory), (3, part(1).memory)):
+        (memory,) = layers.memory_of_spans(ONE, [Span(start, start + 3)])
+        assert kept is not None
+        for name, value in kept.items():
+            assert getattr(memory, name) == pytest.approx(value, rel=1e-12), name
+
+
+def test_memory_of_another_cut_of_recompute_and_of_zero() -> None:
+    layers = measured_layers([profile()], CLUSTER, LENGTH)
+    counts = [count for of_part in PARAMETERS for count in of_part]
+    (memory,) = layers.memory_of_spans(ONE, [Span(1, 5)])
+    assert memory.static_bytes == 12 * sum(counts[1:5])
+    assert memory.slice_bytes_per_token == pytest.approx(100 * (0.5 + 0.4 + 0.25 + 0.35))
+    assert (memory.working_bytes, memory.working_bytes_per_token) == (501, 31)
+    (again,) = layers.memory_of_spans(ONE, [Span(1, 5, recompute=True)])
+    assert again.slice_bytes_per_token == 4 * 16  # the input of each layer
+    assert again.working_bytes_per_token == pytest.approx(31 + 50)  # and all that one keeps, while it runs
+    assert again.whole_bytes_per_token == pytest.approx(50 * 0.5)
+    assert again.store_bytes_per_token == memory.store_bytes_per_token
+    divided = Setting(1, 1, data=2, zero_stage=1)
+    (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])
+    # fp32 parameters and gradients whole, a copy of the parameters and two states by halves
+    assert (zero.static_bytes, zero.gradient_bytes) == ((4 + 4 + 12 / 2) * sum(counts[1:5]), 0)
+
+
+def test_what_is_summed_and_stepped_is_what_was_measured() -> None:
+    counts = [float(count) for of_part in PARAMETERS for count in of_part]
+    summed, moved = MeasuredLayers([profile()], CLUSTER).end_bytes(ONE)
+    assert (summed.tolist(), moved.tolist()) == ([4 * count for count in counts], [28 * count for count in counts])
+    summed, moved = MeasuredLayers([profile(parts={"step_s": 0.01})], CLUSTER).end_bytes(Setting(1, 1, 2, 1))
+    passes = (6 + 16 / 2) / (6 + 7)  # ZeRO-1 moves more of half of the parameters
+    assert (moved[:3] / RATE).tolist() == pytest.approx([passes * 0.01 * count / 700 for count in PARAMETERS[0]])
+    assert summed.sum() == pytest.approx(6 * 1500)  # and gathers them, which is half a sum
+    half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER).end_bytes(Setting(1, 1, 2))
+    assert (half[0].sum(), half[1].sum()) == (5 * sum(counts), 28 * sum(counts) / 2)
+
+
+def test_a_strategy_takes_the_best_cut_by_hand() -> None:
+    """One micro-batch in one slice through two stages: all layers, two messages, and the slower step."""
+    question: Any = {"global_batch_size": 1, "sequence_length": LENGTH, "stages": 2, "schedule": "1f1b"}
+    (strategy,) = rank_strategies(profile(parts={"step_s": 0.05}), CLUSTER, **question)
+    layers_s = sum(map(sum, WHOLE_S))
+    send_s = 2 * (1e-3 + 16 * LENGTH / 1e6)
+    steps = [0.05 * count / sum(of_part) for of_part in PARAMETERS for count in of_part]
+    ends = []
+    for cut in range(1, 6):
+        back_s = by_hand(FORWARD, 0, 0, cut) + by_hand(BACKWARD, 1, 0, cut)
+        last_s = layers_s - back_s + by_hand(FORWARD, 0, 0, cut) + send_s / 2  # when the last stage has done
+        ends.append(max(layers_s + send_s + sum(steps[:cut]), last_s + sum(steps[cut:])))
+    assert strategy.predicted_s == pytest.approx(min(ends), rel=1e-9)
+    assert strategy.partition[1] == 1 + ends.index(min(ends))
+    assert strategy.dtype == "float32"
+    assert strategy.model == "1 Embedding, 4 Layer, 1 Head"
+
+
+def test_each_number_of_tensor_ranks_and_rows_has_its_profile(tmp_path: Path) -> None:
+    two, four = profile(0.6, tensor_parallel=2, links=False), profile(3.9, micro_batch=4)
+    two.save(tmp_path / "two.json")
+    question: Any = {"global_batch_size": 4, "sequence_length": LENGTH, "schedule": "1f1b"}
+    profiles = [profile(), tmp_path / "two.json", four]
+    best = {
+        name: rank_strategies(profiles, CLUSTER, **question, **{name: 2})[0]
+        for name in ("stages", "data_parallel", "tensor_parallel")
+    }
+    whole_s, step_s = sum(map(sum, WHOLE_S)), 28 * 1500 / RATE
+    assert best["tensor_parallel"].predicted_s == pytest.approx(4 * 0.6 * whole_s + step_s / 2, rel=1e-9)
+    assert best["data_parallel"].micro_batch_size == 1  # four rows leave none for a second replica
+    sum_s = 2 * (4 * 1500 / 2 / 1e6 + 1e-3)
+    assert best["data_parallel"].zero_stage == 0
+    assert best["data_parallel"].predicted_s == pytest.approx(2 * whole_s + sum_s + step_s, rel=1e-9)
+    assert best["stages"].micro_batch_size in (1, 4)
+    profile(tensor_parallel=2).save(tmp_path / "two.json")
+    path_only = rank_strategies(str(tmp_path / "two.json"), Cluster("cpu", 1, 2), **question | {"tensor_parallel": 2})
+    assert [s.grid["model"] for s in path_only] == [2]
+
+
+def test_what_was_not_measured_is_refused_with_what_was() -> None:
+    question: Any = {"global_batch_size": 4, "sequence_length": LENGTH}
+    with pytest.raises(PlannerError, match=r"tensor_parallel = 2 was not measured, but 1: give a profile of it"):
+        rank_strategies(profile(), CLUSTER, **question, tensor_parallel=2)
+    with pytest.raises(PlannerError, match=r"micro-batches of 1 were not measured .*, but 4.*global_batch_size = 4"):
+        rank_strategies(profile(micro_batch=4), CLUSTER, **question | {"global_batch_size": 5})
+    with pytest.raises(PlannerError, match="sequence_length = 512: the profile is of 256 tokens"):
+        rank_strategies(profile(), CLUSTER, **question | {"sequence_length": 512})
+    with pytest.raises(PlannerError, match="dtype = 'bf16': the profile is of float32"):
+        rank_strategies(profile(), CLUSTER, **question, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([], "no profile: give at least one"),
+        ([profile(), profile()], "two profiles have 1 tensor ranks and micro-batches of 1: give one"),
+        ([profile(), profile(device="your CPU", micro_batch=2)], "different device: my CPU and your CPU"),
+        ([profile(), profile(sequence_length=512, micro_batch=2)], "different sequence_length: 256 and 512"),
+        ([profile(), profile(layers_fingerprint="c", micro_batch=2)], "profiles of different models"),
+        ([profile(), profile(tensor_parallel=4, parts={"layer_shares": part(0).layer_shares})], "different models"),
+        ([profile(activation_checkpointing=True)], "activation_checkpoint_interval = 0"),
+        ([profile(dtype="float64")], "profiles are of float64"),
+        ([profile(num_stages=3)], "has 2 of 3 parts: measure all of them"),
+        ([profile(parts={"layer_shares": None})], "the layers of part 0 were not timed"),
+        ([profile(parts={"memory": None})], "the memory of part 0 was not measured"),
+        ([profile(links=False)], "has a message between stages.*2 or more stages"),
+    ],
+)
+def test_profiles_that_do_not_belong_together_are_refused(others: list[Profile], message: str) -> None:
+    with pytest.raises(PlannerError, match=message):
+        rank_strategies(others, CLUSTER, global_batch_size=4, sequence_length=LENGTH)
+
+
+def test_a_cluster_has_the_link_that_was_measured() -> None:
+    cluster = measured_cluster(profile(), 1, 2, dataclasses.replace(device_card("cpu"), memory_bytes=10**9))
+    assert (cluster.within.latency_s, cluster.within.bandwidth_bytes_per_s) == pytest.approx((2e-3, 2e6))
+    assert (cluster.card.title, cluster.card.memory_bytes) == ("my CPU", 10**9)
+    assert measured_cluster(profile(), 2, 2, between_bytes_per_s=5e5).between.bandwidth_bytes_per_s == 5e5
+    with pytest.raises(PlannerError, match="the profile has no link"):
+        measured_cluster(profile(links=False), 1, 2)

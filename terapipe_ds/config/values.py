@@ -79,5 +79,6 @@ class CheckpointsConfig(StrictModel):
 
 
 def shown_value(value: Any, *path: Any) -> str:
-    """Return a key of the section with its value, as messages begin."""
-    return f"{'.'.join([SECTION, *map(str, path)])} = {show_value(value)}"
+    """Return a key of the section with its value, as messages begin; the name of a file is whole."""
+    limit = 4096 if path[-1:] in (("strategy",), ("profile",)) else 80
+    return f"{'.'.join([SECTION, *map(str, path)])} = {show_value(value, limit)}"

@@ -404,9 +404,9 @@ def names_of_deepspeed() -> dict[tuple[str, str], int]:
     return found
 
 
-def test_registration_rebinds_two_names_and_one_method_and_nothing_else() -> None:
-    """So that an engine without a section, which is DeepSpeed's own class, runs DeepSpeed's code alone; the method
-    writes down by which partition method a module was cut."""
+def test_registration_rebinds_two_names_and_two_methods_and_nothing_else() -> None:
+    """So that an engine without a section, which is DeepSpeed's own class, runs DeepSpeed's code alone. One method
+    writes down by which partition method a module was cut; the other takes the batch sizes of a strategy."""
     terapipe_ds.register()  # loads what it needs
     terapipe_ds.unregister()
     gc.disable()  # an id may not be given to another object
@@ -422,7 +422,8 @@ def test_registration_rebinds_two_names_and_one_method_and_nothing_else() -> Non
     assert {key for key in changed if not key[-1].endswith("_partition_layers")} == {
         ("deepspeed", "PipelineEngine"),
         ("deepspeed", "DualPipeVEngine"),
+        ("deepspeed.runtime.config.DeepSpeedConfig", "_configure_train_batch_size"),
     }
-    assert len(changed) == 3, changed
+    assert len(changed) == 4, changed
     assert after == before
     assert len(before) > 5000

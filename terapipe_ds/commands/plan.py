@@ -14,10 +14,13 @@ from terapipe_ds.commands.plan_setup import PlanOptions, PlanSetup, plan_setup
 if TYPE_CHECKING:
     from terapipe_ds.planner import PlanResult, Ranking
 
-HELP = "find the slices and the schedule that take the least time"
+HELP = "find the slices and the schedule, or a whole strategy, that take the least time"
 DESCRIPTION = (
-    "Find where to cut the sequences, and which schedule runs them in the least time within the devices' memory. Costs "
-    "are counted from the model's sizes and a device card, or measured (--profile). Nothing runs; no GPU is needed."
+    "Find where to cut the sequences, and which schedule runs them in the least time within the devices' memory. With "
+    "--devices find the whole strategy for a cluster: stages, tensor and data parallelism, placement, layer cuts, "
+    "micro-batches, recomputation and ZeRO too; --stages, --tensor-parallel, --data-parallel and --schedule then fix "
+    "that choice. Costs are counted from the model's sizes and a device card, or measured (--profile). Nothing runs; "
+    "no GPU is needed."
 )
 EXAMPLES = """\
   terapipe plan --model gpt3-13b --device v100 --stages 40 --tensor-parallel 8 --micro-batches 32 --sequence-length 2048
@@ -25,6 +28,8 @@ EXAMPLES = """\
                 --activation-checkpointing --schedule seq1f1b --picture step.svg
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
+  terapipe plan --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \
+                --out ds.json --picture strategy.svg       (a strategy: stages, tensor and data parallelism, ...)
 """
 
 
@@ -33,9 +38,13 @@ add_arguments = PlanOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
+    from terapipe_ds.commands.plan_strategy import run_strategy
     from terapipe_ds.planner import describe, describe_ranking
 
-    setup = plan_setup(PlanOptions.read(arguments))
+    options = PlanOptions.read(arguments)
+    if options.devices:
+        return run_strategy(options)
+    setup = plan_setup(options)
     options = setup.options
     result, ranking = _search(setup)
     if sys.stderr.isatty():

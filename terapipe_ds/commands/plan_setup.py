@@ -21,19 +21,43 @@ if TYPE_CHECKING:
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
 MAX_UNITS = 100_000
-_WHAT, _BATCH, _SEARCH, _OUTPUT = map(Panel, ("model and devices", "training", "search", "output"))
+_WHAT, _CLUSTER, _BATCH, _SEARCH, _OUTPUT = map(
+    Panel, ("model and devices", "cluster (the search for a strategy)", "training", "search", "output")
+)
 
 
 class PlanOptions(Options):
     """What is planned for, what is tried, and what is written. An empty name or 0 is not known yet."""
 
-    model: Text = _WHAT.option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="")
+    model: Text = _WHAT.option(
+        "a named size, for example gpt3-13b or llama-3-8b; with --devices also a Hugging Face config.json", "NAME", ""
+    )
     device: Text = _WHAT.option("a device card: v100, a100, h100, h200, ...", "NAME", default="")
-    profile: Text | None = _WHAT.option("measured costs (JSON) in the place of counted ones", "FILE")
+    profiles: tuple[Text, ...] = _WHAT.option(
+        "measured costs (JSON) in the place of counted ones; with --devices one per number of tensor ranks and rows",
+        "FILE",
+        (),
+        flags=("--profile",),
+        action="append",
+    )
     stages: int = _WHAT.option("pipeline stages", "K", default=0, ge=1)
     tensor_parallel: int = _WHAT.option("ranks per stage (default 1)", "T", default=1, ge=1)
     sequence_parallel: bool = _WHAT.switch("Megatron's, over the tensor-parallel ranks")
     data_parallel: int = _WHAT.option("pipelines side by side (default 1)", "D", default=1, ge=1)
+    devices: int = _CLUSTER.option(
+        "so many in all: also find stages, tensor and data parallelism, placement, layer cuts, recomputation, ZeRO",
+        "N",
+        default=0,
+        ge=1,
+    )
+    devices_per_node: int = _CLUSTER.option("default: what nodes of the device card have", "N", default=0, ge=1)
+    global_batch: int = _CLUSTER.option("sequences of a step, of all replicas together", "N", default=0, ge=1)
+    within_gb_per_s: float | None = _CLUSTER.option(
+        "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0
+    )
+    between_gb_per_s: float | None = _CLUSTER.option(
+        "a device's link to other nodes, one way (default: the card's)", "GB/S", gt=0
+    )
     sequence_length: int = _BATCH.option("tokens of a sequence (default: the model's)", "L", default=0, ge=1)
     micro_batches: int = _BATCH.option("per step and pipeline (default 1)", "M", default=1, ge=1)
     micro_batch_size: int = _BATCH.option("sequences per micro-batch (default 1)", "B", default=1, ge=1)
@@ -54,8 +78,20 @@ class PlanOptions(Options):
     max_slices: int | None = _SEARCH.option("at most so many slices", "S", ge=1)
     memory_limit_gb: float | None = _SEARCH.option("per device (default: what it has)", "GB", gt=0)
     as_json: bool = _OUTPUT.switch("print as JSON", "--json")
-    out: Output | None = _OUTPUT.option("write the plan as JSON", "FILE")
-    picture: Picture | None = _OUTPUT.option("draw the simulated step: .png, .svg or .pdf", "FILE")
+    out: Output | None = _OUTPUT.option("write the plan as JSON; with --devices a whole DeepSpeed JSON", "FILE")
+    strategy_out: Output | None = _OUTPUT.option(
+        "with --devices: write the strategy, for the key terapipe.strategy", "FILE"
+    )
+    picture: Picture | None = _OUTPUT.option(
+        "draw the simulated step, with --devices also who has which part: .png, .svg or .pdf", "FILE"
+    )
+
+    @property
+    def profile(self) -> str | None:
+        """Return the one profile of a plan without a cluster."""
+        if len(self.profiles) > 1:
+            raise CommandError("--profile is given twice: give one, or --devices to find a strategy")
+        return self.profiles[0] if self.profiles else None
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -77,10 +113,14 @@ class PlanOptions(Options):
         return granule if self.granularity else min(granule, self.sequence_length)
 
 
+OF_CLUSTERS = ("devices_per_node", "global_batch", "within_gb_per_s", "between_gb_per_s", "strategy_out")
+
+
 def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return all that the options say; raise CommandError where something is missing, or does not fit together."""
     from terapipe_ds.costs.profile import Profile
 
+    options.refuse_without("devices", *OF_CLUSTERS)
     profile = None if options.profile is None else Profile.load(options.profile)
     options = complete(options, profile)
     setup = _counted(options) if profile is None else _measured(options, profile)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.timeline.timeline import COMPUTE_KINDS, FORMAT, Timeline, TimelineError, TimelineEvent
@@ -30,6 +30,11 @@ def draw_timelines(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLi
     A row per stage; the colour tells the micro-batch, light is forward and dark is backward, the pale ground
     shows through where a stage waits. The right end of a row shows the stage's idle share.
     """
+    save_figure(lambda: build_figure(titled), path)
+
+
+def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> None:
+    """Write a figure to a `.png`, `.svg` or `.pdf` file; it is built under the settings of all our pictures."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise TimelineError(f"cannot draw to {os.fspath(path)!r}: end the name in .png, .svg or .pdf")
@@ -39,13 +44,23 @@ def draw_timelines(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLi
         raise TimelineError("drawing needs matplotlib: pip install matplotlib") from error
     # A fixed salt and no date: the same timeline gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": FORMAT, "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}):
-        figure = build_figure(titled)
+        figure = build()
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
         options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}
         write_atomically(path, lambda temporary: figure.savefig(temporary, **options))
 
 
-def build_figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
+class Above(Protocol):
+    """What is drawn above timelines, in the same width."""
+
+    def height(self, width: float) -> float:
+        """Return the height in inches that it takes on a figure of so many inches across."""
+
+    def draw(self, axes: Axes, width: float, height: float) -> None:
+        """Draw on axes without ticks whose limits are these inches, the origin at the upper left."""
+
+
+def build_figure(titled: Sequence[tuple[str, Timeline]], above: Above | None = None) -> Figure:
     """Return the picture of `draw_timelines` as a matplotlib figure, for a page that holds several."""
     if not any(timeline.computations() for _, timeline in titled):
         raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")
@@ -59,9 +74,15 @@ def build_figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
     body_width = max(min(max(0.32 * boxes, 8.5), 16.0), min(_UPRIGHT * short, 24.0))
     width = _LEFT + _RIGHT + body_width
     bodies = [row_height * timeline.num_stages for timeline in timelines]
-    height = sum(bodies) + _TOP * len(bodies) + _AXIS + _LEGEND + 0.1
+    head = 0.0 if above is None else above.height(width - 0.4)
+    height = sum(bodies) + _TOP * len(bodies) + _AXIS + _LEGEND + 0.1 + head
     figure = Figure(figsize=(width, height), facecolor="white")
-    top = height
+    if above is not None:
+        axes = figure.add_axes((0.2 / width, 1 - head / height, 1 - 0.4 / width, head / height))
+        axes.set(xlim=(0, width - 0.4), ylim=(head, 0))
+        axes.axis("off")
+        above.draw(axes, width - 0.4, head)
+    top = height - head
     unit, scale = _time_unit(span_s)
     points_per_s = 72 * body_width / (1.012 * span_s)
     for (title, timeline), body in zip(titled, bodies, strict=True):

@@ -36,7 +36,9 @@ def size_of_config(path: str) -> ModelSize:
     """
     try:
         document = parse_json(read_bytes(path))
-    except (OSError, JsonError) as error:
+    except OSError as error:
+        raise PlannerError(f"{path}: {error.strerror}; give a config.json of a decoder model") from None
+    except JsonError as error:
         raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")

@@ -84,6 +84,15 @@ def _layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured
+    return CountedLayers(with_length(size_of(model), sequence_length), cluster, dtype)
+
+
+def size_of(model: object) -> ModelSize:
+    """Return the size that a name, or a path to a `config.json` or its folder, means; a size is returned as it is.
+
+    Raises:
+        PlannerError: anything else, or a config that tells no size. ModelSizeError: an unknown name.
+    """
     if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
         path = os.fspath(model)
         model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
@@ -91,7 +100,7 @@ def _layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -
     if not isinstance(size, ModelSize):
         allowed = "the name of a model size, a path to a config.json or a profile, profiles, or a LayerChain"
         raise PlannerError(f"model = {show_value(model)}: give {allowed}")
-    return CountedLayers(with_length(size, sequence_length), cluster, dtype)
+    return size
 
 
 def _profiles_of(model: Any) -> list[Profile] | None:

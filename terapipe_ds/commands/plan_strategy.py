@@ -1,0 +1,294 @@
+"""`terapipe plan --devices`: from a model and a cluster to a strategy, a DeepSpeed JSON and the line that starts it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
+from terapipe_ds.commands.plan_setup import PlanOptions, from_config
+from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.schedule.show import many
+
+if TYPE_CHECKING:
+    from terapipe_ds.planner.strategy import Cluster, Strategy
+
+_SHOWN = 10  # strategies in the table
+_IS_SEARCHED = ": it is searched"
+_REFUSED = {
+    "micro_batches": _IS_SEARCHED,
+    "micro_batch_size": _IS_SEARCHED,
+    "activation_checkpointing": _IS_SEARCHED,
+    "zero_stage": _IS_SEARCHED,
+    "granularity": _IS_SEARCHED,
+    "max_slices": _IS_SEARCHED,
+    "schedule_options": _IS_SEARCHED,
+    "chunks_per_stage": ": stages of strategies have one part",
+    "sequence_parallel": ": it is not part of the search",
+}
+"""Options that a search does not take, and why not."""
+
+
+class _Question(NamedTuple):
+    """What `rank_strategies` is asked."""
+
+    model: str | list[str]
+    cluster: Cluster
+    words: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.model if isinstance(self.model, str) else ", ".join(self.model)
+
+
+def run_strategy(options: PlanOptions) -> None:
+    """Search, print the best strategies, and write the files that were asked for."""
+    from terapipe_ds.planner.strategy import rank_strategies
+
+    question = _question(options)
+    progress = _Progress() if sys.stderr.isatty() else None
+    strategies = rank_strategies(question.model, question.cluster, progress=progress, **question.words)
+    if progress is not None:
+        progress.clear()
+    best = strategies[0]
+    if not best.is_complete:
+        print("terapipe plan: the search was stopped; this is the best until then", file=sys.stderr)
+    _write(best, options)
+    if options.picture:
+        from terapipe_ds.commands.strategy_picture import draw_strategy
+
+        draw_strategy(best, question.model, question.cluster, options.picture)
+    print(_as_json(strategies, options) if options.as_json else "\n".join(_lines(strategies, question, options)))
+
+
+# --- the question
+
+
+def _question(options: PlanOptions) -> _Question:
+    for name, more in _REFUSED.items():
+        if name in options.given:
+            raise CommandError(
+                f"{options.name_of(name)} does not go with --devices, leave it out: it is searched{more}"
+            )
+    configured = _configured(options.config)
+    options = options.filled(configured)
+    if not (options.model or options.profiles):
+        raise CommandError("no costs: give --model and --device, or --profile with measured costs")
+    if options.model and options.profiles:
+        raise CommandError("--model and --profile with --devices: a profile says which model it is; give one of them")
+    if not options.global_batch:
+        raise CommandError(
+            "--global-batch is missing: give the number of sequences of a step, of all replicas together"
+        )
+    fixed = [name for name in ("stages", "tensor_parallel", "data_parallel") if name in options.given]
+    words = {name: options.given[name] for name in fixed} | {
+        "global_batch_size": options.global_batch,
+        "sequence_length": options.sequence_length or _usual_length(options),
+        "memory_limit_gb": options.memory_limit_gb,
+        "dtype": DTYPE_NAMES.get(options.dtype, options.dtype) if options.profiles else options.dtype,
+        "schedule": None if options.schedule == "auto" else options.schedule,
+    }
+    return _Question(list(options.profiles) or options.model, _cluster(options), words)
+
+
+def _configured(path: str | None) -> dict[str, Any]:
+    """Return what a search takes from a DeepSpeed JSON; the rest of it is what the search finds."""
+    if path is None:
+        return {}
+    found = from_config(path)
+    taken = {name: found[name] for name in ("dtype", "memory_limit_gb") if name in found}
+    batch = DeepSpeedJson(read_json(path, "--config")).number("train_batch_size")
+    return taken | ({} if batch is None else {"global_batch": batch})
+
+
+def _usual_length(options: PlanOptions) -> int:
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.strategy import size_of
+
+    if options.profiles:
+        return Profile.load(options.profiles[0]).key.sequence_length
+    return size_of(options.model).max_sequence_length
+
+
+def _cluster(options: PlanOptions) -> Cluster:
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.layers.measured import measured_cluster
+    from terapipe_ds.planner.strategy import Cluster
+
+    if not options.device:
+        more = ": its memory and links between nodes are not in a profile" if options.profiles else ""
+        raise CommandError(f"--device is missing: give a device card, for example h100{more}")
+    card = device_card(options.device)
+    per_node = options.devices_per_node or min(options.devices, card.devices_per_node)
+    if options.devices % per_node:
+        fitting = [count for count in range(1, options.devices + 1) if options.devices % count == 0]
+        nearest = min(fitting, key=lambda count: (abs(count - per_node), count))
+        whole = per_node * max(1, round(options.devices / per_node))
+        raise CommandError(
+            f"--devices {options.devices}: nodes of {per_node} devices do not make up that many; give a multiple of "
+            f"{per_node}, such as {whole}, or --devices-per-node {nearest}"
+        )
+    nodes = options.devices // per_node
+    rates = {"within_bytes_per_s": options.within_gb_per_s, "between_bytes_per_s": options.between_gb_per_s}
+    links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
+    if options.profiles:
+        return measured_cluster(Profile.load(options.profiles[0]), nodes, per_node, card, **links)
+    return Cluster(card, nodes, per_node, **links)
+
+
+class _Progress:
+    """A bar on stderr, redrawn when it has moved."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        share = min(done / of, 1.0) if of else 1.0
+        text = f"{'#' * round(20 * share):20} {share:4.0%} {what}  (Ctrl-C: the best so far)"
+        if text != self._shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self._shown = text
+
+    def clear(self) -> None:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# --- the answer
+
+
+def _write(best: Strategy, options: PlanOptions) -> None:
+    from terapipe_ds.files.atomic import write_text
+
+    if options.out:
+        write_text(options.out, json.dumps(best.to_deepspeed(), indent=2) + "\n")
+    if options.strategy_out:
+        write_text(options.strategy_out, best.to_json() + "\n")
+
+
+def _as_json(strategies: Sequence[Strategy], options: PlanOptions) -> str:
+    def entry(strategy: Strategy) -> dict[str, Any]:
+        return strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+
+    best = strategies[0]
+    return json.dumps(
+        {
+            "strategy": entry(best),
+            "deepspeed": best.to_deepspeed(),
+            "launch_command": _launch(best, options),
+            "placement": [[*coordinate, *place] for coordinate, place in sorted(best.placement.items())],
+            "ranking": [entry(strategy) for strategy in strategies[:_SHOWN]],
+        },
+        indent=1,
+    )
+
+
+def _lines(strategies: Sequence[Strategy], question: _Question, options: PlanOptions) -> Iterator[str]:
+    best, cluster, words = strategies[0], question.cluster, question.words
+    yield f"{question.name} in {best.dtype} on {cluster.nodes} x {cluster.devices_per_node} x {cluster.card.title}"
+    batch, length = words["global_batch_size"], words["sequence_length"]
+    source = "measured" if options.profiles else "counted"
+    yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
+    yield ""
+    yield from _best_lines(best, batch * length)
+    yield ""
+    yield from _ranking_lines(strategies[:_SHOWN])
+    yield ""
+    sizes = best.grid
+    if sizes["model"] > 1:
+        yield f"  {sizes['model']} tensor ranks: build the layers with so many, on terapipe_ds.topology_of(strategy)"
+    yield "  start:  " + _launch(best, options)
+    if options.out:
+        yield f"  config: {options.out} (set optimizer and learning rate)"
+    if options.strategy_out:
+        yield f'  or in your own JSON: "terapipe": {{"enabled": true, "strategy": {json.dumps(options.strategy_out)}}}'
+    if not (options.out or options.strategy_out):
+        yield "  --out ds.json writes the DeepSpeed JSON, --strategy-out strategy.json the file of terapipe.strategy"
+
+
+def _launch(best: Strategy, options: PlanOptions) -> str:
+    return best.launch_command("hostfile", config=os.path.basename(options.out) if options.out else "ds.json")
+
+
+def _best_lines(best: Strategy, tokens: int) -> Iterator[str]:
+    sizes, again = best.grid, best.recompute
+    chunks = f", {best.chunks_per_stage} parts per stage" if best.chunks_per_stage > 1 else ""
+    near = "the replicas of a stage" if best.axes[0] == "pipe" else "the stages of a pipeline"
+    side = f", {near} side by side" if sizes["pipe"] > 1 and sizes["data"] > 1 else ""
+    degrees = zip(("stage", "replica", "tensor rank"), sizes.values(), strict=True)
+    parts = [str(stop - start) for start, stop in itertools.pairwise(best.partition)]
+    memory = [f"{number / 1e9:.2f}" for number in best.memory_bytes]
+    below = f"; this is {best.gap:.1%} more" if best.gap > 1e-9 else ""
+    lines = {
+        "step": f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s",
+        "": f"no strategy that is searched takes less than {best.lower_bound_s:.4g} s (proven){below}",
+        "devices": " x ".join(many(size, noun) for noun, size in degrees),
+        "placement": f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}",
+        "batch": f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica",
+        "ZeRO": str(best.zero_stage),
+        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "schedule": best.schedule + chunks,
+        "slices": _slices(best) + (" tokens" if len(best.slices) > 1 else ""),
+        "layers": f"{_runs(parts)} (embedding and head count as one each)",
+        "memory": f"{_runs(memory)} GB per device, by stage",
+    }
+    yield from (f"  {name:11} {text}" for name, text in lines.items())
+
+
+def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
+    """Return the table: what each strategy takes, and what of it differs from the best."""
+    best = _choices(strategies[0])
+    rows = [("", "step", "ratio", "memory", "what differs from the best")]
+    for place, strategy in enumerate(strategies, 1):
+        changes = [f"{name} {value}" for name, value in _choices(strategy).items() if value != best[name]]
+        ratio = strategy.predicted_s / strategies[0].predicted_s
+        memory = f"{max(strategy.memory_bytes) / 1e9:.2f} GB"
+        rows.append((str(place), f"{strategy.predicted_s:.4g} s", f"{ratio:.3f}x", memory, "; ".join(changes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *numbers, changed in rows:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=False)]
+        lines.append("  " + "  ".join((*cells, changed)).rstrip())
+    return lines
+
+
+def _choices(strategy: Strategy) -> dict[str, str]:
+    """Return what is chosen, by its name, in few words; layers come last, and only count where nothing else differs."""
+    sizes, again = strategy.grid, strategy.recompute
+    return {
+        "stages": str(sizes["pipe"]),
+        "replicas": str(sizes["data"]),
+        "tensor ranks": str(sizes["model"]),
+        "axes": ", ".join(strategy.axes),
+        "micro-batches": f"{strategy.accumulation} of {strategy.micro_batch_size}",
+        "ZeRO": str(strategy.zero_stage),
+        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "schedule": strategy.schedule,
+        "parts per stage": str(strategy.chunks_per_stage),
+        "slices": _slices(strategy) if len(set(strategy.slices)) == 1 else str(len(strategy.slices)),
+    }
+
+
+def _slices(strategy: Strategy) -> str:
+    """Return how many slices of how many tokens: `8 x 512`, or `3: 768, 2 x 640`."""
+    slices = strategy.slices
+    if len(slices) == 1:
+        return "1"
+    return _runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {_runs(slices)}"
+
+
+def _runs(values: Sequence[object]) -> str:
+    """Return values with equal neighbours written once: `12, 3 x 11`."""
+    counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return rising numbers with those that follow one another written as a span: `0-3, 7`."""
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

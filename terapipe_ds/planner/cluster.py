@@ -39,6 +39,7 @@ class Cluster:
         device: the name of a device card, or a card.
         within_bytes_per_s: between devices of a node; None: the card's.
         between_bytes_per_s: between devices of different nodes; None: the card's.
+        within_latency_s, between_latency_s: of a message; None: the card's.
 
     Raises:
         PlannerError: a number that no cluster has. DeviceError: an unknown device.
@@ -50,15 +51,15 @@ class Cluster:
     _: KW_ONLY
     within_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
-    within_latency_s: float = 0.0
-    between_latency_s: float = 0.0
+    within_latency_s: float | None = None
+    between_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         for name in ("within_bytes_per_s", "between_bytes_per_s", "within_latency_s", "between_latency_s"):
             value, is_rate = getattr(self, name), name.endswith("bytes_per_s")
-            if value is None and is_rate:
+            if value is None:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (is_rate and not value):
@@ -78,13 +79,12 @@ class Cluster:
     @cached_property
     def within(self) -> LinkCard:
         """Return the link of a device to others of its node."""
-        return LinkCard(self.within_bytes_per_s or self.card.node_link.bandwidth_bytes_per_s, self.within_latency_s)
+        return _link(self.card.node_link, self.within_bytes_per_s, self.within_latency_s)
 
     @cached_property
     def between(self) -> LinkCard:
         """Return the link of a device to other nodes."""
-        rate = self.between_bytes_per_s or self.card.network_link.bandwidth_bytes_per_s
-        return LinkCard(rate, self.between_latency_s)
+        return _link(self.card.network_link, self.between_bytes_per_s, self.between_latency_s)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,12 @@ class Grid:
 
     def _nodes(self, cluster: Cluster) -> np.typing.NDArray[np.int64]:
         return self._ranks() // cluster.devices_per_node
+
+
+def _link(card: LinkCard, bytes_per_s: float | None, latency_s: float | None) -> LinkCard:
+    """Return a card's link with what was given in the place of its numbers."""
+    rate = card.bandwidth_bytes_per_s if bytes_per_s is None else bytes_per_s
+    return LinkCard(rate, card.latency_s if latency_s is None else latency_s)
 
 
 def _ring_s(num_bytes: float, ranks: int, link: LinkCard) -> float:

@@ -111,7 +111,9 @@ def test_axes_place_stages_in_nodes_or_across_them() -> None:
     fresh, scatter = Grid(2, 2, 2, PIPE_FIRST), Grid(2, 2, 2, DATA_FIRST)
     assert {place[0] for (pipe, _, _), place in fresh.placement(4).items() if pipe == 0} == {0}
     assert {place[0] for (_, data, _), place in scatter.placement(4).items() if data == 0} == {0}
-    cluster = Cluster("v100", 2, 4, within_bytes_per_s=8.0, between_bytes_per_s=1.0)
+    cluster = Cluster(
+        "v100", 2, 4, within_bytes_per_s=8.0, between_bytes_per_s=1.0, within_latency_s=0, between_latency_s=0
+    )
     assert fresh.link(0, 1, cluster).bandwidth_bytes_per_s == 1.0
     assert scatter.link(0, 1, cluster).bandwidth_bytes_per_s == 8.0
     assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0  # two ranks within a node: 2 * 1/2 * 8 / 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
@@ -38,6 +38,7 @@ def rank_strategies(
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
     schedule: str | None = None,
+    include: Sequence[Choices] = (),
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
@@ -49,6 +50,7 @@ def rank_strategies(
             of a micro-batch.
         memory_limit_gb: per device; None: what the device card says.
         stages, tensor_parallel, data_parallel, schedule: what is fixed; None: what is searched.
+        include: what is ranked too, whatever its bound: the best strategy found with each of these choices that fits.
         stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
 
     Raises:
@@ -70,6 +72,7 @@ def rank_strategies(
         Choices(**counts, schedule=_checked_schedule(schedule, layers)),
         progress,
         stop,
+        tuple(include),
     )
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")

@@ -61,6 +61,7 @@ class Search:
     choices: Choices = Choices()
     progress: Progress | None = None
     stop: Callable[[], bool] | None = None
+    include: tuple[Choices, ...] = ()
     scores: dict[Candidate, Score] = field(default_factory=dict)  # the best of each
     open_s: float = math.inf  # the least bound of a candidate that is not settled
     is_complete: bool = True
@@ -72,6 +73,8 @@ class Search:
             raise PlannerError(self._why_none())
         try:
             self._search(candidates)
+            for choices in self.include:
+                self._search_within(choices, candidates)
         except _StoppedError:
             self.is_complete = False
         except KeyboardInterrupt:
@@ -180,6 +183,16 @@ class Search:
                 self._settle(priced[candidate], schedules)
             self.open_s = min([bounds_s[c] for c in ordered if c not in set(small[: done + 1])], default=math.inf)
         self._propose([c for c in ordered if c not in set(small)], priced, bounds_s)
+
+    def _search_within(self, choices: Choices, candidates: list[Candidate]) -> None:
+        """Add the best of the candidates that have the choices, whatever their bounds."""
+        fixed = {name: value for name, value in vars(self.choices).items() if value is not None}
+        part = Search(*self._question[:-1], dataclasses.replace(choices, **fixed), stop=self.stop)
+        wanted = set(part.candidates()) & set(candidates)
+        if wanted:
+            part._search([candidate for candidate in candidates if candidate in wanted])
+        for score in part.scores.values():
+            self._keep(score)
 
     def _settle(self, priced: Priced, schedules: list[str]) -> None:
         """Replay every cut of a candidate that may be the best of all."""

@@ -32,7 +32,8 @@ from terapipe_ds.planner.cluster import Cluster, Grid
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.parts import Floats, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.planner.strategy.priced import Candidate, Priced
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
 
 FILE = Path(__file__).parent / "amp_published.json"
 FITTED = 5

@@ -23,8 +23,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.cluster import Cluster, Grid
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.strategy import Strategy, rank_strategies
-from terapipe_ds.planner.strategy.priced import Candidate, Priced
-from terapipe_ds.planner.strategy.search import Choices
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.space import Choices
 
 _NODE_BYTES_PER_S = 25e9 / 8  # a p3.16xlarge has 25 Gb/s for its eight devices (AWS, EC2 P3 instances)
 _SLICES = (1, 2, 4, 8, 16, 32)

@@ -40,7 +40,8 @@ from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.strategy import Strategy, rank_strategies
-from terapipe_ds.planner.strategy.priced import Candidate, Priced
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
 
 EXAMPLES = """  python -m studies.two_ranks
   python -m studies.two_ranks --models deep --turns 15

@@ -132,7 +132,7 @@ def test_a_config_json_has_its_own_length(capsys: pytest.CaptureFixture[str], tm
 
 def test_the_picture_has_devices_layers_and_the_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "strategy.svg"
-    words = ("--stages", "2", "--data-parallel", "2", "--picture", str(path))
+    words = ("--stages", "2", "--data-parallel", "2", "--schedule", "seq1f1b", "--picture", str(path))
     document = as_json(capsys, *SMALL, *LENGTH, *words)
     text = path.read_text()
     start, middle, stop = document["strategy"]["partition"]

@@ -5,64 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Cluster, Grid
-from terapipe_ds.planner.layers.parts import Floats, Layers, PartCosts, Setting, Span, Wire, spans_of
-from terapipe_ds.planner.memory import MemoryModel, PartMemory
+from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.layers.parts import Floats, Layers, PartCosts, Setting, Wire, spans_of
+from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
-from terapipe_ds.schedule import build
-from terapipe_ds.simulator import Replay
+from terapipe_ds.planner.strategy.rates import layer_seconds, least_of, memory_matrices, whole_of
+from terapipe_ds.schedule import SPLIT_SCHEDULES
 
 FEW = 10_000  # computations of one replay; above, fewer micro-batches stand for all of them
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Degrees, placement, micro-batches and ZeRO: all that is chosen before the layers are cut."""
-
-    grid: Grid
-    micro_batch: int
-    accumulation: int
-    zero_stage: int
-
-    @property
-    def setting(self) -> Setting:
-        return Setting(self.grid.model, self.micro_batch, self.grid.data, self.zero_stage)
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        """Return what decides between candidates that take the same time: less of everything."""
-        grid = self.grid
-        return grid.model, grid.pipe, self.zero_stage, self.micro_batch, grid.axes != ("pipe", "data", "model")
-
-
-@dataclass(frozen=True)
-class Score:
-    """A candidate with its cut, schedule and slices: what it takes, or about what it takes."""
-
-    seconds: float
-    candidate: Candidate
-    bounds: Bounds
-    recompute: tuple[bool, ...]
-    schedule: str
-    plan: SlicePlan
-    peak_bytes: tuple[int, ...]
-    is_whole: bool  # every micro-batch was replayed
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return self.seconds, self.plan.num_slices, self.candidate.rank, self.schedule, self.bounds
-
-
-@functools.lru_cache(maxsize=24)
-def replay_of(schedule: str, num_stages: int, num_micro_batches: int, num_slices: int) -> Replay:
-    """Return the replay of a schedule; candidates of the same shape share it."""
-    return Replay(build(schedule, num_stages, num_micro_batches, num_slices))
 
 
 class Priced:
@@ -96,6 +52,54 @@ class Priced:
         back = total + drains + ends[0]
         return least_maximum([np.maximum(rising, back)] * self.num_stages)
 
+    def chunked_bound_s(self, limit_bytes: float | None = None) -> float:
+        """Return what this candidate takes at least where stages hold several parts, or split their backwards.
+
+        The slowest stage takes no less than the mean of all. A stage k does its share of the work of all
+        micro-batches, and then reduces and steps for its layers. Its first part comes after at least k others, which
+        have a layer each: it waits for the first slice to come through the first k layers. With a limit, what all
+        stages hold at least may be more than all may hold. Then layers are recomputed that hold the excess, and that
+        takes no less than where a byte takes the least.
+
+        Also, of n layers that take some time or more, one stage has at least n / K, rounded up. Where so many do not
+        fit in its memory, it recomputes them.
+        """
+        work, first, _ = self._least
+        waits = np.cumsum(first)[: self.num_stages - 1].sum()
+        again_s = 0.0 if limit_bytes is None else self._least_again_s(limit_bytes)
+        mean = (self.num_micro_batches * (work.sum() + again_s) + self._least_ends.sum() + waits) / self.num_stages
+        heaviest = np.argsort(-work, kind="stable")
+        counts = -(-np.arange(1, len(work) + 1) // self.num_stages)
+        shared_s = counts * work[heaviest]
+        if limit_bytes is not None:
+            off, full = (
+                counts * np.minimum.accumulate(self._least_of_layers(again)[heaviest]) for again in (False, True)
+            )
+            again = counts * np.minimum.accumulate(self._forward_again[heaviest])
+            shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again, np.inf))
+        return float(max(mean, self.num_micro_batches * shared_s.max()))
+
+    def _least_of_layers(self, recompute: bool) -> Floats:
+        """Return less than each layer adds to what a stage holds, next to others."""
+        rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
+        each = starts, starts + 1
+        slices = rates["slice"][each]
+        received = max(0.0, slices[:2].sum() - rates["slice"][0, 2]) if len(starts) > 1 else 0.0  # once per span
+        stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[each]
+        return np.asarray(rates["lasting"][each] + np.maximum(0.0, slices - received) + stores)
+
+    def _least_again_s(self, limit_bytes: float) -> float:
+        """Return the seconds per micro-batch that all stages together recompute at least; infinite where none fits."""
+        everything = (0, self.layers.num_layers)
+        off, full = (float(self._least_peaks(again)[everything]) for again in (False, True))
+        limit = limit_bytes * self.num_stages
+        if full > limit:
+            return np.inf
+        rates, each = self._rates[False], (np.arange(everything[1]), np.arange(everything[1]) + 1)
+        kept = rates["slice"][each] + np.minimum(rates["whole"], rates["store"])[each]
+        per_byte = min((s / b for s, b in zip(self._forward_again, kept, strict=True) if b > 0), default=0.0)
+        return float(max(0.0, off - limit) * per_byte)
+
     def cut_bound_s(self, bounds: Bounds) -> float:
         """Return the same for one cut."""
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)
@@ -116,7 +120,7 @@ class Priced:
             forward, backward = self._sliced(False, 1)
             return forward + backward, forward, backward
         costs = self._costs(False)
-        least = _whole_of if self.layers.whole_is_least else _least_of
+        least = whole_of if self.layers.whole_is_least else least_of
         numbers = {key: least(cost, self.length) for key, cost in {id(cost): cost for cost in costs}.items()}
         work, first = (np.array([numbers[id(cost)][i] for cost in costs]) for i in range(2))
         return work, first, np.zeros_like(work)
@@ -171,6 +175,16 @@ class Priced:
         cuts = best_cuts(times, extras, counts - 1 / num_slices, 1 / num_slices)
         return [(value + max(self.ends_s(bounds)), bounds) for value, bounds in cuts]
 
+    def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
+        """Return cuts for several parts per stage, as equal as can be: the best first."""
+        num_parts = chunks * self.num_stages
+        if num_parts > self.layers.num_layers:
+            return []
+        work = spans_matrix(self._work(num_slices, False))
+        nothing = np.zeros_like(work)
+        cuts = best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)
+        return [bounds for _, bounds in cuts]
+
     def least_bytes(self, num_slices: int) -> float:
         """Return about the least limit that some cut fits in, with everything recomputed."""
         return least_maximum([self._peaks(k, num_slices, True) for k in range(self.num_stages)])
@@ -184,7 +198,7 @@ class Priced:
 
     def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
         setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times know no replicas
-        return _layer_seconds(self.layers, setting, recompute, self.length, num_slices)
+        return layer_seconds(self.layers, setting, recompute, self.length, num_slices)
 
     def _peaks(self, stage_id: int, num_slices: int, recompute: bool) -> Floats:
         """Return about the most bytes of a stage, for every span, under `1f1b` or `seq1f1b`."""
@@ -199,179 +213,137 @@ class Priced:
     @functools.cached_property
     def _rates(self) -> dict[bool, dict[str, Floats]]:
         return {
-            again: _memory_matrices(self.layers, self.candidate.setting, again, self.length) for again in (False, True)
+            again: memory_matrices(self.layers, self.candidate.setting, again, self.length) for again in (False, True)
         }
 
     # --- one cut, exactly
 
-    def ends_s(self, bounds: Bounds) -> list[float]:
-        """Return, per stage, the seconds of its reduction, of the tied one, and of its optimizer step."""
+    def ends_s(self, bounds: Bounds, owners: Sequence[int] | None = None) -> list[float]:
+        """Return, per stage, the seconds of its reduction, of the tied one, and of its optimizer step.
+
+        Args:
+            owners: the stage of each part; None: part k is on stage k.
+        """
+        owners = range(self.num_stages) if owners is None else owners
         setting = self.candidate.setting
         summed, moved = self.layers.end_bytes(setting)
-        seconds = []
-        for (start, stop), (fixed_s, per_byte) in zip(itertools.pairwise(bounds), self._reductions, strict=True):
-            seconds.append(fixed_s + per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable)
+        seconds = [fixed_s for fixed_s, _ in self._reductions]
+        for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
+            per_byte = self._reductions[stage_id][1]
+            seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
         tied = self.layers.tied_bytes(setting)
-        if tied and self.num_stages > 1:
-            link = self.candidate.grid.link(0, self.num_stages - 1, self.cluster)
-            tied_s = tied / link.bandwidth_bytes_per_s + 2 * link.latency_s
-            seconds[0], seconds[-1] = seconds[0] + tied_s, seconds[-1] + tied_s
+        if tied and owners[0] != owners[-1]:
+            link = self.candidate.grid.link(owners[0], owners[-1], self.cluster)
+            for stage_id in (owners[0], owners[-1]):
+                seconds[stage_id] += tied / link.bandwidth_bytes_per_s + 2 * link.latency_s
         return seconds
 
-    def parts(self, bounds: Bounds, recompute: Sequence[bool]) -> list[PartCosts]:
-        """Return the costs of the parts, with the links of the machines that they are on."""
-        grid = self.candidate.grid
+    def parts(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> list[PartCosts]:
+        """Return the costs of the parts, with the links of the machines that they are on; `recompute` is per stage."""
+        grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
         sent = self.layers.output_bytes(self.candidate.setting)
         wires: list[Wire | None] = [None]
-        for stage_id in range(1, self.num_stages):
-            wires.append(Wire(grid.link(stage_id - 1, stage_id, self.cluster), float(sent[bounds[stage_id] - 1])))
+        for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
+            wires.append(None if one == other else Wire(grid.link(one, other, self.cluster), float(sent[bound - 1])))
         wires.append(None)
         costs = {again: self._costs(again) for again in set(recompute)}
         kept: dict[Any, PartCosts] = {}
         parts = []
-        for k, (span, again) in enumerate(zip(itertools.pairwise(bounds), recompute, strict=True)):
-            layers = costs[again][slice(*span)]
-            key = tuple(map(id, layers)), wires[k + 1], wires[k]
-            parts.append(kept.setdefault(key, PartCosts(layers, wires[k + 1], wires[k])))
+        for part_id, (span, stage_id) in enumerate(zip(itertools.pairwise(bounds), owners, strict=True)):
+            layers = costs[recompute[stage_id]][slice(*span)]
+            key = tuple(map(id, layers)), wires[part_id + 1], wires[part_id]
+            parts.append(kept.setdefault(key, PartCosts(layers, wires[part_id + 1], wires[part_id])))
         return parts
 
-    def memory(self, bounds: Bounds, recompute: Sequence[bool]) -> MemoryModel:
-        """Return the memory of the parts."""
-        return MemoryModel(self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, recompute)))
+    def memory(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> MemoryModel:
+        """Return the memory of the parts; `recompute` is per stage."""
+        again = [recompute[stage_id] for stage_id in (range(self.num_stages) if owners is None else owners)]
+        return MemoryModel(self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again)))
 
     def fitting(
-        self, bounds: Bounds, schedule: str, plan: SlicePlan, limit_bytes: float
+        self, bounds: Bounds, schedule: str, plan: SlicePlan, limit_bytes: float, chunks: int = 1, whole: bool = True
     ) -> tuple[tuple[bool, ...], tuple[int, ...]] | None:
-        """Return which stages recompute, and the peaks: those that do not fit otherwise. None where one never fits."""
+        """Return which stages recompute, and the peaks: those that do not fit otherwise. None where one never fits.
+
+        `whole`: count the peaks over all micro-batches, and not over as many as nearly always have them.
+
+        Nothing is recomputed where backwards are split: what W would take then is not known.
+        """
         off = (False,) * self.num_stages
-        peaks = self._peaks_of(bounds, off, schedule, plan)
+        count = self.num_micro_batches if whole else self._enough(schedule, plan.num_slices, chunks)
+        peaks = self._peaks_of(bounds, off, schedule, plan, chunks, count)
         if max(peaks) <= limit_bytes:
             return off, peaks
+        if schedule in SPLIT_SCHEDULES:
+            return None
         some = tuple(peak > limit_bytes for peak in peaks)
-        peaks = self._peaks_of(bounds, some, schedule, plan)
+        peaks = self._peaks_of(bounds, some, schedule, plan, chunks, count)
         return (some, peaks) if max(peaks) <= limit_bytes else None
 
     def score(
-        self, bounds: Bounds, schedule: str, plan: SlicePlan, limit_bytes: float, whole: bool = True
+        self,
+        bounds: Bounds,
+        schedule: str,
+        plan: SlicePlan,
+        limit_bytes: float,
+        whole: bool = True,
+        chunks_per_stage: int = 1,
     ) -> Score | None:
-        """Return what a cut takes under a schedule, replayed; None where it does not fit in memory."""
-        fits = self.fitting(bounds, schedule, plan, limit_bytes)
+        """Return what a cut takes under a schedule, replayed; None where it does not fit in memory.
+
+        Unless `whole`, fewer micro-batches tell what many take with `1f1b` and `seq1f1b`, and what many keep.
+        """
+        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole)
         if fits is None:
             return None
         recompute, peaks = fits
-        parts, ends_s = self.parts(bounds, recompute), self.ends_s(bounds)
-        most = self.num_micro_batches
-        per_micro_batch = 2 * self.num_stages * plan.num_slices
-        few = max(2 * self.num_stages, 4, FEW // per_micro_batch)
-        is_whole = whole or few >= most
+        owners = owners_of(schedule, self.num_stages, chunks_per_stage)
+        parts, ends_s = self.parts(bounds, recompute, owners), self.ends_s(bounds, owners)
+        most, slices = self.num_micro_batches, plan.num_slices
+        # two runs that both have filled the pipeline tell what another micro-batch takes
+        few = max(2 * (-(-self.num_stages // slices) + 1), FEW // (2 * self.num_stages * slices))
+        is_replayed = whole or few >= most or schedule not in ("1f1b", "seq1f1b")
 
         def batch_s(count: int) -> float:
-            replay = replay_of(schedule, self.num_stages, count, plan.num_slices)
+            replay = replay_of(schedule, self.num_stages, count, slices, chunks_per_stage)
             done_s = replay.ends_of_stages(plan, parts)
             return max(done + end for done, end in zip(done_s, ends_s, strict=True))
 
-        if is_whole:
+        if is_replayed:
             seconds = batch_s(most)
         else:
             long_s, short_s = batch_s(few), batch_s(few // 2)
             seconds = long_s + (most - few) * (long_s - short_s) / (few - few // 2)
-        return Score(seconds, self.candidate, bounds, recompute, schedule, plan, peaks, is_whole)
+        is_whole = whole or (is_replayed and self._enough(schedule, slices, chunks_per_stage) >= most)
+        how = schedule, plan, peaks, is_whole, chunks_per_stage
+        return Score(seconds, self.candidate, bounds, recompute, *how)
 
-    def _peaks_of(self, bounds: Bounds, recompute: Sequence[bool], schedule: str, plan: SlicePlan) -> tuple[int, ...]:
-        slices, stages, most = plan.num_slices, self.num_stages, self.num_micro_batches
-        few = {"1f1b": stages + 1, "seq1f1b": -(-stages // slices) + 3}.get(schedule, most)
-        return replay_of(schedule, stages, min(few, most), slices).peak_bytes(plan, self.memory(bounds, recompute))
+    def _enough(self, schedule: str, slices: int, chunks: int) -> int:
+        """Return of how many micro-batches the peaks are nearly always those of all; of two schedules proven."""
+        stages = self.num_stages
+        units = {"1f1b": stages * slices, "zb-h1": stages * slices, "seq1f1b": stages + 2 * slices}
+        most_live = units.get(
+            schedule, (chunks + 1) * stages * (slices if schedule == "interleaved" else 1) + 3 * slices
+        )
+        return min(self.num_micro_batches, -(-most_live // slices) + 1)
 
+    def _peaks_of(
+        self,
+        bounds: Bounds,
+        recompute: Sequence[bool],
+        schedule: str,
+        plan: SlicePlan,
+        chunks: int,
+        num_micro_batches: int,
+    ) -> tuple[int, ...]:
+        memory = self.memory(bounds, recompute, owners_of(schedule, self.num_stages, chunks))
 
-@functools.lru_cache(maxsize=512)
-def _layer_seconds(
-    layers: Layers, setting: Setting, recompute: bool, length: int, num_slices: int
-) -> tuple[Floats, Floats]:
-    """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
-    costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
-    times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
-    forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
-    return forward, backward
+        def peaks(count: int) -> tuple[int, ...]:
+            return replay_of(schedule, self.num_stages, count, plan.num_slices, chunks).peak_bytes(plan, memory)
 
-
-def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
-    if getattr(cost, "vectorized", False):
-        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        return float(np.sum(cost.forward_s(tokens, prefixes))), float(np.sum(cost.backward_s(tokens, prefixes)))
-    spans = list(zip(plan.lengths, plan.starts, strict=True))
-    return sum(cost.forward_s(*span) for span in spans), sum(cost.backward_s(*span) for span in spans)
-
-
-def _whole_of(cost: Any, length: int) -> tuple[float, float]:
-    """Return the work of a whole sequence, and the least forward of a first slice."""
-    return float(cost.forward_s(length, 0) + cost.backward_s(length, 0)), float(cost.forward_s(1, 0))
-
-
-def _least_of(cost: Any, length: int) -> tuple[float, float]:
-    """Return the least work of any slices that can be cut, by a program over their ends, and of a first forward."""
-    edges = [*range(0, length, granule_of(length)), length]
-    seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
-    least = {0: 0.0}
-    for stop in edges[1:]:
-        least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
-    return least[length], min(seconds[0, stop][0] for stop in edges[1:])
-
-
-def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
-    tokens, prefix = span[1] - span[0], span[0]
-    return float(cost.forward_s(tokens, prefix)), float(cost.backward_s(tokens, prefix))
-
-
-def granule_of(length: int) -> int:
-    """Return the tokens at whose multiples sequences are cut: 64, or more where that is more than 64 granules."""
-    return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
-
-
-@functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
-def _memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
-    """Return the shares of a part's memory for every span, as sums over layers that are parts of their own.
-
-    What each such part has as a part (its received input) is counted once per span.
-    """
-    count = layers.num_layers
-    singles = layers.memory_of_spans(setting, [Span(i, i + 1, recompute) for i in range(count)])
-    matrices = {}
-    for name, field, per_token in (
-        ("static", "static_bytes", 1),
-        ("gradient", "gradient_bytes", 1),
-        ("slice", "slice_bytes_per_token", length),
-        ("store", "store_bytes_per_token", length),
-        ("store_grad", "store_grad_bytes_per_token", length),
-    ):
-        matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
-    matrices["lasting"] = matrices["static"]
-    matrices["static"] = matrices["static"] + matrices.pop("gradient")
-    if count > 3:
-        pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]
-        joined = layers.memory_of_spans(setting, pair)[1].slice_bytes_per_token
-        base = singles[1].slice_bytes_per_token + singles[2].slice_bytes_per_token - joined
-        sizes = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
-        matrices["slice"] = matrices["slice"] - base * length * np.maximum(sizes - 1, 0)
-    matrices["whole"] = _whole(singles, matrices, recompute, length)
-    matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
-    matrices["working"] += _largest([part.working_bytes_per_prefix_token * length for part in singles])
-    matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
-    return matrices
-
-
-def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: bool, length: int) -> Floats:
-    """Return what a micro-batch in one slice keeps of keys and values; recomputed, that of one layer."""
-    rates = [part.whole_bytes_per_token for part in singles]
-    if None in rates:
-        return matrices["store"] + matrices["store_grad"]
-    numbers = np.array(rates, float) * length
-    return _largest(numbers.tolist()) if recompute else spans_matrix(numbers)
-
-
-def _largest(values: Sequence[float]) -> Floats:
-    """Return the largest value of every span."""
-    count = len(values)
-    matrix = np.full((count + 1, count + 1), np.inf)
-    for start in range(count):
-        matrix[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:]))
-    return matrix
+        if schedule in ("gpipe", "terapipe") and self.num_micro_batches > 4:  # each micro-batch adds as much
+            more = self.num_micro_batches - 3
+            return tuple(three + more * (three - two) for three, two in zip(peaks(3), peaks(2), strict=True))
+        if schedule in ("1f1b", "seq1f1b"):
+            num_micro_batches = min(num_micro_batches, self._enough(schedule, plan.num_slices, chunks))
+        return peaks(num_micro_batches)

@@ -16,9 +16,12 @@ from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.layers.parts import Layers
-from terapipe_ds.planner.strategy.priced import Score
-from terapipe_ds.planner.strategy.search import Choices, Progress, Search, check_limit
+from terapipe_ds.planner.strategy.candidate import Score
+from terapipe_ds.planner.strategy.search import Progress, Search
+from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
+from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.planner.strategy.strategy import Strategy
+from terapipe_ds.schedule import ScheduleError, placement_for
 
 
 def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
@@ -38,6 +41,7 @@ def rank_strategies(
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
     schedule: str | None = None,
+    chunks_per_stage: int | None = None,
     include: Sequence[Choices] = (),
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
@@ -49,7 +53,7 @@ def rank_strategies(
             what was measured: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows
             of a micro-batch.
         memory_limit_gb: per device; None: what the device card says.
-        stages, tensor_parallel, data_parallel, schedule: what is fixed; None: what is searched.
+        stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: what is fixed; None: what is searched.
         include: what is ranked too, whatever its bound: the best strategy found with each of these choices that fits.
         stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
 
@@ -60,26 +64,25 @@ def rank_strategies(
     if not isinstance(cluster, Cluster):
         raise PlannerError(f"cluster = {show_value(cluster)}: give a Cluster(device, nodes, devices_per_node)")
     length = check_count("sequence_length", sequence_length)
-    layers = _layers_of(model, cluster, length, dtype)
+    layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
+    fixed["chunks_per_stage"] = chunks_per_stage
     counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
-    search = Search(
+    space = Space(
         layers,
         cluster,
         check_count("global_batch_size", global_batch_size),
         length,
         check_limit(memory_limit_gb, cluster),
-        Choices(**counts, schedule=_checked_schedule(schedule, layers)),
-        progress,
-        stop,
-        tuple(include),
+        Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
     )
+    search = Search(space, progress, stop, tuple(include))
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
 
 
-def _layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
+def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
     if isinstance(model, LayerChain):
         return model.of_length(sequence_length)
     if (profiles := _profiles_of(model)) is not None:
@@ -118,10 +121,20 @@ def _profiles_of(model: Any) -> list[Profile] | None:
         raise PlannerError(f"model = {show_value(model)}: {error}; give profiles, or paths to them") from None
 
 
-def _checked_schedule(schedule: str | None, layers: Layers) -> str | None:
-    known = ("1f1b", "gpipe", "seq1f1b", "terapipe") if layers.is_sliceable else ("1f1b", "gpipe")
+def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) -> str | None:
+    """Return the schedule. Raise PlannerError where strategies do not have it, or not with so many parts per stage."""
+    known = NAMES if layers.is_sliceable else NAMES_UNSLICED
     if schedule is not None and schedule not in known:
         raise PlannerError(f"schedule = {show_value(schedule)}: strategies have {', '.join(known)}; give one of them")
+    if not layers.is_sliceable and chunks not in (None, 1):
+        raise PlannerError(
+            f"chunks_per_stage = {chunks}: layers without costs of slices have one part per stage; give 1"
+        )
+    if schedule is not None and chunks is not None:
+        try:
+            placement_for(schedule, 2, chunks)
+        except ScheduleError as error:
+            raise PlannerError(error.reason) from None
     return schedule
 
 
@@ -131,15 +144,16 @@ def _strategy(score: Score, search: Search, name: str) -> Strategy:
     return Strategy(
         axes=list(candidate.grid.axes),
         dims=list(candidate.grid.dims),
-        devices_per_node=search.cluster.devices_per_node,
+        devices_per_node=search.space.cluster.devices_per_node,
         partition=list(score.bounds),
         schedule=score.schedule,
+        chunks_per_stage=score.chunks_per_stage,
         slices=list(score.plan.lengths),
         micro_batch_size=candidate.micro_batch,
         accumulation=candidate.accumulation,
         recompute="full" if all(again) else stages if stages else "off",
         zero_stage=candidate.zero_stage,
-        dtype=search.layers.dtype,
+        dtype=search.space.layers.dtype,
         predicted_s=score.seconds,
         lower_bound_s=min(search.lower_bound_s, score.seconds),
         memory_bytes=list(score.peak_bytes),

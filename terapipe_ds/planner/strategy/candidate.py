@@ -1,0 +1,68 @@
+"""One candidate of the search, what it scores, and the replays that candidates share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.cluster import Grid
+from terapipe_ds.planner.layers.parts import Setting
+from terapipe_ds.planner.strategy.cuts import Bounds
+from terapipe_ds.schedule import build, placement_for
+from terapipe_ds.simulator import Replay
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Degrees, placement, micro-batches and ZeRO: all that is chosen before the layers are cut."""
+
+    grid: Grid
+    micro_batch: int
+    accumulation: int
+    zero_stage: int
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.grid.model, self.micro_batch, self.grid.data, self.zero_stage)
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Return what decides between candidates that take the same time: less of everything."""
+        grid = self.grid
+        return grid.model, grid.pipe, self.zero_stage, self.micro_batch, grid.axes != ("pipe", "data", "model")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A candidate with its cut, schedule and slices: what it takes, or about what it takes."""
+
+    seconds: float
+    candidate: Candidate
+    bounds: Bounds
+    recompute: tuple[bool, ...]
+    schedule: str
+    plan: SlicePlan
+    peak_bytes: tuple[int, ...]
+    is_whole: bool  # every micro-batch was replayed
+    chunks_per_stage: int = 1
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        shape = self.chunks_per_stage, self.schedule
+        return self.seconds, self.plan.num_slices, self.candidate.rank, shape, self.bounds
+
+
+@functools.lru_cache(maxsize=24)
+def replay_of(schedule: str, num_stages: int, num_micro_batches: int, num_slices: int, chunks: int = 1) -> Replay:
+    """Return the replay of a schedule; candidates of the same shape share it."""
+    return Replay(build(schedule, num_stages, num_micro_batches, num_slices, chunks_per_stage=chunks))
+
+
+@functools.lru_cache(maxsize=64)
+def owners_of(schedule: str, num_stages: int, chunks: int = 1) -> tuple[int, ...]:
+    """Return the stage of each part. Schedules with two places per part are not for strategies."""
+    places = placement_for(schedule, num_stages, chunks)
+    stages = {part: stage for (stage, _), part in places.items()}
+    return tuple(stages[part] for part in range(len(places)))

@@ -1,0 +1,109 @@
+"""What candidates share: the seconds of layers in slices, and the memory of every span of layers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.strategy.cuts import spans_matrix
+
+
+@functools.lru_cache(maxsize=512)
+def layer_seconds(
+    layers: Layers, setting: Setting, recompute: bool, length: int, num_slices: int
+) -> tuple[Floats, Floats]:
+    """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
+    costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
+    times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
+    forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
+    return forward, backward
+
+
+def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
+    if getattr(cost, "vectorized", False):
+        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
+        return float(np.sum(cost.forward_s(tokens, prefixes))), float(np.sum(cost.backward_s(tokens, prefixes)))
+    spans = list(zip(plan.lengths, plan.starts, strict=True))
+    return sum(cost.forward_s(*span) for span in spans), sum(cost.backward_s(*span) for span in spans)
+
+
+def whole_of(cost: Any, length: int) -> tuple[float, float]:
+    """Return the work of a whole sequence, and the least forward of a first slice."""
+    return float(cost.forward_s(length, 0) + cost.backward_s(length, 0)), float(cost.forward_s(1, 0))
+
+
+def least_of(cost: Any, length: int) -> tuple[float, float]:
+    """Return the least work of any slices that can be cut, by a program over their ends, and of a first forward."""
+    edges = [*range(0, length, granule_of(length)), length]
+    seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
+    least = {0: 0.0}
+    for stop in edges[1:]:
+        least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
+    return least[length], min(seconds[0, stop][0] for stop in edges[1:])
+
+
+def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
+    tokens, prefix = span[1] - span[0], span[0]
+    return float(cost.forward_s(tokens, prefix)), float(cost.backward_s(tokens, prefix))
+
+
+def granule_of(length: int) -> int:
+    """Return the tokens at whose multiples sequences are cut: 64, or more where that is more than 64 granules."""
+    return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
+
+
+@functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
+def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
+    """Return the shares of a part's memory for every span, as sums over layers that are parts of their own.
+
+    What each such part has as a part (its received input) is counted once per span.
+    """
+    count = layers.num_layers
+    singles = layers.memory_of_spans(setting, [Span(i, i + 1, recompute) for i in range(count)])
+    matrices = {}
+    for name, field, per_token in (
+        ("static", "static_bytes", 1),
+        ("gradient", "gradient_bytes", 1),
+        ("slice", "slice_bytes_per_token", length),
+        ("store", "store_bytes_per_token", length),
+        ("store_grad", "store_grad_bytes_per_token", length),
+    ):
+        matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
+    matrices["lasting"] = matrices["static"]
+    matrices["static"] = matrices["static"] + matrices.pop("gradient")
+    if count > 3:
+        pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]
+        joined = layers.memory_of_spans(setting, pair)[1].slice_bytes_per_token
+        base = singles[1].slice_bytes_per_token + singles[2].slice_bytes_per_token - joined
+        sizes = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
+        matrices["slice"] = matrices["slice"] - base * length * np.maximum(sizes - 1, 0)
+    matrices["whole"] = _whole(singles, matrices, recompute, length)
+    matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
+    matrices["working"] += _largest([part.working_bytes_per_prefix_token * length for part in singles])
+    matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
+    return matrices
+
+
+def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: bool, length: int) -> Floats:
+    """Return what a micro-batch in one slice keeps of keys and values; recomputed, that of one layer."""
+    rates = [part.whole_bytes_per_token for part in singles]
+    if None in rates:
+        return matrices["store"] + matrices["store_grad"]
+    numbers = np.array(rates, float) * length
+    return _largest(numbers.tolist()) if recompute else spans_matrix(numbers)
+
+
+def _largest(values: Sequence[float]) -> Floats:
+    """Return the largest value of every span."""
+    count = len(values)
+    matrix = np.full((count + 1, count + 1), np.inf)
+    for start in range(count):
+        matrix[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:]))
+    return matrix

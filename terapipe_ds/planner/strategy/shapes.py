@@ -1,0 +1,64 @@
+"""Which schedules a search tries, with how many parts per stage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from terapipe_ds.schedule import SPLIT_SCHEDULES
+
+
+class Shape(NamedTuple):
+    """A schedule and the parts that each stage holds."""
+
+    schedule: str
+    chunks: int = 1
+
+
+UNSLICED = (Shape("1f1b"), Shape("gpipe"))
+SLICED = (Shape("seq1f1b"), Shape("terapipe"))
+"""What every proposal is replayed with: little memory first, then all forwards before all backwards."""
+
+_MORE_UNSLICED = (Shape("zb-h1"), Shape("interleaved", 2), Shape("zbv", 2), Shape("interleaved", 4))
+_MORE_SLICED = (
+    *(Shape("seq1f1b-zb"), Shape("seq1f1b-interleaved", 2), Shape("zbv", 2)),
+    Shape("seq1f1b-interleaved", 4),
+)
+_MOST = 60_000  # computations of a batch; with more there are so many units that the pipeline hardly waits
+_MOST_LISTED = 12_000  # of a schedule whose order is searched unit by unit
+
+NAMES_UNSLICED = ("1f1b", "gpipe")
+NAMES = tuple(dict.fromkeys(s.schedule for s in (*UNSLICED, *SLICED, *_MORE_UNSLICED, *_MORE_SLICED)))
+
+
+def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
+    """Return what a proposal of so many slices is replayed with, given what is fixed."""
+    if schedule is None and chunks in (None, 1):
+        return UNSLICED if num_slices == 1 else SLICED
+    if schedule is not None:
+        usual = 2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1
+        return (Shape(schedule, chunks or usual),)
+    return (Shape("interleaved" if num_slices == 1 else "seq1f1b-interleaved", chunks or 1),)
+
+
+def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
+    """Return what the best proposals are replayed with as well."""
+    more = _MORE_UNSLICED if num_slices == 1 else _MORE_SLICED
+    if schedule is not None:
+        return ()
+    return tuple(shape for shape in more if chunks in (None, shape.chunks))
+
+
+def is_short(shape: Shape, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
+    """Return whether a whole batch is replayed in little time."""
+    computations = 2 * num_stages * shape.chunks * num_micro_batches * num_slices
+    return computations <= (_MOST_LISTED if shape.schedule == "zbv" else _MOST)
+
+
+def is_extrapolated(shape: Shape) -> bool:
+    """Return whether few micro-batches tell what many take and keep: only then are long batches replayed so."""
+    return shape in (Shape("1f1b"), Shape("seq1f1b"))
+
+
+def has_own_bound(shape: Shape) -> bool:
+    """Return whether the bound of stages with one run of layers and whole backwards holds."""
+    return shape.chunks == 1 and shape.schedule not in SPLIT_SCHEDULES

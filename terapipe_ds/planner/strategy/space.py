@@ -1,0 +1,134 @@
+"""What is searched: the candidates of a question, and why there is none, with the nearest question that has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.messages import show_value
+from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.parts import Layers
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
+
+_AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is already chosen; None is searched."""
+
+    stages: int | None = None
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    schedule: str | None = None
+    chunks_per_stage: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """A question: a model on a cluster, the batch, the memory of a device, and what is already chosen."""
+
+    layers: Layers
+    cluster: Cluster
+    global_batch_size: int
+    sequence_length: int
+    limit_bytes: float
+    choices: Choices = Choices()
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield every candidate: degrees that multiply to the devices, micro-batches that make up the global batch."""
+        devices, choices = self.cluster.num_devices, self.choices
+        for tensor in _divisors(self.cluster.devices_per_node):
+            if tensor != (choices.tensor_parallel or tensor) or self.layers.refuse_tensor(tensor) is not None:
+                continue
+            for pipe in _divisors(devices // tensor):
+                data = devices // tensor // pipe
+                is_wanted = pipe == (choices.stages or pipe) and data == (choices.data_parallel or data)
+                parts = pipe * (self.choices.chunks_per_stage or 1)
+                if not is_wanted or parts > self.layers.num_layers or self.global_batch_size % data:
+                    continue
+                axes = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
+                own_batch = self.global_batch_size // data
+                sizes = [rows for rows in _divisors(own_batch) if self.layers.refuse_micro_batch(tensor, rows) is None]
+                for micro_batch, zero, order in itertools.product(sizes, self._zeros(data), axes):
+                    grid = Grid(pipe, data, tensor, order)
+                    yield Candidate(grid, micro_batch, own_batch // micro_batch, zero)
+
+    def _zeros(self, data: int) -> tuple[int, ...]:
+        """Return the ZeRO stages that differ: DeepSpeed divides the states of bfloat16 whatever the stage."""
+        if data == 1:
+            return (0,)
+        return (1,) if self.layers.dtype == "bfloat16" else (0, 1)
+
+    def why_none(self) -> str:
+        """Say why there is no candidate, with the nearest question that has one."""
+        cluster, batch = self.cluster, self.global_batch_size
+        asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {batch}"
+        tensor = self.choices.tensor_parallel
+        if tensor is not None and (why := self.layers.refuse_tensor(tensor)) is not None:
+            fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
+            nearest = min(fits, key=lambda degree: abs(degree - tensor), default=1)
+            return f"{asked}: {why}. The nearest that works here is tensor_parallel = {nearest}"
+        if tensor is not None and cluster.devices_per_node % tensor:
+            fits = _divisors(cluster.devices_per_node)
+            nearest = min(fits, key=lambda degree: abs(degree - tensor))
+            return (
+                f"{asked}: tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a "
+                f"node; the nearest that does is {nearest}"
+            )
+        for distance in range(1, 4097):
+            for other in (batch - distance, batch + distance):
+                if (
+                    other >= 1
+                    and next(dataclasses.replace(self, global_batch_size=other).candidates(), None) is not None
+                ):
+                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or (
+                        f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
+                    )
+                    return f"{asked}: {why}; the nearest that works is global_batch_size = {other}"
+        for name, value in vars(self.choices).items():
+            if value is not None and name in _AXES:
+                free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, **{name: None}))
+                others = {getattr(candidate.grid, _AXES[name]) for candidate in free.candidates()}
+                if others:
+                    nearest = min(others, key=lambda other: (abs(other - value), other))
+                    return f"{asked}: no strategy has {name} = {value}; the nearest that works is {nearest}"
+        fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
+        return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
+
+    def memory_error(self, candidates: list[Candidate], most_slices: int) -> MemoryLimitError:
+        """Return the error where nothing fits: the least need, and what has it."""
+        needs = []
+        for candidate in candidates:
+            priced = Priced(self.layers, self.cluster, self.sequence_length, candidate)
+            counts = [1] if not self.layers.is_sliceable else [1, most_slices]
+            needs.append((min(priced.least_bytes(count) for count in counts), candidate.rank, candidate))
+        need, _, candidate = min(needs, key=lambda entry: entry[:2])
+        grid = candidate.grid
+        return MemoryLimitError(
+            f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is about "
+            f"{need / 1e9:.4g} GB, with {grid.pipe} stages, {grid.data} replicas, {grid.model} tensor ranks, ZeRO "
+            f"{candidate.zero_stage}, micro-batches of {candidate.micro_batch} and all recomputed; give "
+            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or more devices",
+            math.ceil(need),
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:
+    """Return the bytes that a device may hold. Raises PlannerError for what is no number > 0."""
+    if memory_limit_gb is None:
+        return float(cluster.card.memory_bytes)
+    is_number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)
+    if not (is_number and math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
+        raise PlannerError(f"memory_limit_gb = {show_value(memory_limit_gb)}: give a number > 0")
+    return 1e9 * float(memory_limit_gb)

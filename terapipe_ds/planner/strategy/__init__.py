@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
+from terapipe_ds.planner.strategy.included import Included
 from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, size_of
 from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.planner.strategy.timeline import simulate_strategy
 
-__all__ = ["Cluster", "LayerChain", "Strategy", "plan_strategy", "rank_strategies", "simulate_strategy", "size_of"]
+__all__ = ["Cluster", "Included", "LayerChain", "Strategy", "plan_strategy", "rank_strategies", "simulate_strategy", "size_of"]

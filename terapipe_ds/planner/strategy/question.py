@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
@@ -16,6 +16,7 @@ from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.layers.parts import Layers
+from terapipe_ds.planner.strategy.included import Included, ranked_with
 from terapipe_ds.planner.strategy.priced import Score
 from terapipe_ds.planner.strategy.search import Choices, Progress, Search, check_limit
 from terapipe_ds.planner.strategy.strategy import Strategy
@@ -38,6 +39,7 @@ def rank_strategies(
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
     schedule: str | None = None,
+    include: Sequence[Included] = (),
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
@@ -49,6 +51,7 @@ def rank_strategies(
             of a micro-batch.
         memory_limit_gb: per device; None: what the device card says.
         stages, tensor_parallel, data_parallel, schedule: what is fixed; None: what is searched.
+        include: settings that are replayed and ranked whatever the bounds say, beside what is searched.
         stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
 
     Raises:
@@ -71,7 +74,7 @@ def rank_strategies(
         progress,
         stop,
     )
-    scores = search.run()
+    scores = ranked_with(search, search.run(), include)
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
 

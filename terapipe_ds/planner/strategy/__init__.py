@@ -24,4 +24,13 @@ from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies
 from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.planner.strategy.timeline import simulate_strategy
 
-__all__ = ["Cluster", "Included", "LayerChain", "Strategy", "plan_strategy", "rank_strategies", "simulate_strategy", "size_of"]
+__all__ = [
+    "Cluster",
+    "Included",
+    "LayerChain",
+    "Strategy",
+    "plan_strategy",
+    "rank_strategies",
+    "simulate_strategy",
+    "size_of",
+]

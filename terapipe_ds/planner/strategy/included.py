@@ -40,10 +40,17 @@ def ranked_with(search: Search, scores: Sequence[Score], include: Sequence[Inclu
     Raises:
         PlannerError: a setting that the search has no candidate for, or that does not fit in memory.
     """
-    found = dict.fromkeys(scores)  # the search may have found the same
+    ranked = list(scores)
     for setting in include:
-        found[_best(search, setting)] = None
-    return sorted(found, key=lambda score: score.rank)
+        best = _best(search, setting)
+        if all(_what_runs(score) != _what_runs(best) or score.seconds > best.seconds for score in ranked):
+            ranked.append(best)
+            search.open_s = min(search.open_s, best.seconds)  # what is ranked is no less than the bound of all
+    return sorted(ranked, key=lambda score: score.rank)
+
+
+def _what_runs(score: Score) -> tuple[object, ...]:
+    return score.candidate, score.schedule, score.plan
 
 
 def _best(search: Search, setting: Included) -> Score:

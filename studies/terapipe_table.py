@@ -1,0 +1,172 @@
+"""TeraPipe's ten settings beside the strategies that the planner finds: `python -m studies.terapipe_table`.
+
+Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988) chose stages, tensor ranks and replicas by hand for each model,
+number of V100 and batch. Each of these ten settings is ranked among the strategies of its question, all under this
+package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s between them (p3.16xlarge), an eighth for each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from studies.options import study_parser
+from studies.paper import FILE, parse_scheme
+from terapipe_ds.planner.strategy import Cluster, Included, Strategy, rank_strategies
+
+DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
+NODE_BYTES_PER_S = 25e9 / 8
+UNKNOWN = (1, 2, 4, 8, 16, 32)  # equal slices that are tried where the published ones are not known
+KNOWN = {2: (1,), 3: (1,), 10: (16,)}
+"""Setting -> slices that are known from elsewhere: only the batch is sliced, or, of (10), in the authors' code."""
+
+
+@dataclass(frozen=True)
+class PublishedSetting:
+    """A row of the paper's table 1, with the seconds that were measured in slices; None: not published as a number."""
+
+    setting: int
+    model: str
+    devices: int
+    global_batch: int
+    sequence_length: int
+    stages: int
+    tensor: int
+    data: int
+    slices: tuple[int | tuple[int, ...], ...]  # several where they are not known
+    measured_s: float | None
+
+    @property
+    def question(self) -> tuple[str, int, int, int]:
+        """Return what the search is asked: settings with the same one share it."""
+        return self.model, self.devices, self.global_batch, self.sequence_length
+
+    @property
+    def included(self) -> list[Included]:
+        """Return what is ranked: micro-batches of one sequence, as the authors' code has them."""
+        return [Included(self.stages, self.tensor, self.data, 1, slices) for slices in self.slices]
+
+
+def published_settings() -> list[PublishedSetting]:
+    """Return the ten settings of `published.json`."""
+    document = json.loads(FILE.read_text(encoding="utf-8"))
+    results = {row["setting"]: row for row in document["main_results"]}
+    return [_setting(row, results[row["setting"]]) for row in document["table1_settings"]]
+
+
+def _setting(row: dict[str, Any], result: dict[str, Any]) -> PublishedSetting:
+    known: tuple[int | tuple[int, ...], ...] = KNOWN.get(row["setting"], UNKNOWN)
+    if result["scheme_w"] is not None:
+        known = (parse_scheme(result["scheme_w"])[0].lengths,)
+    return PublishedSetting(
+        row["setting"],
+        row["model"].lower(),
+        row["n_gpus"],
+        row["global_batch"],
+        row["seq_len"],
+        row["pipe"],
+        row["op"],
+        row["data"],
+        known,
+        result["latency_w_s"],
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting beside the best strategy of its question. `rank`: that of the setting, from 1 on, of `ranked`."""
+
+    setting: PublishedSetting
+    published: Strategy
+    found: Strategy
+    rank: int
+    ranked: int
+
+    @property
+    def ratio(self) -> float:
+        """Return the time of the published setting over that of the strategy found."""
+        return self.published.predicted_s / self.found.predicted_s
+
+
+def compare(
+    settings: Iterable[PublishedSetting], progress: Callable[[str, int, int], None] | None = None
+) -> Iterator[Row]:
+    """Yield the settings in the order of their questions, each of which is searched once."""
+    for question, group in groupby(sorted(settings, key=attrgetter("question")), key=attrgetter("question")):
+        model, devices, batch, length = question
+        asked = list(group)
+        rate = NODE_BYTES_PER_S / DEVICES_PER_NODE
+        cluster = Cluster(DEVICE, devices // DEVICES_PER_NODE, DEVICES_PER_NODE, between_bytes_per_s=rate)
+        ranked = rank_strategies(
+            model,
+            cluster,
+            global_batch_size=batch,
+            sequence_length=length,
+            include=[one for setting in asked for one in setting.included],
+            progress=progress,
+        )
+        for setting in asked:
+            rank = next(rank for rank, strategy in enumerate(ranked) if _is_of(strategy, setting))
+            yield Row(setting, ranked[rank], ranked[0], rank + 1, len(ranked))
+
+
+def _is_of(strategy: Strategy, setting: PublishedSetting) -> bool:
+    degrees = {"pipe": setting.stages, "data": setting.data, "model": setting.tensor}
+    plans = [one.plan(setting.sequence_length).lengths for one in setting.included]
+    return strategy.grid == degrees and strategy.micro_batch_size == 1 and tuple(strategy.slices) in plans
+
+
+def shape(strategy: Strategy) -> str:
+    """Return stages x replicas x tensor ranks, the rows of a micro-batch, and the slices."""
+    count = len(strategy.slices)
+    equal = "" if count == 1 or max(strategy.slices) - min(strategy.slices) <= 1 else ", planned"
+    degrees = " x ".join(str(strategy.grid[axis]) for axis in ("pipe", "data", "model"))
+    return f"{degrees}, {strategy.micro_batch_size} row{'s' * (strategy.micro_batch_size > 1)}, {count} sl.{equal}"
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return a line per setting."""
+    lines = [
+        "| | model, V100, batch | published: PP x DP x TP | s | found | s | ratio | rank | paper's s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.setting.setting):
+        given = row.setting
+        asked = f"{given.model}, {given.devices}, {given.global_batch}"
+        times = f"{shape(row.published)} | {row.published.predicted_s:.3f} | {shape(row.found)}"
+        ends = f"{row.found.predicted_s:.3f} | {row.ratio:.2f} | {row.rank} of {row.ranked}"
+        paper = "" if given.measured_s is None else f"{given.measured_s:.3f}"
+        lines.append(f"| ({given.setting}) | {asked} | {times} | {ends} | {paper} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = study_parser("terapipe_table", __doc__)
+    parser.add_argument(
+        "--setting", type=int, choices=range(1, 11), action="append", help="again for more; default: all"
+    )
+    options = parser.parse_args(arguments)
+    chosen = [one for one in published_settings() if one.setting in (options.setting or range(1, 11))]
+    rows = []
+    for row in compare(chosen):
+        print(f"setting {row.setting.setting}", file=sys.stderr, flush=True)
+        rows.append(row)
+    if options.json:
+        print(json.dumps({"rows": [_as_json(row) for row in rows]}, indent=1))
+        return
+    print(table(rows))
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    strategies = {"published": row.published.model_dump(mode="json"), "found": row.found.model_dump(mode="json")}
+    return {"setting": asdict(row.setting), **strategies, "rank": row.rank, "ranked": row.ranked, "ratio": row.ratio}
+
+
+if __name__ == "__main__":
+    main()

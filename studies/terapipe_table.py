@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -93,22 +93,23 @@ class Row:
         return self.published.predicted_s / self.found.predicted_s
 
 
-def compare(
-    settings: Iterable[PublishedSetting], progress: Callable[[str, int, int], None] | None = None
-) -> Iterator[Row]:
-    """Yield the settings in the order of their questions, each of which is searched once."""
+def compare(settings: Iterable[PublishedSetting], shared_by: int = DEVICES_PER_NODE) -> Iterator[Row]:
+    """Yield the settings in the order of their questions, each of which is searched once.
+
+    A device has the rate of its node divided by `shared_by`.
+    """
     for question, group in groupby(sorted(settings, key=attrgetter("question")), key=attrgetter("question")):
         model, devices, batch, length = question
         asked = list(group)
-        rate = NODE_BYTES_PER_S / DEVICES_PER_NODE
-        cluster = Cluster(DEVICE, devices // DEVICES_PER_NODE, DEVICES_PER_NODE, between_bytes_per_s=rate)
+        cluster = Cluster(
+            DEVICE, devices // DEVICES_PER_NODE, DEVICES_PER_NODE, between_bytes_per_s=NODE_BYTES_PER_S / shared_by
+        )
         ranked = rank_strategies(
             model,
             cluster,
             global_batch_size=batch,
             sequence_length=length,
             include=[one for setting in asked for one in setting.included],
-            progress=progress,
         )
         for setting in asked:
             rank = next(rank for rank, strategy in enumerate(ranked) if _is_of(strategy, setting))
@@ -151,10 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--setting", type=int, choices=range(1, 11), action="append", help="again for more; default: all"
     )
+    parser.add_argument(
+        "--shared-by", type=int, default=DEVICES_PER_NODE, metavar="N", help="devices that send at once (default: 8)"
+    )
     options = parser.parse_args(arguments)
     chosen = [one for one in published_settings() if one.setting in (options.setting or range(1, 11))]
     rows = []
-    for row in compare(chosen):
+    for row in compare(chosen, options.shared_by):
         print(f"setting {row.setting.setting}", file=sys.stderr, flush=True)
         rows.append(row)
     if options.json:

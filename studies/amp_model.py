@@ -105,9 +105,9 @@ def amp_cluster(constants: Constants) -> Cluster:
         bandwidth_efficiency=0.75,
         devices_per_node=count,
         node_link=LinkCard(rate, 1e-5 / constants.network),
-        network_link=LinkCard(rate / count, 2e-5 / constants.network),
+        network_link=LinkCard(rate, 2e-5 / constants.network),
     )
-    return Cluster(card, facts["nodes"], count)
+    return Cluster(card, facts["nodes"], count, node_bytes_per_s=rate)
 
 
 def amp_size() -> ModelSize:

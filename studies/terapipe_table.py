@@ -2,7 +2,7 @@
 
 Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988) chose stages, tensor ranks and replicas by hand for each model,
 number of V100 and batch. Each of these ten settings is ranked among the strategies of its question, all under this
-package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s between them (p3.16xlarge), an eighth for each.
+package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s for a node's devices together (p3.16xlarge).
 """
 
 from __future__ import annotations
@@ -93,16 +93,20 @@ class Row:
         return self.published.predicted_s / self.found.predicted_s
 
 
-def compare(settings: Iterable[PublishedSetting], shared_by: int = DEVICES_PER_NODE) -> Iterator[Row]:
+def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Iterator[Row]:
     """Yield the settings in the order of their questions, each of which is searched once.
 
-    A device has the rate of its node divided by `shared_by`.
+    `is_shared`: the devices of a node share its link; otherwise each has the whole rate.
     """
     for question, group in groupby(sorted(settings, key=attrgetter("question")), key=attrgetter("question")):
         model, devices, batch, length = question
         asked = list(group)
         cluster = Cluster(
-            DEVICE, devices // DEVICES_PER_NODE, DEVICES_PER_NODE, between_bytes_per_s=NODE_BYTES_PER_S / shared_by
+            DEVICE,
+            devices // DEVICES_PER_NODE,
+            DEVICES_PER_NODE,
+            between_bytes_per_s=NODE_BYTES_PER_S,
+            node_bytes_per_s=NODE_BYTES_PER_S if is_shared else None,
         )
         ranked = rank_strategies(
             model,
@@ -152,13 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--setting", type=int, choices=range(1, 11), action="append", help="again for more; default: all"
     )
-    parser.add_argument(
-        "--shared-by", type=int, default=DEVICES_PER_NODE, metavar="N", help="devices that send at once (default: 8)"
-    )
+    parser.add_argument("--unshared", action="store_true", help="each device has the whole rate of its node")
     options = parser.parse_args(arguments)
     chosen = [one for one in published_settings() if one.setting in (options.setting or range(1, 11))]
     rows = []
-    for row in compare(chosen, options.shared_by):
+    for row in compare(chosen, not options.unshared):
         print(f"setting {row.setting.setting}", file=sys.stderr, flush=True)
         rows.append(row)
     if options.json:

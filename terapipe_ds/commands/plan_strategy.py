@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
-from terapipe_ds.commands.plan_setup import PlanOptions, from_config
+from terapipe_ds.commands.plan_options import PlanOptions
+from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.schedule.show import many
 
@@ -134,7 +135,8 @@ def _cluster(options: PlanOptions) -> Cluster:
             f"{per_node}, such as {whole}, or --devices-per-node {nearest}"
         )
     nodes = options.devices // per_node
-    rates = {"within_bytes_per_s": options.within_gb_per_s, "between_bytes_per_s": options.between_gb_per_s}
+    names = ("within", "between", "node")
+    rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
     if options.profiles:
         return measured_cluster(Profile.load(options.profiles[0]), nodes, per_node, card, **links)

@@ -39,6 +39,9 @@ class Cluster:
         device: the name of a device card, or a card.
         within_bytes_per_s: between devices of a node; None: the card's.
         between_bytes_per_s: between devices of different nodes; None: the card's.
+        node_bytes_per_s: of all links of a node to other nodes together, where its devices share a network card. A
+            message shares it with those of the node's other replicas and tensor ranks, and a sum with all sums of the
+            node's devices. None: each device has its own link.
         within_latency_s, between_latency_s: of a message; None: the card's.
 
     Raises:
@@ -51,13 +54,15 @@ class Cluster:
     _: KW_ONLY
     within_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
     within_latency_s: float | None = None
     between_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        for name in ("within_bytes_per_s", "between_bytes_per_s", "within_latency_s", "between_latency_s"):
+        rates = ("within_bytes_per_s", "between_bytes_per_s", "node_bytes_per_s")
+        for name in (*rates, "within_latency_s", "between_latency_s"):
             value, is_rate = getattr(self, name), name.endswith("bytes_per_s")
             if value is None:
                 continue
@@ -71,6 +76,13 @@ class Cluster:
     def card(self) -> DeviceCard:
         """Return the numbers of one device."""
         return device_card(self.device) if isinstance(self.device, str) else self.device
+
+    def shared(self, streams: int) -> LinkCard:
+        """Return the link to other nodes of one of so many devices of a node that use theirs at the same time."""
+        if self.node_bytes_per_s is None:
+            return self.between
+        rate = min(self.between.bandwidth_bytes_per_s, self.node_bytes_per_s / streams)
+        return LinkCard(rate, self.between.latency_s)
 
     @property
     def num_devices(self) -> int:
@@ -112,20 +124,31 @@ class Grid:
     def link(self, stage_id: int, to: int, cluster: Cluster) -> LinkCard:
         """Return the slowest of the links between two stages, of all replicas."""
         nodes = self._nodes(cluster)
-        return cluster.within if (nodes[stage_id] == nodes[to]).all() else cluster.between
+        leaving = nodes[stage_id][nodes[stage_id] != nodes[to]]
+        return cluster.shared(_most_alike(leaving)) if leaving.size else cluster.within
 
     def all_reduce_s(self, num_bytes: float, stage_id: int, cluster: Cluster) -> float:
         """Return the seconds of a sum over the replicas of a stage, each of `num_bytes`.
 
-        Rings within nodes scatter the sum, rings between nodes sum the shares, all at the same time, and rings within
-        nodes gather them: 2 (p - 1) / p of the bytes within, and 2 (n - 1) / n of a p-th of them between.
+        As NCCL does: rings through all n replicas, as many as a node has of them, so that each device's link to other
+        nodes carries one. Every hop carries 2 (n - 1) / n of the bytes, and the slowest hop sets the pace.
         """
         if self.data == 1:
             return 0.0
-        counts = Counter(self._nodes(cluster)[stage_id, :, 0].tolist())
-        per_node, nodes = min(counts.values()), len(counts)
-        most = max(counts.values())
-        return _ring_s(num_bytes, most, cluster.within) + _ring_s(num_bytes / per_node, nodes, cluster.between)
+        places = self._nodes(cluster)
+        counts = Counter(places[stage_id, :, 0].tolist())
+        hop = cluster.within
+        if len(counts) > 1:
+            streams = 1
+            if cluster.node_bytes_per_s is not None:
+                spread = (places != places[:, :1]).any(axis=1, keepdims=True)  # the groups, by stage and tensor rank
+                streams = _most_alike(places[np.broadcast_to(spread, places.shape)])
+            one = cluster.shared(streams)
+            rate = min(counts.values()) * one.bandwidth_bytes_per_s
+            if max(counts.values()) > 1:
+                rate = min(rate, cluster.within.bandwidth_bytes_per_s)
+            hop = LinkCard(rate, one.latency_s)
+        return 2 * (self.data - 1) * (num_bytes / self.data / hop.bandwidth_bytes_per_s + hop.latency_s)
 
     def _ranks(self) -> np.typing.NDArray[np.int64]:
         """Return the rank of every coordinate [pipe, data, model]."""
@@ -136,11 +159,12 @@ class Grid:
         return self._ranks() // cluster.devices_per_node
 
 
+def _most_alike(nodes: np.typing.NDArray[np.int64]) -> int:
+    """Return how often the most frequent node is in the list."""
+    return int(np.bincount(nodes.ravel()).max())
+
+
 def _link(card: LinkCard, bytes_per_s: float | None, latency_s: float | None) -> LinkCard:
     """Return a card's link with what was given in the place of its numbers."""
     rate = card.bandwidth_bytes_per_s if bytes_per_s is None else bytes_per_s
     return LinkCard(rate, card.latency_s if latency_s is None else latency_s)
-
-
-def _ring_s(num_bytes: float, ranks: int, link: LinkCard) -> float:
-    return 2 * (ranks - 1) * (num_bytes / ranks / link.bandwidth_bytes_per_s + link.latency_s)

@@ -173,14 +173,14 @@ def wire_s(instance: Instance, nodes: list[list[int]], k: int, num_bytes: float)
 
 
 def end_s(instance: Instance, cut: Any, k: int, replicas: int, zero: int, nodes: list[int]) -> float:
-    """Return the reduction by rings within nodes and between them, and Adam's step: 28 bytes per fp32 parameter."""
+    """Return the reduction by rings through all replicas, and Adam's step: 28 bytes per fp32 parameter."""
     parameters = sum(instance.parameter_bytes[cut[k] : cut[k + 1]])
     card = instance.cluster.card
     step = 7 * parameters / (replicas if zero else 1)
     seconds = step / (card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency)
     if replicas > 1:
         counts = [nodes.count(node) for node in set(nodes)]
-        p, n = max(counts), len(counts)
-        seconds += 2 * (p - 1) / p * parameters / WITHIN + 2 * (p - 1) * LATENCY_WITHIN
-        seconds += 2 * (n - 1) / n * (parameters / min(counts)) / BETWEEN + 2 * (n - 1) * LATENCY_BETWEEN
+        rates = [WITHIN] * (max(counts) > 1) + [min(counts) * BETWEEN] * (len(counts) > 1)
+        latency = LATENCY_BETWEEN if len(counts) > 1 else LATENCY_WITHIN
+        seconds += 2 * (replicas - 1) / replicas * parameters / min(rates) + 2 * (replicas - 1) * latency
     return seconds

@@ -118,7 +118,25 @@ def test_axes_place_stages_in_nodes_or_across_them() -> None:
     assert scatter.link(0, 1, cluster).bandwidth_bytes_per_s == 8.0
     assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0  # two ranks within a node: 2 * 1/2 * 8 / 8
     assert scatter.all_reduce_s(8.0, 0, cluster) == 8.0
-    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, cluster) == 2 * 3 / 4 * 8 / 8 + 2 * 1 / 2 * 8 / 4
+    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, cluster) == 2 * 7 / 8 * 8 / 4  # four rings over links of 1 byte/s each
+    faster = Cluster(
+        "v100", 2, 4, within_bytes_per_s=2.0, between_bytes_per_s=1.0, within_latency_s=0, between_latency_s=0
+    )
+    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, faster) == 2 * 7 / 8 * 8 / 2  # hops within nodes are the slowest
+
+
+def test_devices_of_a_node_share_its_network() -> None:
+    """By hand: 2 nodes of 4, pairs of tensor ranks; the node has 1 byte per second, a device alone 0.9 of it."""
+    cluster = Cluster(
+        "v100", 2, 4, within_bytes_per_s=8.0, between_bytes_per_s=0.9, node_bytes_per_s=1.0, within_latency_s=0,
+        between_latency_s=0,
+    )  # fmt: skip
+    fresh, scatter = Grid(2, 2, 2, PIPE_FIRST), Grid(2, 2, 2, DATA_FIRST)
+    assert fresh.link(0, 1, cluster).bandwidth_bytes_per_s == 0.25  # two replicas of two ranks send from node 0
+    assert Grid(8, 1, 1).link(3, 4, cluster).bandwidth_bytes_per_s == 0.9  # one device sends
+    assert Grid(8, 1, 1).link(2, 3, cluster).bandwidth_bytes_per_s == 8.0
+    assert scatter.all_reduce_s(8.0, 0, cluster) == 8.0 / 0.25  # both stages of a node sum, over two nodes each
+    assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0
 
 
 def test_a_placement_is_where_the_ranks_of_the_topology_are() -> None:

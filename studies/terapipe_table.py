@@ -1,171 +1,177 @@
-"""The settings of TeraPipe's table beside the strategies that the planner finds: `python -m studies.terapipe_table`.
+"""TeraPipe's ten settings beside the strategies that the planner finds: `python -m studies.terapipe_table`.
 
-Li et al. (ICML 2021, arXiv 2102.07988) trained GPT-3 of four sizes on V100 (p3.16xlarge, eight to a node), each with
-given numbers of stages, tensor ranks and replicas. Both columns are under the planner's counted costs; nothing here is
-measured. A published setting has equal layers per stage, one sequence per micro-batch and the schedule that the paper
-describes (all forwards, then all backwards), with the published slices where they are known and else the best equal
-ones. It need not fit in memory. What the planner finds does fit.
+Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988) chose stages, tensor ranks and replicas by hand for each model,
+number of V100 and batch. Each of these ten settings is ranked among the strategies of its question, all under this
+package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s for a node's devices together (p3.16xlarge).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from studies.options import study_parser
 from studies.paper import FILE, parse_scheme
-from terapipe_ds.costs.model_sizes import model_size
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Cluster, Grid
-from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.strategy import Strategy, rank_strategies
-from terapipe_ds.planner.strategy.candidate import Candidate
-from terapipe_ds.planner.strategy.priced import Priced
-from terapipe_ds.planner.strategy.space import Choices
+from terapipe_ds.planner.strategy import Cluster, Included, Strategy, rank_strategies
 
-_NODE_BYTES_PER_S = 25e9 / 8  # a p3.16xlarge has 25 Gb/s for its eight devices (AWS, EC2 P3 instances)
-_SLICES = (1, 2, 4, 8, 16, 32)
-"""Numbers of equal slices that are tried where the published ones are not known."""
+DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
+NODE_BYTES_PER_S = 25e9 / 8
+UNKNOWN = (1, 2, 4, 8, 16, 32)  # equal slices that are tried where the published ones are not known
+KNOWN = {2: (1,), 3: (1,), 10: (16,)}
+"""Setting -> slices that are known from elsewhere: only the batch is sliced, or, of (10), in the authors' code."""
 
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    """A row of the paper's table 1."""
+    """A row of the paper's table 1, with the seconds that were measured in slices; None: not published as a number."""
 
-    number: int
+    setting: int
     model: str
     devices: int
     global_batch: int
     sequence_length: int
-    grid: Grid
-    slices: SlicePlan | None
+    stages: int
+    tensor: int
+    data: int
+    slices: tuple[int | tuple[int, ...], ...]  # several where they are not known
+    measured_s: float | None
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster("v100", self.devices // 8, 8, node_bytes_per_s=_NODE_BYTES_PER_S)
+    def question(self) -> tuple[str, int, int, int]:
+        """Return what the search is asked: settings with the same one share it."""
+        return self.model, self.devices, self.global_batch, self.sequence_length
 
     @property
-    def choices(self) -> Choices:
-        """Return what of a strategy it fixes."""
-        return Choices(self.grid.pipe, self.grid.model, self.grid.data)
+    def included(self) -> list[Included]:
+        """Return what is ranked: micro-batches of one sequence, as the authors' code has them."""
+        return [Included(self.stages, self.tensor, self.data, 1, slices) for slices in self.slices]
+
+
+def published_settings() -> list[PublishedSetting]:
+    """Return the ten settings of `published.json`."""
+    document = json.loads(FILE.read_text(encoding="utf-8"))
+    results = {row["setting"]: row for row in document["main_results"]}
+    return [_setting(row, results[row["setting"]]) for row in document["table1_settings"]]
+
+
+def _setting(row: dict[str, Any], result: dict[str, Any]) -> PublishedSetting:
+    known: tuple[int | tuple[int, ...], ...] = KNOWN.get(row["setting"], UNKNOWN)
+    if result["scheme_w"] is not None:
+        known = (parse_scheme(result["scheme_w"])[0].lengths,)
+    return PublishedSetting(
+        row["setting"],
+        row["model"].lower(),
+        row["n_gpus"],
+        row["global_batch"],
+        row["seq_len"],
+        row["pipe"],
+        row["op"],
+        row["data"],
+        known,
+        result["latency_w_s"],
+    )
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A published setting and what was found, both in seconds under our costs."""
+class Row:
+    """A setting beside the best strategy of its question. `rank`: that of the setting, from 1 on, of `ranked`."""
 
     setting: PublishedSetting
-    published_s: float
-    published_slices: int
-    published_bytes: int
-    best: Strategy
-    ranked: Strategy | None
-    """The best that was found with the degrees of the setting."""
-    place: int
-    """Of `ranked` among all that were ranked, from 1."""
+    published: Strategy
+    found: Strategy
+    rank: int
+    ranked: int
+
+    @property
+    def ratio(self) -> float:
+        """Return the time of the published setting over that of the strategy found."""
+        return self.published.predicted_s / self.found.predicted_s
 
 
-def settings() -> list[PublishedSetting]:
-    """Return the ten settings of the table."""
-    document = json.loads(FILE.read_text(encoding="utf-8"))
-    schemes = {row["setting"]: row["scheme_w"] for row in document["main_results"]}
-    rows = []
-    for row in document["table1_settings"]:
-        scheme = schemes.get(row["setting"])
-        rows.append(
-            PublishedSetting(
-                row["setting"],
-                row["model"].lower(),
-                row["n_gpus"],
-                row["global_batch"],
-                row["seq_len"],
-                Grid(row["pipe"], row["data"], row["op"]),
-                None if scheme is None else parse_scheme(scheme)[0],
-            )
+def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Iterator[Row]:
+    """Yield the settings in the order of their questions, each of which is searched once.
+
+    `is_shared`: the devices of a node share its link; otherwise each has the whole rate.
+    """
+    for question, group in groupby(sorted(settings, key=attrgetter("question")), key=attrgetter("question")):
+        model, devices, batch, length = question
+        asked = list(group)
+        cluster = Cluster(
+            DEVICE,
+            devices // DEVICES_PER_NODE,
+            DEVICES_PER_NODE,
+            between_bytes_per_s=NODE_BYTES_PER_S,
+            node_bytes_per_s=NODE_BYTES_PER_S if is_shared else None,
         )
-    return rows
+        ranked = rank_strategies(
+            model,
+            cluster,
+            global_batch_size=batch,
+            sequence_length=length,
+            include=[one for setting in asked for one in setting.included],
+        )
+        for setting in asked:
+            rank = next(rank for rank, strategy in enumerate(ranked) if _is_of(strategy, setting))
+            yield Row(setting, ranked[rank], ranked[0], rank + 1, len(ranked))
 
 
-def published_time(setting: PublishedSetting) -> tuple[float, int, int]:
-    """Return the seconds of a published setting, its slices and the most bytes of a device."""
-    size, grid, cluster = model_size(setting.model), setting.grid, setting.cluster
-    layers = CountedLayers(size, cluster)
-    own = setting.global_batch // grid.data
-    per_stage = size.num_layers // grid.pipe
-    bounds = (0, *(1 + per_stage * stage for stage in range(1, grid.pipe)), size.num_layers + 2)
-    plans: Sequence[SlicePlan]
-    plans = (
-        [SlicePlan.equal(setting.sequence_length, count) for count in _SLICES]
-        if setting.slices is None
-        else [setting.slices]
-    )
-    scores = []
-    for axes in (("pipe", "data", "model"), ("data", "pipe", "model")):
-        placed = dataclasses.replace(grid, axes=axes)
-        priced = Priced(layers, cluster, setting.sequence_length, Candidate(placed, 1, own, 0))
-        scores += [priced.score(bounds, "terapipe", plan, math.inf) for plan in plans]
-    best = min((score for score in scores if score is not None), key=lambda score: score.seconds)
-    return best.seconds, best.plan.num_slices, max(best.peak_bytes)
+def _is_of(strategy: Strategy, setting: PublishedSetting) -> bool:
+    degrees = {"pipe": setting.stages, "data": setting.data, "model": setting.tensor}
+    plans = [one.plan(setting.sequence_length).lengths for one in setting.included]
+    return strategy.grid == degrees and strategy.micro_batch_size == 1 and tuple(strategy.slices) in plans
 
 
-def compare(setting: PublishedSetting) -> Comparison:
-    """Search the cluster of a setting, with its degrees among those that are ranked."""
-    strategies = rank_strategies(
-        setting.model,
-        setting.cluster,
-        global_batch_size=setting.global_batch,
-        sequence_length=setting.sequence_length,
-        include=[setting.choices],
-    )
-    degrees = {"pipe": setting.grid.pipe, "data": setting.grid.data, "model": setting.grid.model}
-    places = [place for place, strategy in enumerate(strategies, 1) if strategy.grid == degrees]
-    ranked = strategies[places[0] - 1] if places else None
-    return Comparison(setting, *published_time(setting), strategies[0], ranked, places[0] if places else 0)
+def shape(strategy: Strategy) -> str:
+    """Return stages x replicas x tensor ranks, the rows of a micro-batch, and the slices."""
+    count = len(strategy.slices)
+    equal = "" if count == 1 or max(strategy.slices) - min(strategy.slices) <= 1 else ", planned"
+    degrees = " x ".join(str(strategy.grid[axis]) for axis in ("pipe", "data", "model"))
+    return f"{degrees}, {strategy.micro_batch_size} row{'s' * (strategy.micro_batch_size > 1)}, {count} sl.{equal}"
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return a line per setting."""
+    lines = [
+        "| | model, V100, batch | published: PP x DP x TP | s | found | s | ratio | rank | paper's s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.setting.setting):
+        given = row.setting
+        asked = f"{given.model}, {given.devices}, {given.global_batch}"
+        times = f"{shape(row.published)} | {row.published.predicted_s:.3f} | {shape(row.found)}"
+        ends = f"{row.found.predicted_s:.3f} | {row.ratio:.2f} | {row.rank} of {row.ranked}"
+        paper = "" if given.measured_s is None else f"{given.measured_s:.3f}"
+        lines.append(f"| ({given.setting}) | {asked} | {times} | {ends} | {paper} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
     parser = study_parser("terapipe_table", __doc__)
     parser.add_argument(
-        "--setting", type=int, action="append", metavar="N", help="1 to 10, several times; default: all"
+        "--setting", type=int, choices=range(1, 11), action="append", help="again for more; default: all"
     )
-    args = parser.parse_args(arguments)
-    chosen = [setting for setting in settings() if args.setting is None or setting.number in args.setting]
-    if not chosen:
-        parser.error(f"--setting {args.setting}: give numbers from 1 to 10")
-    if args.json:
-        print(json.dumps([_as_dict(compare(setting)) for setting in chosen], indent=1))
+    parser.add_argument("--unshared", action="store_true", help="each device has the whole rate of its node")
+    options = parser.parse_args(arguments)
+    chosen = [one for one in published_settings() if one.setting in (options.setting or range(1, 11))]
+    rows = []
+    for row in compare(chosen, not options.unshared):
+        print(f"setting {row.setting.setting}", file=sys.stderr, flush=True)
+        rows.append(row)
+    if options.json:
+        print(json.dumps({"rows": [_as_json(row) for row in rows]}, indent=1))
         return
-    for line in _table(chosen):
-        print(line, flush=True)
+    print(table(rows))
 
 
-def _as_dict(row: Comparison) -> dict[str, Any]:
-    ranked = None if row.ranked is None else row.ranked.model_dump(mode="json")
-    own = {name: getattr(row, name) for name in ("published_s", "published_slices", "published_bytes", "place")}
-    names = {"setting": row.setting.number, "model": row.setting.model}
-    return names | own | {"best": row.best.model_dump(mode="json"), "ranked": ranked}
-
-
-def _table(chosen: Sequence[PublishedSetting]) -> Iterator[str]:
-    yield "PP x DP x TP, slices; seconds under our costs\n"
-    yield "| | model, batch | published | seconds | memory | same degrees | best found | seconds | ratio |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for setting in chosen:
-        row = compare(setting)
-        degrees = f"{setting.grid.pipe} x {setting.grid.data} x {setting.grid.model}, {row.published_slices}"
-        sizes, best = row.best.grid, row.best
-        found = f"{sizes['pipe']} x {sizes['data']} x {sizes['model']}, {len(best.slices)}"
-        found += f", micro-batches of {best.micro_batch_size}" if best.micro_batch_size > 1 else ""
-        planned = "none fits" if row.ranked is None else f"{row.ranked.predicted_s:.3f} s (place {row.place})"
-        yield (
-            f"| {setting.number} | {setting.model}, {setting.global_batch} | {degrees} | {row.published_s:.3f} | "
-            f"{row.published_bytes / 1e9:.1f} GB | {planned} | {found} | {best.predicted_s:.3f} | "
-            f"{row.published_s / best.predicted_s:.2f} |"
-        )
+def _as_json(row: Row) -> dict[str, Any]:
+    strategies = {"published": row.published.model_dump(mode="json"), "found": row.found.model_dump(mode="json")}
+    return {"setting": asdict(row.setting), **strategies, "rank": row.rank, "ranked": row.ranked, "ratio": row.ratio}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ settings.load_profile("full" if FULL else "default")
 
 ALONE = {
     "test_bench", "test_failures", "test_hangs", "test_harness", "test_memory_growth", "test_memory_peaks",
-    "test_one_rank_failures", "test_study_two_ranks", "test_tensor_parallel_runs", "test_watchdog",
+    "test_one_rank_failures", "test_study_strategy_times", "test_study_two_ranks", "test_tensor_parallel_runs",
+    "test_watchdog",
 }  # fmt: skip
 """Files whose tests look at the clock or at the memory of a process: `make test` runs them one after the other."""
 

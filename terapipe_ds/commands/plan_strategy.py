@@ -28,7 +28,6 @@ _REFUSED = {
     "granularity": _IS_SEARCHED,
     "max_slices": _IS_SEARCHED,
     "schedule_options": _IS_SEARCHED,
-    "chunks_per_stage": ": stages of strategies have one part",
     "sequence_parallel": ": it is not part of the search",
 }
 """Options that a search does not take, and why not."""
@@ -85,7 +84,9 @@ def _question(options: PlanOptions) -> _Question:
         raise CommandError(
             "--global-batch is missing: give the number of sequences of a step, of all replicas together"
         )
-    fixed = [name for name in ("stages", "tensor_parallel", "data_parallel") if name in options.given]
+    fixed = [
+        name for name in ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage") if name in options.given
+    ]
     words = {name: options.given[name] for name in fixed} | {
         "global_batch_size": options.global_batch,
         "sequence_length": options.sequence_length or _usual_length(options),

@@ -159,9 +159,19 @@ def job_as_written(text: str) -> tuple[Place, Run]:
     return place, run
 
 
-def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axes": list(DATA_FIRST), "partition": [0, 3, 6]},
+        {"partition": [0, 1, 3, 4, 6], "schedule": "zbv", "chunks_per_stage": 2, "recompute": "off"},
+        {"partition": [0, 2, 3, 4, 6], "schedule": "seq1f1b-interleaved", "chunks_per_stage": 2, "recompute": [0]},
+        {"partition": [0, 3, 6], "schedule": "seq1f1b-zb", "recompute": "off"},
+    ],
+    ids=lambda changes: changes.get("schedule", "seq1f1b"),
+)
+def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(changes: dict[str, Any]) -> None:
     """Without the file beside it, and planned by size: embedding, four decoder layers, head."""
-    text = strategy_of(axes=list(DATA_FIRST), partition=[0, 3, 6]).to_json()
+    text = strategy_of(**changes).to_json()
     stock = stock_runs({})
     for place, run in rank_pool(4).run(job_as_written, text=text):
         assert not violations([differences(run, stock[place[1]])]), place

@@ -28,6 +28,13 @@ class Priced:
         self.layers, self.cluster, self.length, self.candidate = layers, cluster, sequence_length, candidate
         self.num_stages, self.num_micro_batches = candidate.grid.pipe, candidate.accumulation
 
+    @property
+    def can_split(self) -> bool:
+        """Return whether it is known what the weight gradients of every layer take."""
+        return all(
+            callable(getattr(cost, "weight_s", None)) for cost in {id(c): c for c in self._costs(False)}.values()
+        )
+
     # --- a bound that no cut, schedule or plan beats
 
     def lower_bound_s(self, limit_bytes: float | None = None) -> float:

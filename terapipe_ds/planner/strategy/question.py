@@ -17,6 +17,7 @@ from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Score
+from terapipe_ds.planner.strategy.included import Included, ranked_with
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
@@ -42,7 +43,7 @@ def rank_strategies(
     data_parallel: int | None = None,
     schedule: str | None = None,
     chunks_per_stage: int | None = None,
-    include: Sequence[Choices] = (),
+    include: Sequence[Included] = (),
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
@@ -76,8 +77,8 @@ def rank_strategies(
         check_limit(memory_limit_gb, cluster),
         Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
     )
-    search = Search(space, progress, stop, tuple(include))
-    scores = search.run()
+    search = Search(space, progress, stop)
+    scores = ranked_with(search, search.run(), include)
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
 

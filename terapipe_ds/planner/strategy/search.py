@@ -8,7 +8,6 @@ that were not settled say how far the answer may be off.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,8 @@ from terapipe_ds.planner.strategy.shapes import (
     proposed,
     variants,
 )
-from terapipe_ds.planner.strategy.space import Choices, Space
+from terapipe_ds.planner.strategy.space import Space
+from terapipe_ds.schedule import SPLIT_SCHEDULES
 
 Progress = Callable[[str, int, int], None]
 """Called now and then with (what, work done, of how much)."""
@@ -50,7 +50,6 @@ class Search:
     space: Space
     progress: Progress | None = None
     stop: Callable[[], bool] | None = None
-    include: tuple[Choices, ...] = ()
     scores: dict[Candidate, Score] = field(default_factory=dict)  # the best of each
     open_s: float = math.inf  # the least bound of a candidate that is not settled
     is_complete: bool = True
@@ -60,10 +59,11 @@ class Search:
         candidates = list(self.space.candidates())
         if not candidates:
             raise PlannerError(self.space.why_none())
+        if self.space.choices.schedule in SPLIT_SCHEDULES and not self._price(candidates[0]).can_split:
+            problem = f"schedule = {self.space.choices.schedule!r}: the costs do not tell what weight gradients take"
+            raise PlannerError(f"{problem}; give a schedule with whole backwards")
         try:
             self._search(candidates)
-            for choices in self.include:
-                self._search_within(choices, candidates)
         except _StoppedError:
             self.is_complete = False
         except KeyboardInterrupt:
@@ -98,17 +98,6 @@ class Search:
                 self._settle(priced[candidate])
             self.open_s = min([bounds_s[c] for c in ordered if c not in set(small[: done + 1])], default=math.inf)
         self._propose([c for c in ordered if c not in set(small)], priced, bounds_s)
-
-    def _search_within(self, choices: Choices, candidates: list[Candidate]) -> None:
-        """Add the best of the candidates that have the choices, whatever their bounds."""
-        fixed = {name: value for name, value in vars(self.space.choices).items() if value is not None}
-        space = dataclasses.replace(self.space, choices=dataclasses.replace(choices, **fixed))
-        wanted = set(space.candidates()) & set(candidates)
-        if wanted:
-            part = Search(space, stop=self.stop)
-            part._search([candidate for candidate in candidates if candidate in wanted])
-            for score in part.scores.values():
-                self._keep(score)
 
     # --- what is replayed
 
@@ -201,6 +190,8 @@ class Search:
         choices = self.space.choices
         for slices in dict.fromkeys((score.plan.num_slices, max(1, score.plan.num_slices // 2))):
             for shape in variants(slices, choices.schedule, choices.chunks_per_stage):
+                if shape.schedule in SPLIT_SCHEDULES and not priced.can_split:
+                    continue
                 cuts = [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape.chunks)[:1]
                 self._score(priced, shape, slices, cuts)
 

@@ -50,8 +50,9 @@ class Space:
             for pipe in _divisors(devices // tensor):
                 data = devices // tensor // pipe
                 is_wanted = pipe == (choices.stages or pipe) and data == (choices.data_parallel or data)
-                parts = pipe * (self.choices.chunks_per_stage or 1)
-                if not is_wanted or parts > self.layers.num_layers or self.global_batch_size % data:
+                chunks = self.choices.chunks_per_stage or 1
+                is_wanted &= pipe * chunks <= self.layers.num_layers and (pipe > 1 or chunks == 1)
+                if not is_wanted or self.global_batch_size % data:
                     continue
                 axes = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
                 own_batch = self.global_batch_size // data

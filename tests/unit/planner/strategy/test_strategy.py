@@ -239,7 +239,9 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
         ({"data_parallel": 4, "global_batch_size": 7}, "the nearest that works is global_batch_size = 8"),
         ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
         ({"memory_limit_gb": -1}, "memory_limit_gb = -1: give a number > 0"),
-        ({"schedule": "zbv"}, "schedule = 'zbv': strategies have"),
+        ({"schedule": "chimera"}, "schedule = 'chimera': strategies have"),
+        ({"schedule": "zbv", "chunks_per_stage": 3}, "zbv.* two parts per stage"),
+        ({"chunks_per_stage": 9}, "no strategy has chunks_per_stage = 9; leave one of them out"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(question: dict[str, Any], message: str) -> None:

@@ -1,0 +1,131 @@
+"""Schedules with several parts per stage and with split backwards: times, memory, and the bound that none beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.strategy import Cluster, LayerChain, rank_strategies, simulate_strategy
+from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
+from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.question import layers_of
+from terapipe_ds.planner.strategy.search import Search
+from terapipe_ds.planner.strategy.shapes import NAMES
+from terapipe_ds.planner.strategy.space import Space
+
+CLUSTER = Cluster("v100", 2, 2)
+SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Costs that grow with the prefix, and of which a share is the weights' gradients."""
+
+    floor_s: float
+    per_token_s: float
+    per_pair_s: float
+    share: float
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self.floor_s + self.per_token_s * tokens + self.per_pair_s * tokens * (prefix + tokens / 2)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2 * self.forward_s(tokens, prefix)
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return self.share * self.per_token_s * tokens
+
+
+def drawn_chain(rng: random.Random) -> LayerChain:
+    count = rng.randint(4, 7)
+    layers = [
+        Layer(rng.uniform(0, 2e-4), rng.uniform(1e-6, 1e-5), rng.uniform(0, 1e-8), rng.random()) for _ in range(count)
+    ]
+    whole = [layer.forward_s(256, 0) for layer in layers]
+    sizes = [[rng.uniform(0, most) for _ in range(count)] for most in (1e7, 1e9, 3e8)]
+    return LayerChain(whole, [2 * s for s in whole], *sizes, costs=layers)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
+    """Random chains, links and limits: every score of every candidate is at least its bound, and that of its cut."""
+    rng = random.Random(seed)
+    rates = {"within_bytes_per_s": rng.uniform(1e9, 1e11), "between_bytes_per_s": rng.uniform(1e8, 1e10)}
+    cluster = Cluster("v100", 2, 2, **rates)
+    layers = layers_of(drawn_chain(rng), cluster, 256, "auto")
+    limit = rng.choice([math.inf, rng.uniform(1e9, 8e9)])
+    space = Space(layers, cluster, 8, 256, limit)
+    search, scored = Search(space), 0
+    for candidate in space.candidates():
+        priced = Priced(layers, cluster, 256, candidate)
+        bound_s = max(search._bound_s(priced), search._bound_s(priced, limit))
+        for schedule in NAMES:
+            chunks = 2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1
+            parts = chunks * candidate.grid.pipe
+            if parts > layers.num_layers or (candidate.grid.pipe == 1 and chunks > 1):
+                continue
+            for slices in (1, 4):
+                inner = sorted(rng.sample(range(1, layers.num_layers), parts - 1))
+                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, chunks)[:1]]
+                for cut in cuts:
+                    plan = SlicePlan.equal(256, slices)
+                    score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)
+                    if score is not None:
+                        scored += 1
+                        assert score.seconds >= bound_s * (1 - 1e-9), (candidate, schedule, cut, slices)
+    assert scored > 20
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"schedule": "zbv"},
+        {"schedule": "interleaved", "stages": 2},
+        {"schedule": "seq1f1b-interleaved", "stages": 4},
+        {"schedule": "seq1f1b-zb", "stages": 4},
+        {"chunks_per_stage": 4, "stages": 2},
+        {"schedule": "terapipe", "stages": 2},
+        {},
+    ],
+    ids=str,
+)
+def test_the_prediction_is_the_simulation_with_its_ends(question: dict[str, Any]) -> None:
+    best = rank_strategies("mini", CLUSTER, **SMALL, **question)[0]
+    assert len(best.partition) - 1 == best.grid["pipe"] * best.chunks_per_stage
+    if "schedule" in question:
+        assert best.schedule == question["schedule"]
+    timeline = simulate_strategy(best, "mini", CLUSTER)
+    candidate = Candidate(best.layout, best.micro_batch_size, best.accumulation, best.zero_stage)
+    priced = Priced(layers_of("mini", CLUSTER, 1024, "auto"), CLUSTER, 1024, candidate)
+    stages = range(best.grid["pipe"])
+    done_s = [max(e.end_s for e in timeline.events if e.stage_id == k and e.kind in "FBW") for k in stages]
+    ends_s = priced.ends_s(tuple(best.partition), owners_of(best.schedule, len(stages), best.chunks_per_stage))
+    assert best.predicted_s == pytest.approx(max(d + e for d, e in zip(done_s, ends_s, strict=True)), rel=1e-9)
+    assert best.lower_bound_s <= best.predicted_s
+
+
+def test_parts_of_a_stage_share_its_device_and_its_end() -> None:
+    """By hand: on a V stage 0 has the first and the last part, no link in the middle, and both ends of the model."""
+    candidate = Candidate(rank_strategies("mini", CLUSTER, **SMALL, stages=2, data_parallel=2)[0].layout, 1, 4, 0)
+    priced = Priced(layers_of("mini", CLUSTER, 1024, "auto"), CLUSTER, 1024, candidate)
+    bounds, owners = (0, 3, 5, 7, 10), owners_of("zbv", 2, 2)
+    assert owners == (0, 1, 1, 0)
+    parts = priced.parts(bounds, (False, False), owners)
+    assert [part.send_s(1024) > 0 for part in parts] == [True, False, True, False]
+    apart = priced.ends_s(bounds[:2] + bounds[3:4] + bounds[4:], (0, 1, 0))
+    together = priced.ends_s(bounds, owners)
+    assert together == pytest.approx(apart)  # where a stage's layers are cut among its parts does not matter
+
+
+def test_micro_batches_are_replayed_whole_where_they_are_few() -> None:
+    """What is returned was replayed whole: a longer batch of the same candidate takes longer by whole micro-batches."""
+    one, two = (
+        rank_strategies("mini", CLUSTER, global_batch_size=batch, sequence_length=1024, stages=4, schedule="zbv")[0]
+        for batch in (4, 8)
+    )
+    assert one.predicted_s < two.predicted_s < 2 * one.predicted_s

@@ -11,7 +11,7 @@ from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCo
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Setting, Span
+from terapipe_ds.planner.layers.parts import Floats, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
@@ -61,13 +61,8 @@ class CountedLayers:
         return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Count per parameter. A sum counts twice what is only scattered or only gathered.
-
-        fp32 sums 4 bytes, fp16 2. With ZeRO-1 a sum is scattered, and parameters as large are gathered. For bfloat16
-        DeepSpeed sums fp32 gradients, divides the states whatever the stage, and gathers the parameters.
-        """
-        is_bf16 = self.dtype == "bfloat16"
-        summed = 4 + 2 / 2 if is_bf16 else ITEMSIZE[self.dtype]
+        """Count per parameter: see `bytes_summed`. The states are divided with ZeRO-1, and for bfloat16 always."""
+        is_bf16, summed = self.dtype == "bfloat16", bytes_summed(self.dtype, setting.zero_stage)
         divided = setting.data if is_bf16 or setting.zero_stage else 1
         size = self.size
         head = size.head_parameters() + (size.vocab_size * size.hidden_size if size.tied_embedding else 0)

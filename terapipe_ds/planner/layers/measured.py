@@ -23,7 +23,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import PartProfile, Profile
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span
+from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -175,18 +175,15 @@ class MeasuredLayers:
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Return what is summed, and as many bytes as the memory moves while the optimizer's step takes place.
 
-        The step is as measured; where none was, it is counted. bfloat16 is summed in fp32, and its states are divided
-        whatever the ZeRO stage. DeepSpeed's ZeRO-1 sums whole gradients as without it, gathers parameters, which is
-        half a sum, and moves more: see `_PASSES`.
+        The step is as measured; where none was, it is counted. The states of bfloat16 are divided whatever the ZeRO
+        stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
-        is_bf16, card = self.dtype == "bfloat16", self._cluster.card
-        if is_bf16:
-            summed, share = 4 + 2 / 2, 1 / setting.data
+        card, summed, share = self._cluster.card, bytes_summed(self.dtype, setting.zero_stage), 1.0
+        if self.dtype == "bfloat16":
+            share = 1 / setting.data
         elif setting.zero_stage:
             of_all, of_share = _PASSES["ZeRO-1"]
-            summed, share = 1.5 * ITEMSIZE[self.dtype], (of_all + of_share / setting.data) / sum(_PASSES["ZeRO-0"])
-        else:
-            summed, share = ITEMSIZE[self.dtype], 1.0
+            share = (of_all + of_share / setting.data) / sum(_PASSES["ZeRO-0"])
         rate = card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
         layers = self._layers[_size(setting)]
         trained = np.array([layer.trained for layer in layers], float)

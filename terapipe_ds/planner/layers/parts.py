@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from terapipe_ds.costs.devices import LinkCard
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import ITEMSIZE
 
 Floats = NDArray[np.float64]
 
@@ -100,6 +101,12 @@ class Rows:
     def vectorized(self) -> bool:
         return bool(getattr(self.costs, "vectorized", False))
 
+    @property
+    def weight_s(self) -> Callable[[Any, Any], Any]:
+        """Return what W takes; AttributeError, as `hasattr` asks, where the layer does not tell. No forward is in it."""
+        weight_s = self.costs.weight_s
+        return lambda tokens, prefix: self.rows * weight_s(tokens, prefix)
+
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         return self.rows * self.costs.forward_s(tokens, prefix)
 
@@ -145,6 +152,17 @@ class PartCosts:
 
     def _weight_s(self, tokens: Any, prefix: Any) -> Any:
         return sum(count * layer.weight_s(tokens, prefix) for layer, count in self._layers)
+
+
+def bytes_summed(dtype: str, zero_stage: int) -> float:
+    """Return the bytes per trained parameter that replicas all-reduce; what is only gathered counts half.
+
+    With ZeRO-1 DeepSpeed 0.19.8 sums whole gradients, as without it, and then gathers parameters as large. For bfloat16
+    it sums fp32 gradients, and gathers the parameters whatever the stage.
+    """
+    if dtype == "bfloat16":
+        return 4 + 2 / 2
+    return (1.5 if zero_stage else 1.0) * ITEMSIZE[dtype]
 
 
 def shared(layers: Sequence[Hashable]) -> list[Any]:

@@ -1,0 +1,54 @@
+"""What layers of all kinds have in common: bytes that replicas sum, W of rows, and sums over layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.planner.layers.chain import LayerChain
+from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.parts import PartCosts, Setting
+from terapipe_ds.planner.strategy import Cluster
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero_stage", "per_parameter"),
+    [("fp32", 0, 4), ("fp32", 1, 4 + 4 / 2), ("fp16", 0, 2), ("fp16", 1, 2 + 2 / 2), ("bf16", 0, 5), ("bf16", 1, 5)],
+)
+def test_zero_1_sums_whole_gradients_and_gathers_parameters(dtype: str, zero_stage: int, per_parameter: float) -> None:
+    """A sum sends and receives each byte about twice, a gather once: it counts half."""
+    size = model_size("gpt3-1b")
+    layers = CountedLayers(size, Cluster("h100", 1, 8), dtype)
+    summed, _ = layers.end_bytes(Setting(tensor=2, micro_batch=1, data=4, zero_stage=zero_stage))
+    assert summed[1] == per_parameter * size.layer_parameters() / 2
+
+
+class Layer:
+    """Takes a second per token forward, two backward, of which one and a half are W's."""
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return 1.0 * tokens
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2.0 * tokens
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return 1.5 * tokens
+
+
+class Unsplit:
+    forward_s, backward_s = Layer.forward_s, Layer.backward_s
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_of_a_chain_splits_its_backward_where_its_costs_do(recompute: bool) -> None:
+    numbers = [[1.0, 1.0]] * 5
+
+    def part_of(last: object) -> PartCosts:
+        layers = LayerChain(*numbers, costs=[Layer(), last]).of_length(8)
+        return PartCosts(layers.layer_costs(Setting(1, 3), recompute))
+
+    split = part_of(Layer())
+    assert split.weight_s(4, 0) == 2 * 3 * 1.5 * 4  # two layers, three rows; W computes no forward again
+    assert split.backward_s(4, 0) == 2 * 3 * (2 + recompute) * 4
+    assert not hasattr(part_of(Unsplit()), "weight_s")

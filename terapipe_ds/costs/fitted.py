@@ -195,10 +195,10 @@ class CostModel:
         return self._errors("backward_s", self.backward_curve.window)
 
     def _errors(self, name: str, window: float) -> FitErrors:
-        fields = "tokens", "prefix", name
-        return FitErrors.of(
-            *(np.array([getattr(sample, of) for sample in self.samples], float) for of in fields), window
+        tokens, prefix, seconds = (
+            np.array([getattr(sample, field) for sample in self.samples], float) for field in ("tokens", "prefix", name)
         )
+        return FitErrors.of(tokens, prefix, seconds, window)
 
     @property
     def report(self) -> str:

@@ -46,9 +46,8 @@ def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list
     Numbers among the arguments of a layer do not count where they are given by position: most layers have theirs there.
     The first layer of the model has inputs without gradients, and the last one has the loss in its times.
     """
-    layers = [
-        [kind, [a for a in args if not a.isdigit()], *more] for kind, args, *more in describe_part(module).one_by_one
-    ]
+    described = describe_part(module).one_by_one
+    layers = [[kind, [a for a in arguments if not a.isdigit()], *more] for kind, arguments, *more in described]
     ends = [(is_first and index == 0, is_last and index == len(layers) - 1) for index in range(len(layers))]
     interval = module.activation_checkpoint_interval
     return [_hash([layer, interval, end]) for layer, end in zip(layers, ends, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +49,7 @@ class LayerKept(NamedTuple):
     kept: int
     stored: int  # for all tokens of the sequence
     sent: int
-    windows: Sequence[int | None] = ()  # of the layers of its attention
+    windows: tuple[int | None, ...] = ()  # of the layers of its attention
 
 
 @dataclass
@@ -190,14 +190,8 @@ class SliceTimer:
                 outputs = function(inputs)
             stored = self.store.layers_of(self.part_id, 0)[before:]
             sent = sum(t.nbytes for t in tree_leaves(outputs) if torch.is_tensor(t))
-            found.append(
-                LayerKept(
-                    0 if peak is None else max(0, peak.left_bytes),
-                    sum(layer.keys_values for layer in stored),
-                    sent,
-                    [layer.window for layer in stored],
-                )
-            )
+            kept, keys_values = 0 if peak is None else max(0, peak.left_bytes), sum(one.keys_values for one in stored)
+            found.append(LayerKept(kept, keys_values, sent, tuple(one.window for one in stored)))
             return outputs
 
         functions: Any = self.module.forward_funcs

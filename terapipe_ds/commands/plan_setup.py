@@ -204,25 +204,18 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
     from terapipe_ds.costs.fitted import CostModel
-    from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts
+    from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts
 
-    models: list[Any] = CostModel.from_profile(profile)
-    stages, parts = options.stages, MeasuredParts.of_profile(profile, models)
-    if len(models) == 1:
-        parts = dataclasses.replace(
-            parts,
-            costs=models * stages,
-            shares=parts.shares and [*parts.shares] * stages,
-            most_parts=parts.most_parts and parts.most_parts * stages,
-        )
-    if parts.most_parts is None:  # the profile does not say how many layers there are
-        parts = dataclasses.replace(parts, most_parts=2 * stages)
+    models = CostModel.from_profile(profile)
+    stages, parts = options.stages, MeasuredParts.of_profile(profile)
+    if len(models) == 1:  # of which the stages are copies
+        parts = parts.copies(stages)
     if parts.cut(stages) is None:
         raise CommandError(f"--stages {stages}: {options.profile} has {len(models)} parts; give --stages {len(models)}")
     notes = f"\nplanned for {stages} stages; the profile has {many(len(models), 'part')}"
     if profile.pipeline_stages not in (None, len(models)):
         notes += f" of {profile.pipeline_stages} stages"
-    notes += f"; {NOT_TIMED}" if parts.shares is None else ""
+    notes += "" if parts.has_layers else f"; {NOT_TIMED}"
     smallest = max(model.min_tokens for model in models)
     if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"

@@ -158,8 +158,6 @@ class CostModel:
         self.backward_curve = Curve.fit(tokens, prefix, backward, window)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
-        self.forward_errors = FitErrors.of(tokens, prefix, forward, window)
-        self.backward_errors = FitErrors.of(tokens, prefix, backward, window)
         if not np.isnan(weight).any():
             self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
         points = sorted((link.tokens, link.send_s) for link in links)
@@ -185,6 +183,22 @@ class CostModel:
             options["window"] = window
             models.append(cls(part.samples, links=links, step_s=part.step_s, **options))
         return models
+
+    @functools.cached_property
+    def forward_errors(self) -> FitErrors:
+        """Return how well the forward's fit meets its samples; it takes a fit per sample."""
+        return self._errors("forward_s", self.forward_curve.window)
+
+    @functools.cached_property
+    def backward_errors(self) -> FitErrors:
+        """Return the same of the backward."""
+        return self._errors("backward_s", self.backward_curve.window)
+
+    def _errors(self, name: str, window: float) -> FitErrors:
+        tokens, prefix, seconds = (
+            np.array([getattr(sample, field) for sample in self.samples], float) for field in ("tokens", "prefix", name)
+        )
+        return FitErrors.of(tokens, prefix, seconds, window)
 
     @property
     def report(self) -> str:

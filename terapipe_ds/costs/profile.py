@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
 from terapipe_ds.messages import first_repeated, show_value
 
-FORMAT, VERSION = "terapipe_ds.profile", 1
+FORMAT, VERSION = "terapipe_ds.profile", 2
 MEASURE_AGAIN = "measure again and replace it"
 
 _Count = Annotated[int, Field(ge=1)]
@@ -51,7 +51,7 @@ class ProfileKey:
     sequence_length: _Count  # the longest slice plus prefix that was measured, in tokens
     attention_backend: str
     versions: _Versions = dataclasses.field(default_factory=dict)
-    layers_fingerprint: str | None = None  # of the layers, however they are cut in parts; None in earlier profiles
+    layers_fingerprint: str | None = None  # of the layers, however they are cut in parts; None: not noted
 
     @property
     def num_layers(self) -> int | None:
@@ -92,22 +92,45 @@ class LinkSample:
 
 
 @dataclass(frozen=True, config=STRICT)
-class LayerShare:
-    """One layer's share of the seconds of its part, and its parameters on one rank."""
+class Overhead:
+    """Seconds that every F and B of `tokens` tokens takes beyond its layers: the engine's books, and messages."""
 
-    forward: _Ratio
-    backward: _Ratio
+    tokens: _Count
+    forward_s: _Ratio
+    backward_s: _Ratio
+
+
+@dataclass(frozen=True, config=STRICT)
+class LayerProfile:
+    """What one kind of layer takes on one rank; equal layers share one. None is what was not measured."""
+
+    samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     parameters: _Index
-    trained_parameters: _Index | None = None  # those that have gradients; None: not noted
+    trained_parameters: _Index  # those that have gradients, which DeepSpeed counts where it cuts
+    output_bytes_per_token: _Bytes  # of what it hands on, with all rows
+    memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
 
     def __post_init__(self) -> None:
-        if self.trained > self.parameters:
-            raise ValueError(f"trained_parameters = {self.trained}: expected an integer from 0 to {self.parameters}")
+        _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
+        if self.trained_parameters > self.parameters:
+            allowed = f"expected an integer from 0 to {self.parameters}"
+            raise ValueError(f"trained_parameters = {self.trained_parameters}: {allowed}")
 
-    @property
-    def trained(self) -> int:
-        """The parameters that DeepSpeed counts where it cuts; all of them where the trained ones were not noted."""
-        return self.parameters if self.trained_parameters is None else self.trained_parameters
+
+@dataclass(frozen=True, config=STRICT)
+class LayerProfiles:
+    """The layers of the whole model: their kinds, which kind each of them is, and where the measured parts begin."""
+
+    kinds: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
+    kind_of: Annotated[tuple[_Index, ...], Field(min_length=1)]  # of each layer, an index of `kinds`
+    bounds: Annotated[tuple[_Index, ...], Field(min_length=2)]  # layer numbers: part p has those from bounds[p] on
+
+    def __post_init__(self) -> None:
+        if max(self.kind_of) >= len(self.kinds):
+            raise ValueError(f"kind_of = {max(self.kind_of)}: expected an index of the {len(self.kinds)} kinds")
+        rising = all(start < stop for start, stop in itertools.pairwise(self.bounds))
+        if (self.bounds[0], self.bounds[-1]) != (0, len(self.kind_of)) or not rising:
+            raise ValueError(f"bounds = {list(self.bounds)}: expected rising layer numbers, 0 to {len(self.kind_of)}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -117,15 +140,12 @@ class PartProfile:
     part_id: _Index
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     step_s: _Seconds | None = None  # gradient reduction and optimizer step of its stage
-    layer_shares: tuple[LayerShare, ...] | None = None  # from these follow the costs of another cut
     memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
+    overheads: tuple[Overhead, ...] = ()  # what of the samples is not its layers'
 
     def __post_init__(self) -> None:
         _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
-        for name in ("forward", "backward"):
-            total = 1.0 if self.layer_shares is None else sum(getattr(share, name) for share in self.layer_shares)
-            if not math.isclose(total, 1.0, abs_tol=1e-6):
-                raise ValueError(f"layer_shares, sum of {name} = {total}: expected 1")
+        _refuse_twice([overhead.tokens for overhead in self.overheads], "overheads: tokens")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -140,16 +160,21 @@ class Profile:
     key: ProfileKey
     parts: Annotated[tuple[PartProfile, ...], Field(min_length=1)]
     links: tuple[LinkSample, ...] = ()
-    pipeline_stages: _Count | None = None  # stages that held the parts when measured; None in earlier profiles
+    pipeline_stages: _Count | None = None  # stages that held the parts when measured; None: not noted
+    layers: LayerProfiles | None = None  # None: layers were not timed, so that no other cut can be costed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))
         _refuse_twice([part.part_id for part in self.parts], "part_id")
         _refuse_twice([(link.tokens, link.part_id) for link in self.links], "links: (tokens, part_id)")
-        reach = max(sample.tokens + sample.prefix for part in self.parts for sample in part.samples)
+        measured = [part.samples for part in self.parts]
+        measured += [kind.samples for kind in self.layers.kinds] if self.layers is not None else []
+        reach = max(sample.tokens + sample.prefix for samples in measured for sample in samples)
         if reach > self.key.sequence_length:
             length = show_value(self.key.sequence_length)
             raise ValueError(f"key.sequence_length = {length}: expected what was measured, {show_value(reach)} tokens")
+        if self.layers is not None and len(self.layers.bounds) != len(self.parts) + 1:
+            raise ValueError(f"layers.bounds = {list(self.layers.bounds)}: expected {len(self.parts)} part(s)")
         stages, parts = self.pipeline_stages, self.key.num_stages
         if stages is not None and stages > parts:
             raise ValueError(f"pipeline_stages = {show_value(stages)}: expected 1 to the number of parts, {parts}")

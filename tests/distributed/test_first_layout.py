@@ -61,9 +61,12 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
         for sample in part["samples"]:
             forward_s = 1e-3 * (100 + sample["tokens"])
             sample.update(forward_s=forward_s, backward_s=2 * forward_s, weight_s=forward_s)
-        # seven layers, 4 and 3 of them on a stage; of four parts the last has the last one alone
-        for share, value in zip(part["layer_shares"], SHARES[part["part_id"]], strict=True):
-            share.update(forward=value, backward=value)
+        part["overheads"] = []
+    # seven layers, 4 and 3 of them on a stage; of four parts the last has the last one alone
+    for index, share in zip(document["layers"]["kind_of"], [*SHARES[0], *SHARES[1]], strict=True):
+        for sample in document["layers"]["kinds"][index]["samples"]:
+            forward_s = share * 1e-3 * (100 + sample["tokens"])
+            sample.update(forward_s=forward_s, backward_s=2 * forward_s, weight_s=forward_s)
     for link in document["links"]:
         link.update(send_s=send_s, num_bytes=num_bytes)
     path = folder / "profile.json"

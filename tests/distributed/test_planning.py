@@ -227,9 +227,9 @@ def test_a_second_start_measures_nothing(measured_twice: tuple[Path, list[Any]],
     profile = Profile.load(profile_file)
     assert profile.key.num_stages == len(profile.parts) == 2 and profile.key.micro_batch == 2
     assert profile.key.sequence_length == LENGTH and profile.key.dtype == "float64"
-    shares = [part.layer_shares for part in profile.parts]
-    assert [each and len(each) for each in shares] == [4, 3]  # embedding, three decoder layers; another, norm and head
-    assert all(each and sum(layer.backward for layer in each) == pytest.approx(1) for each in shares)
+    layers = profile.layers
+    assert layers is not None and layers.bounds == (0, 4, 7)  # embedding, three decoder layers; another, norm and head
+    assert layers.kind_of == (0, 1, 1, 1, 1, 2, 3)  # the decoder layers are one kind, on whatever stage
     assert {link.part_id for link in profile.links} == {0, 1}
     heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows
     memory = [part.memory and part.memory["store_bytes_per_token"] for part in profile.parts]

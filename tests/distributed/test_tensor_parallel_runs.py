@@ -206,7 +206,7 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
             assert isinstance(engine, TeraPipeEngine)
             losses, planner = train(engine, batches(1)).returned, engine._plans._planner
             profiles = () if planner is None else planner._profiles.values()
-            return losses, any(profile.parts[0].layer_shares is not None for profile in profiles)
+            return losses, any(profile.layers is not None for profile in profiles)
 
 
 @pytest.mark.usefixtures("whole_reports")

@@ -16,7 +16,15 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import (
+    CostSample,
+    LayerProfile,
+    LayerProfiles,
+    LinkSample,
+    PartProfile,
+    Profile,
+    ProfileKey,
+)
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate
@@ -141,20 +149,23 @@ def test_simulate_takes_measured_and_counted_costs(capsys: pytest.CaptureFixture
 
 
 def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Layers that were not timed: never more parts than layers, nor than two per stage where nobody knows those."""
+    """Where layers were not timed, parts are not divided; else there are never more parts than layers."""
     path, whole = tmp_path / "profile.json", profile_of(3)
     options = ("--profile", str(path), "--max-slices", "1")
-    for model, most in (("my model", 2), ("1 Embedding, 8 Layer, slices in multiples of 2 tokens", 3)):
-        dataclasses.replace(whole, key=dataclasses.replace(whole.key, model=model)).save(path)
-        found = as_json(capsys, *options, "--chunks-per-stage", str(most))
-        assert "3 parts; layers were not timed: parts are taken as even" in found["setup"]
-        assert f"chunks_per_stage = {most + 1}" in refused(capsys, *options, "--chunks-per-stage", str(most + 1))
+    whole.save(path)
     found = as_json(capsys, *options)
-    assert {one["chunks_per_stage"] for one in found["ranking"]} == {1, 2}
-    for one in (profile_of(1), profile_of(3)):
-        shares = (LayerShare(0.5, 0.5, 1),) * 2
-        dataclasses.replace(one, parts=tuple(dataclasses.replace(p, layer_shares=shares) for p in one.parts)).save(path)
-        assert "not timed" not in as_json(capsys, *options, "--stages", "3")["setup"]
+    assert "layers were not timed: only the parts that were measured can be planned" in found["setup"]
+    assert {one["chunks_per_stage"] for one in found["ranking"]} == {1}
+    assert "chunks_per_stage = 2" in refused(capsys, *options, "--chunks-per-stage", "2")
+    for one in (profile_of(1), whole):
+        parts = len(one.parts)
+        kind = LayerProfile(one.parts[0].samples, 1, 1, 8.0)
+        bounds = tuple(range(0, 2 * parts + 1, 2))
+        dataclasses.replace(one, layers=LayerProfiles((kind,), (0,) * 2 * parts, bounds)).save(path)
+        found = as_json(capsys, *options, "--stages", "3")
+        assert "not timed" not in found["setup"]
+        assert {one["chunks_per_stage"] for one in found["ranking"]} == {1, 2}
+        assert "chunks_per_stage = 3" in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
 def test_parts_are_not_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ import numpy as np
 from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER
 from terapipe_ds.costs.devices import DeviceCard, device_card
 from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.profile import PartProfile, Profile
+from terapipe_ds.costs.measured_layers import OverheadCosts, profile_layers
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span, bytes_summed
+from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span, bytes_summed, shared, sum_of_memory
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -39,35 +40,35 @@ gradients in: nine (`stage_1_and_2.py`, `step`).
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
+class _Layer:
     """What one layer takes on one rank, for the rows of a micro-batch."""
 
     costs: Any
     memory: PartMemory
     parameters: int
     trained: int
-    bytes_after: float | None  # of a token's message, where a link was measured
+    bytes_after: float
     step_s: float | None
 
 
-@dataclass(frozen=True)
-class _Share:
-    """The costs of a layer, as its share of a part that was measured."""
+class _WithOverhead:
+    """A layer with its part of what its measured part takes beyond its layers."""
 
-    part: CostModel
-    forward: float
-    backward: float
-    vectorized = True
+    def __init__(self, costs: CostModel, overhead: OverheadCosts, layers_of_part: int) -> None:
+        self._costs, self._overhead, self._share = costs, overhead, 1 / layers_of_part
+        self.vectorized = True
+        if hasattr(costs, "weight_s"):
+            self.weight_s = costs.weight_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self.forward * self.part.forward_s(tokens, prefix)
+        return self._costs.forward_s(tokens, prefix) + self._share * self._overhead.forward_s(tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self.backward * self.part.backward_s(tokens, prefix)
+        return self._costs.backward_s(tokens, prefix) + self._share * self._overhead.backward_s(tokens, prefix)
 
 
-def layers_of_profile(profile: Profile) -> list[MeasuredLayer]:
-    """Return what each layer takes, as its share of the part that it was measured in.
+def layers_of_profile(profile: Profile) -> list[_Layer]:
+    """Return what each layer takes; equal layers of a part share their costs.
 
     Raises:
         PlannerError: a profile that lacks a part, its memory, or the times of its layers.
@@ -75,51 +76,21 @@ def layers_of_profile(profile: Profile) -> list[MeasuredLayer]:
     what = f"the profile of {profile.key.model}"
     if len(profile.parts) != profile.key.num_stages:
         raise PlannerError(f"{what} has {len(profile.parts)} of {profile.key.num_stages} parts: measure all of them")
+    if profile.layers is None:
+        raise PlannerError(f"{what}: its layers were not timed one by one; {_AGAIN}")
+    kept: dict[Any, Any] = {}
     layers = []
-    for part, costs in zip(profile.parts, CostModel.from_profile(profile), strict=True):
-        if part.layer_shares is None:
-            raise PlannerError(f"{what}: the layers of part {part.part_id} were not timed; {_AGAIN}")
-        if part.memory is None:
-            raise PlannerError(f"{what}: the memory of part {part.part_id} was not measured; measure in a running job")
-        sent = [link for link in profile.links if link.part_id == part.part_id and link.num_bytes is not None]
-        after = max(((link.tokens, link.num_bytes / link.tokens) for link in sent if link.num_bytes), default=None)
-        trained = sum(share.trained for share in part.layer_shares)
-        for share, memory in zip(part.layer_shares, _memory_of_layers(part), strict=True):
-            of_step = share.trained / trained if trained else 0.0
-            layers.append(
-                MeasuredLayer(
-                    _Share(costs, share.forward, share.backward),
-                    memory,
-                    share.parameters,
-                    share.trained,
-                    None if after is None else after[1],
-                    None if part.step_s is None else of_step * part.step_s,
-                )
-            )
+    for layer in profile_layers(profile):
+        known: dict[str, Any] | None = layer.profile.memory
+        if known is None:
+            raise PlannerError(f"{what}: the memory of its layers was not measured; measure in a running job")
+        costs: Any = layer.costs
+        if layer.overhead is not None:
+            made = _WithOverhead(layer.costs, layer.overhead, layer.layers_of_part)
+            costs = kept.setdefault((id(layer.costs), layer.part_id), made)
+        counts = layer.profile.parameters, layer.profile.trained_parameters
+        layers.append(_Layer(costs, PartMemory(**known), *counts, layer.profile.output_bytes_per_token, layer.step_s))
     return layers
-
-
-def _memory_of_layers(part: PartProfile) -> list[PartMemory]:
-    """Return each layer's share: by parameters of what is always there, by the forward of what slices keep."""
-    known: dict[str, Any] = part.memory or {}
-    whole, shares = PartMemory(**known), part.layer_shares or ()
-    total = sum(share.parameters for share in shares)
-    layers = []
-    for share in shares:
-        of_parameters = share.parameters / total if total else 1 / len(shares)
-        numbers: dict[str, Any] = {}
-        for name, value in vars(whole).items():
-            if value is None or _is_largest(name):
-                numbers[name] = value
-            else:
-                numbers[name] = value * (of_parameters if name in ("static_bytes", "gradient_bytes") else share.forward)
-        layers.append(PartMemory(**numbers))
-    return layers
-
-
-def _is_largest(name: str) -> bool:
-    """Return whether a part has the most of its layers of that field, and not their sum."""
-    return name.startswith("working") or name == "window_tokens"
 
 
 class MeasuredLayers:
@@ -142,11 +113,10 @@ class MeasuredLayers:
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
         self._costs = {
-            (size, again): [Rows(layer.costs, 1, again) for layer in layers]
+            (size, again): shared([Rows(layer.costs, 1, again) for layer in layers])
             for size, layers in self._layers.items()
             for again in (False, True)
         }
-        self._bytes_after = {size: self._sent(size) for size in self._layers}
 
     def refuse_tensor(self, degree: int) -> str | None:
         measured = sorted({tensor for tensor, _ in self._layers})
@@ -167,7 +137,7 @@ class MeasuredLayers:
         return self._costs[_size(setting), recompute]
 
     def output_bytes(self, setting: Setting) -> Floats:
-        return self._bytes_after[_size(setting)]
+        return np.array([layer.bytes_after for layer in self._layers[_size(setting)]], float)
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
         return tuple(self._memory(setting, span) for span in spans)
@@ -194,24 +164,9 @@ class MeasuredLayers:
     def tied_bytes(self, setting: Setting) -> float:
         return 0.0
 
-    def _sent(self, size: tuple[int, int]) -> Floats:
-        """Return the bytes per token after each layer: of the own link, else of a profile that has one."""
-        for other in (size, *self._layers):
-            sent = [layer.bytes_after for layer in self._layers[other]]
-            if None not in sent:
-                return np.array(sent, float) * size[1] / other[1]
-        raise PlannerError(
-            f"no profile of {self.name} has a message between stages, so that nothing tells what layers send: give "
-            "one that was measured with 2 or more stages"
-        )
-
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         layers = self._layers[_size(setting)][span.start : span.stop]
-        numbers: dict[str, Any] = {}
-        for field in dataclasses.fields(PartMemory):
-            values = [getattr(layer.memory, field.name) for layer in layers]
-            known = None not in values
-            numbers[field.name] = (max if _is_largest(field.name) else math.fsum)(values) if known else None
+        numbers = sum_of_memory([layer.memory for layer in layers])
         if span.recompute:
             before = [0.0, *self.output_bytes(setting)[:-1].tolist()]
             again = max(layer.memory.slice_bytes_per_token for layer in layers)
@@ -221,7 +176,7 @@ class MeasuredLayers:
                 numbers["whole_bytes_per_token"] = max(layer.memory.whole_bytes_per_token or 0.0 for layer in layers)
         return PartMemory(**numbers | self._states(setting, layers, numbers))
 
-    def _states(self, setting: Setting, layers: Sequence[MeasuredLayer], numbers: Mapping[str, Any]) -> dict[str, int]:
+    def _states(self, setting: Setting, layers: Sequence[_Layer], numbers: Mapping[str, Any]) -> dict[str, int]:
         """Return the lasting bytes, of which ZeRO-1, and any optimizer of bfloat16, divides the states.
 
         ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
@@ -311,7 +266,7 @@ def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
 
 
 def _check_models(
-    profiles: Mapping[tuple[int, int], Profile], layers: Mapping[tuple[int, int], Sequence[MeasuredLayer]]
+    profiles: Mapping[tuple[int, int], Profile], layers: Mapping[tuple[int, int], Sequence[_Layer]]
 ) -> None:
     """Raise PlannerError for profiles of different models.
 

@@ -5,7 +5,9 @@ A part is a run of layers. Its times are the sums of theirs, and its messages ar
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -103,7 +105,7 @@ class Rows:
 
     @property
     def weight_s(self) -> Callable[[Any, Any], Any]:
-        """Return what W takes; AttributeError, as `hasattr` asks, where the layer does not tell. No forward is in it."""
+        """Return what W takes, in which no forward is. A layer that does not tell has no such method (`hasattr`)."""
         weight_s = self.costs.weight_s
         return lambda tokens, prefix: self.rows * weight_s(tokens, prefix)
 
@@ -152,6 +154,16 @@ class PartCosts:
 
     def _weight_s(self, tokens: Any, prefix: Any) -> Any:
         return sum(count * layer.weight_s(tokens, prefix) for layer, count in self._layers)
+
+
+def sum_of_memory(layers: Sequence[PartMemory]) -> dict[str, Any]:
+    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works."""
+    numbers: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(PartMemory)):
+        values = [getattr(layer, name) for layer in layers]
+        is_largest = name.startswith("working") or name == "window_tokens"
+        numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
+    return numbers
 
 
 def bytes_summed(dtype: str, zero_stage: int) -> float:

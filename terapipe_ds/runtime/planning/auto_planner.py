@@ -19,12 +19,11 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.profile import Profile, ProfileKey
+from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, describe
-from terapipe_ds.planner.ranking.recut import MeasuredParts
+from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
@@ -33,7 +32,7 @@ from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
-from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
+from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
@@ -150,22 +149,21 @@ class AutoPlanner:
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
             "stages": engine.num_stages,
-            "contents": 2,  # grows when more is measured
+            "contents": VERSION,  # grows when more is measured
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _plan(self, length: int, profile: Profile) -> tuple[Choice, str]:
         engine, layout, config = self._engine, self._stage.layout, self._config
-        limit_gb, memory = config.planner.memory_limit_gb, memory_of(profile)
-        if limit_gb is not None and memory is None:
+        limit_gb, parts = config.planner.memory_limit_gb, MeasuredParts.of_profile(profile)
+        if limit_gb is not None and not parts.has_memory:
             raise TeraPipeConfigError(
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: memory was not measured, the profile is from a file "
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
-        cuts = Cuts(engine.module, layout, parts, memory)
+        cuts = Cuts(engine.module, layout, parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
         self._write_prediction(result, cuts.costs(layout.num_parts))
@@ -227,11 +225,10 @@ def key_of(stage: StageToPlan, length: int, rows: int) -> ProfileKey:
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
     profile = Profile.load(path)
-    # if layers were cut otherwise, their costs follow from the share that each layer has of its part
+    # if layers were cut otherwise, the costs of parts are still the sums of their layers
     layers = profile.key.layers_fingerprint
-    can_be_recut = layers is not None and layers == key.layers_fingerprint
-    can_be_recut = can_be_recut and all(part.layer_shares is not None for part in profile.parts)
-    profile.require(key, [*ignore, *(("model_fingerprint", "num_stages") if can_be_recut else ())])
+    can_be_cut = layers is not None and layers == key.layers_fingerprint and profile.layers is not None
+    profile.require(key, [*ignore, *(("model_fingerprint", "num_stages") if can_be_cut else ())])
     return profile
 
 
@@ -245,7 +242,15 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
             f"{smallest}, but plans are cut at multiples of {granularity}; measure again, or raise "
             "terapipe.granularity_tokens"
         )
-    return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
+    return _without_memory(profile)
+
+
+def _without_memory(profile: Profile) -> Profile:
+    parts = tuple(dataclasses.replace(part, memory=None) for part in profile.parts)
+    layers = profile.layers
+    if layers is not None:
+        layers = dataclasses.replace(layers, kinds=tuple(dataclasses.replace(k, memory=None) for k in layers.kinds))
+    return dataclasses.replace(profile, parts=parts, layers=layers)
 
 
 def _cached(path: Path | None, key: ProfileKey) -> Profile | None:

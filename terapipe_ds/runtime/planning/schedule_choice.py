@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import (
     MemoryLimitError,
@@ -30,7 +29,7 @@ from terapipe_ds.planner import (
     rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts, balanced_bounds
+from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.layout.cut_module import can_move
 from terapipe_ds.runtime.layout.layout import Layout, cut_by_hand, layout_of, partition_by_hand
@@ -72,7 +71,7 @@ def best_without_moving(
         raise _with_other_layout(error, possible, layout) from None
     if layout.has_copies:
         result = dataclasses.replace(result, extra_s=cuts.both_ways_s(layout.num_parts))
-    notes = [NOT_TIMED] if cuts.parts.shares is None else []
+    notes = [NOT_TIMED] if not cuts.parts.has_layers else []
     return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
 
 
@@ -102,7 +101,7 @@ def _plain(ranking: Ranking) -> PlanResult:
 def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
     """Return the best plan of the config's schedule, or of all that run on the layout, with the whole budget."""
     layout, config = stage.layout, stage.config
-    limits = {"memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes}
+    limits = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
     costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices != "auto":
@@ -131,12 +130,11 @@ def _gain(best: PlanResult, result: PlanResult) -> float:
 class Cuts:
     """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`, which has `layout`.
 
-    `parts` and `memory` were measured with the cut of `module`. If the shares of layers are known, `parts` may be of
-    any cut.
+    Without layers `parts` were measured with the cut of `module`.
     """
 
-    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: MemoryModel | None) -> None:
-        self.parts, self.measured_memory = parts, memory
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts) -> None:
+        self.parts = parts
         self._module, self._layout = module, layout
         self._dry_runs: dict[int, list[int] | None] = {}
 
@@ -149,7 +147,7 @@ class Cuts:
             TeraPipeConfigError: the slices of `config` are not those of `length` tokens.
         """
         shape = self._layout.num_stages, num_micro_batches
-        limits = {"memory_of": None if self.measured_memory is None else self.memory, "memory_limit_bytes": limit_bytes}
+        limits = {"memory_of": self.memory if self.has_memory else None, "memory_limit_bytes": limit_bytes}
         options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
@@ -162,8 +160,13 @@ class Cuts:
 
     def memory(self, num_parts: int) -> MemoryModel | None:
         """Return the memory of so many parts; None where it or the cut is not known."""
-        bounds, measured = self._bounds(num_parts), self.measured_memory
-        return None if bounds is None or measured is None else self.parts.memory(measured, num_parts, bounds)
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.memory(num_parts, bounds)
+
+    @property
+    def has_memory(self) -> bool:
+        """Return whether memory was measured."""
+        return self.parts.has_memory
 
     def both_ways_s(self, num_parts: int) -> float | None:
         """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""
@@ -171,14 +174,14 @@ class Cuts:
         return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
 
     def _bounds(self, num_parts: int) -> list[int] | None:
+        if not self.parts.has_layers:
+            return list(self.parts.bounds_measured) if num_parts == self._layout.num_parts else None
         if (by_hand := self._layout.bounds) is not None:  # never moved
             return list(by_hand) if len(by_hand) == num_parts + 1 else None
         if num_parts == self._layout.num_parts:
             return list(self._module.parts)
-        if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
-            return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
         if num_parts not in self._dry_runs:  # it may take long, and what fails is logged
-            counts = [layer.trained for part in self.parts.shares for layer in part]
+            counts = [unit.trained or 0 for unit in self.parts.units]
             self._dry_runs[num_parts] = bounds_of(self._module, num_parts, counts)
         return self._dry_runs[num_parts]
 
@@ -257,15 +260,15 @@ def _best_move(
 ) -> tuple[_Moved | None, str]:
     """Return the schedule whose layout is best, if layers have to move for it, and why."""
     profile = Profile.load(config.planner.profile)
-    parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
-    if parts.shares is None or profile.key.layers_fingerprint is None:
+    parts = MeasuredParts.of_profile(profile)
+    if not parts.has_layers or profile.key.layers_fingerprint is None:
         return None, f"layers stay; {config.planner.profile} does not tell what each layer takes"
     if not _may_be_of(profile, parts, module):
         return None, f"layers stay; {config.planner.profile} is the profile of other layers"
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
         layout = dataclasses.replace(Layout.plain(module.num_stages), bounds=by_hand)
-        ranking = Cuts(module, layout, parts, None).ranking(config, length, count)
+        ranking = Cuts(module, layout, parts.without_memory()).ranking(config, length, count)
     except ValueError as error:  # slices of another length, say: the first batch has its own
         return None, f"layers stay; no schedules were compared ({error})"
     results = [one for one in ranking.results if can_have(one.schedule, raw=raw) and one.extra_s is not None]
@@ -290,8 +293,7 @@ def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
 
     The fingerprint is compared once the engine is built (`require_profile`), because DeepSpeed casts first.
     """
-    assert parts.shares is not None
-    layers = [layer.parameters for part in parts.shares for layer in part]
+    layers = [unit.parameters for unit in parts.units]
     if len(layers) != len(module._layer_specs):
         return False
     sizes = [parameters_of_layer(function)[0] for function in module.forward_funcs]

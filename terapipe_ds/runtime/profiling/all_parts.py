@@ -34,6 +34,8 @@ from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
 from terapipe_ds.runtime.links.channel import MessageSpec, Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.profiling.key import kinds_of_part
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
@@ -74,6 +76,7 @@ class PartCosts:
     times: PartTimes
     memory: PartMemory | None  # None: a profiler ran on one of the ranks
     links: LinkTimes
+    layers: tuple[LayerMeasured, ...] | None = None  # None: they were not timed one by one
 
 
 def measure_parts(
@@ -102,7 +105,7 @@ def measure_parts(
             guard_plain_attention(stage.config.attention == "intercept"),
         ):
             specs = _exchange_specs(stage, timers, lengths)
-            measured: list[tuple[PartTimes, PartMemory | None]] = []
+            measured: list[tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]] = []
             for place, timer in timers.items():
                 of_part = stage, place, timer, specs[place.part_id], granularity, peers
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
@@ -111,8 +114,8 @@ def measure_parts(
     links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
     replica_id = engine.grid.get_data_parallel_rank()
     return [
-        PartCosts(place.part_id, replica_id, times, memory, links[place.part_id])
-        for place, (times, memory) in zip(places, measured, strict=True)
+        PartCosts(place.part_id, replica_id, times, memory, links[place.part_id], layers)
+        for place, (times, memory, layers) in zip(places, measured, strict=True)
     ]
 
 
@@ -170,25 +173,27 @@ def _measure_part(
     granularity: int,
     peers: Peers,
     progress: Callable[[float], None],
-) -> tuple[PartTimes, PartMemory | None]:
+) -> tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]:
     engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
     timer.own_s = engine.own_seconds(
         place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
+    # for costs of another cut: the ranking of all schedules, and readers of the profile's file
+    with_layers = config.schedule == "auto" or config.planner.cache_dir is not None
     times = time_part(
         timer,
         granularity,
         num_stages=engine.num_stages,
         num_micro_batches=engine.micro_batches,
-        # for costs of another cut: the ranking of all schedules, and readers of the profile's file
-        with_layers=config.schedule == "auto" or config.planner.cache_dir is not None,
+        kinds=kinds_of_part(engine.module, place.is_first, place.is_last) if with_layers else None,
         peers=peers,
         trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
         progress=progress,
     )
     everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
-    return times, _part_memory(engine, timer, specs) if everyone_counts else None
+    memory = _part_memory(engine, timer, specs) if everyone_counts else None
+    return times, memory, measured_layers(timer, times.layers, memory)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -14,11 +15,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import (
+    CostSample,
+    LayerProfile,
+    LayerProfiles,
+    LinkSample,
+    Overhead,
+    PartProfile,
+    Profile,
+    ProfileKey,
+)
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -34,17 +45,74 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None 
     by_part: dict[int, dict[int, list[PartCosts]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
         by_part.setdefault(cost.part_id, {}).setdefault(cost.replica_id, []).append(cost)
-    parts, links = [], []
+    parts, links, layers = [], [], []
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
-        shares = None if None in [rank.times.layer_shares for rank in ranks] else ranks[0].times.layer_shares
+        layers.append(_layers_of_part([[rank.layers for rank in peers] for peers in replicas.values()]))
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
         is_known = len(memories) == len(ranks)
         memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
-        parts.append(PartProfile(part_id, tuple(samples), None, shares, memory))
+        parts.append(PartProfile(part_id, tuple(samples), None, memory, _overheads(ranks)))
         links += _merged([[rank.links.samples for rank in peers] for peers in replicas.values()])
-    return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages)
+    return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages, layers_of_parts(layers))
+
+
+def layers_of_parts(parts: Sequence[Sequence[Sequence[LayerMeasured]] | None]) -> LayerProfiles | None:
+    """Return the layers of all parts, of which equal ones take the median of what they took; None if one is unknown.
+
+    Each part has its layers once for each time that it was measured.
+    """
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    of_kind: dict[str, list[LayerMeasured]] = {}
+    for layer in (layer for part in known for measured in part for layer in measured):
+        of_kind.setdefault(layer.times.kind, []).append(layer)
+    kinds = list(of_kind)
+    kind_of = [kinds.index(layer.times.kind) for part in known for layer in part[0]]
+    bounds = itertools.accumulate((len(part[0]) for part in known), initial=0)
+    return LayerProfiles(tuple(map(_one_kind, of_kind.values())), tuple(kind_of), tuple(bounds))
+
+
+def _layers_of_part(
+    replicas: Sequence[Sequence[tuple[LayerMeasured, ...] | None]],
+) -> list[tuple[LayerMeasured, ...]] | None:
+    """Return the layers of one part: for each replica of the slowest of its peers; None where a rank has none."""
+    slowest = []
+    for peers in replicas:
+        known = [layers for layers in peers if layers is not None]
+        if len(known) < len(peers):
+            return None
+        slowest.append(tuple(_slowest(same) for same in zip(*known, strict=True)))
+    return slowest
+
+
+def _slowest(peers: Sequence[LayerMeasured]) -> LayerMeasured:
+    samples = tuple(_one(same, max) for same in zip(*(layer.times.samples for layer in peers), strict=True))
+    return dataclasses.replace(peers[0], times=dataclasses.replace(peers[0].times, samples=samples))
+
+
+def _one_kind(layers: Sequence[LayerMeasured]) -> LayerProfile:
+    first = layers[0]
+    samples = [_one(same, statistics.median) for same in zip(*(each.times.samples for each in layers), strict=True)]
+    known = [each.memory for each in layers if each.memory is not None]
+    memory = None
+    if len(known) == len(layers):
+        values = {name: [numbers[name] for numbers in known] for name in known[0]}
+        memory = {name: None if None in each else statistics.median(each) for name, each in values.items()}
+    sizes = first.times.parameters, first.times.trained
+    return LayerProfile(tuple(samples), *sizes, first.output_bytes_per_token, memory)
+
+
+def _overheads(ranks: Sequence[PartCosts]) -> tuple[Overhead, ...]:
+    """Return what of the part's samples is not its layers': the engine's time, and messages; medians of ranks."""
+    points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
+    return tuple(
+        Overhead(tokens, *(statistics.median(rank.times.own_s[way] + rank.links.message_s[tokens] for rank in ranks)
+        for way in (0, 1)))
+        for tokens in points
+    )  # fmt: skip
 
 
 def memory_of(profile: Profile) -> MemoryModel | None:

@@ -40,6 +40,19 @@ def describe_part(module: PipelineModule) -> LayersOfPart:
     return LayersOfPart(together, [[*spec, shapes] for spec, shapes in zip(specs, each, strict=True)])
 
 
+def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list[str]:
+    """Return a text per layer that `module` runs on this rank, the same for layers that take the same.
+
+    Numbers among the arguments of a layer do not count where they are given by position: most layers have theirs there.
+    The first layer of the model has inputs without gradients, and the last one has the loss in its times.
+    """
+    described = describe_part(module).one_by_one
+    layers = [[kind, [a for a in arguments if not a.isdigit()], *more] for kind, arguments, *more in described]
+    ends = [(is_first and index == 0, is_last and index == len(layers) - 1) for index in range(len(layers))]
+    interval = module.activation_checkpoint_interval
+    return [_hash([layer, interval, end]) for layer, end in zip(layers, ends, strict=True)]
+
+
 def kinds_of_layers(module: PipelineModule, slice_length_multiple: int) -> str:
     """Return `ProfileKey.model` of a module, which every stage knows before anything is built of it."""
     return ", ".join(_counted([_describe(spec)[0] for spec in module._layer_specs], slice_length_multiple))

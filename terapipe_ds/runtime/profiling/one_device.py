@@ -25,9 +25,13 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.links.channel import MessageSpec
-from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
+from terapipe_ds.runtime.profiling.cache import layers_of_parts
+from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, kinds_of_part, profile_key
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
 from terapipe_ds.runtime.profiling.rounds import PartTimes, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+
+Measured = tuple[PartTimes, tuple[LayerMeasured, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
     specs: dict[int, MessageSpec] = {}
-    known: dict[str, PartTimes] = {}
-    parts, described = [], []
+    known: dict[str, Measured] = {}
+    parts, described, measured = [], [], []
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
         described.append(describe_part(module))
@@ -76,13 +80,19 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
             same = _alike(described[-1], part_id, job.num_stages)
             if same not in known:
                 steps = job.num_stages, job.num_micro_batches
-                known[same] = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
-                if known[same].warning is not None:
-                    warn(f"part {part_id}: {known[same].warning}")
-        parts.append(PartProfile(part_id, known[same].samples, layer_shares=known[same].layer_shares))
+                kinds = kinds_of_part(module, part_id == 0, part_id == job.num_stages - 1)
+                options: dict[str, Any] = {"kinds": kinds, "progress": partial(progress, part_id)}
+                times = time_part(timer, job.granularity_tokens, *steps, **options)
+                known[same] = times, measured_layers(timer, times.layers, None)
+                if times.warning is not None:
+                    warn(f"part {part_id}: {times.warning}")
+        parts.append(PartProfile(part_id, known[same][0].samples))
+        measured.append(known[same][1])
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
-    return Profile(key, tuple(parts), (), job.num_stages)
+    return Profile(
+        key, tuple(parts), (), job.num_stages, layers_of_parts([None if each is None else [each] for each in measured])
+    )
 
 
 def init_single_process() -> None:

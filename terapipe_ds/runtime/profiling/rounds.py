@@ -9,7 +9,6 @@ program had the processor: otherwise a few commands of another user would make t
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.costs.profile import CostSample, LayerShare
-from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
-from terapipe_ds.runtime.profiling.key import parameters_of_layer
+from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.profiling.layer_times import LayerTimes, time_layers
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
-
-logger = logging.getLogger("terapipe_ds")
 
 Point = tuple[int, int]
 """(tokens, prefix)."""
@@ -36,11 +33,6 @@ WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the nu
 _DISTURBED = 0.02  # of its time: a run that lost this much more than the least disturbed one does not count
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
-_QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
-_RUNS = 2  # of that slice: their forwards and backwards together cost one and a half unsliced forwards
-_WITHOUT = (
-    'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
-)
 
 
 class Peers:
@@ -71,7 +63,8 @@ class PartTimes:
     """Hold the seconds of one part on one rank."""
 
     samples: tuple[CostSample, ...]
-    layer_shares: tuple[LayerShare, ...] | None = None  # None: layers were not timed one by one
+    layers: tuple[LayerTimes, ...] | None = None  # None: layers were not timed one by one
+    own_s: tuple[float, float] = (0.0, 0.0)  # of the samples, what is the engine's: of an F and of a B
     warning: str | None = None  # None: the numbers vary little
 
 
@@ -81,7 +74,7 @@ def time_part(
     num_stages: int,
     num_micro_batches: int,
     *,
-    with_layers: bool = True,
+    kinds: Sequence[str] | None = None,
     peers: Peers = ALONE,
     trials: Trials | None = None,
     progress: Callable[[float], Any] = lambda share: None,
@@ -90,7 +83,8 @@ def time_part(
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        trials: of the tensor-parallel peers, see `layer_shares`.
+        kinds: of the layers, which are then timed one by one as well.
+        trials: of the tensor-parallel peers, see `time_layers`.
         progress: told the share that is done, between 0 and 1.
     """
     length = timer.sequence_length
@@ -99,9 +93,10 @@ def time_part(
     rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
     samples = rounds.samples(weights(timer, lengths, peers))
-    shares = layer_shares(timer, lengths, trials) if with_layers else None
+    own_s = (0.0, 0.0) if processor_clock() is None else timer.own_s  # beside a device it hardly adds
+    layers = None if kinds is None else time_layers(timer, kinds, samples, own_s, trials)
     # a clock other than the wall's is for machines that are busy with the other stages
-    return PartTimes(samples, shares, noise_warning(samples) if timer.clock is None else None)
+    return PartTimes(samples, layers, own_s, noise_warning(samples) if timer.clock is None else None)
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
@@ -262,52 +257,3 @@ def noise_warning(samples: Sequence[CostSample]) -> str | None:
         f"tokens after {prefix}, by {share:.0%}): the machine is busy with something else, and the plan may not "
         "be the best; measure again when it is quiet"
     )
-
-
-# -- layers one by one -----------------------------------------------------------------------------------------------
-
-
-def layer_shares(
-    timer: SliceTimer, lengths: Sequence[int], trials: Trials | None = None
-) -> tuple[LayerShare, ...] | None:
-    """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
-
-    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. A part
-    that trains as a whole may fail layer by layer. Shares are a hint, so a failure only gives a warning, None and an
-    empty store. With `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
-
-    Raises:
-        TrialError: this rank failed, and peers wait for it inside of a layer.
-    """
-    quarter = [tokens for tokens in lengths if _QUARTER * tokens <= timer.sequence_length]
-    tokens = max(quarter, default=min(lengths))
-    runs = []
-    for _ in range(_RUNS if quarter else 1):
-        seconds, failure = _run(timer, tokens, trials or Trials())
-        if failure is not None:
-            problem = f"the layers of part {timer.part_id} cannot be timed one by one ({str(failure).splitlines()[0]})"
-            logger.warning(f"{problem}; plans for other cuts take them as alike")
-            return None
-        runs.append(seconds)
-    functions: Any = timer.module.forward_funcs
-    if not functions:
-        return None
-    by_layer = [[min(both) for both in zip(*same, strict=True)] for same in zip(*runs, strict=True)]
-    forward_s, backward_s = zip(*by_layer, strict=True)
-    counts, trained = zip(*map(parameters_of_layer, functions), strict=True)
-    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
-
-
-def _run(timer: SliceTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
-    what = f"timing the layers of part {timer.part_id} one by one"
-    try:
-        seconds = timer.layer_seconds(tokens)
-    except Exception as error:  # of the model's own code, so of any kind
-        timer.store.reset()
-        return [], trials.failure(error, what, _WITHOUT)
-    return seconds, trials.failure(None, what, _WITHOUT)
-
-
-def _shares(seconds: Sequence[float]) -> list[float]:
-    total = sum(seconds)
-    return [each / total if total > 0 else 1 / len(seconds) for each in seconds]

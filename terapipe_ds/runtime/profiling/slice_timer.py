@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch.in_flight import Key
@@ -20,6 +21,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tu
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
@@ -39,6 +41,15 @@ class SliceBytes(NamedTuple):
 
     kept: int
     working: int
+
+
+class LayerKept(NamedTuple):
+    """Say what a layer keeps of a slice from its F to its B, its keys and values, and what it hands on, in bytes."""
+
+    kept: int
+    stored: int  # for all tokens of the sequence
+    sent: int
+    windows: tuple[int | None, ...] = ()  # of the layers of its attention
 
 
 @dataclass
@@ -90,13 +101,13 @@ class SliceTimer:
             self.weights.compute(key, nullcontext)
             return self.now_s() - begin_s
 
-    def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
-        """Return the seconds of F and B of every layer of a slice of `tokens` tokens without a prefix.
+    def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float]]:
+        """Return the seconds of F and B of every layer of the slice of `tokens` tokens after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
         checkpointing a layer's B has its F in it, but not that of the loss.
         """
-        active = self._active(tokens, 0)
+        active = self._active(tokens, prefix)
         functions: Any = self.module.forward_funcs
         layers = LayerByLayer(functions, self.now_s)
         live = self._forward(active, layers)
@@ -108,6 +119,30 @@ class SliceTimer:
         again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
         found = [(f, b + f if again else b) for f, b in seconds]
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
+
+    def layer_weights(self, tokens: int) -> list[float]:
+        """Return the seconds of W of every layer of a slice of `tokens` tokens, each after its own B."""
+        functions: Any = self.module.forward_funcs
+        layers, seconds = LayerByLayer(functions), []
+
+        def compute(key: Key) -> None:
+            begin_s = self.now_s()
+            self.weights.compute(key, nullcontext)
+            seconds.append(self.now_s() - begin_s)
+
+        active = self._active(tokens, 0)
+        key = active.part_id, active.micro_batch_id, active.slice_id
+        self.weights.open_batch([key])
+        try:
+            live = self._forward(active, layers)
+            with self.weights.deferred(key):
+                self.issue_backward(live)  # of the loss alone: the layers have graphs of their own
+            self.weights.compute(key, nullcontext)
+            with push_slice(active):
+                layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
+        finally:
+            self.weights.open_batch(())
+        return seconds[::-1]
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
         if self.clock is not None:
@@ -140,6 +175,32 @@ class SliceTimer:
     def received_bytes(self, tokens: int) -> int:
         """Return the bytes of the message that the part before sends for such a slice; 0 on the first part."""
         return sum(t.num_bytes for t in self._received[tokens][0].tensors) if tokens in self._received else 0
+
+    def layer_bytes(self, tokens: int, with_memory: bool) -> list[LayerKept]:
+        """Return what each layer keeps of a slice of `tokens` tokens; `with_memory` needs `MemoryPeak.is_available`.
+
+        The store is emptied: which keys and values are a layer's shows in what it adds.
+        """
+        self.store.reset()
+        found: list[LayerKept] = []
+
+        def watched(function: Callable[[Any], Any], inputs: Any) -> Any:
+            before = len(self.store.layers_of(self.part_id, 0))
+            with MemoryPeak() if with_memory else nullcontext() as peak:
+                outputs = function(inputs)
+            stored = self.store.layers_of(self.part_id, 0)[before:]
+            sent = sum(t.nbytes for t in tree_leaves(outputs) if torch.is_tensor(t))
+            kept, keys_values = 0 if peak is None else max(0, peak.left_bytes), sum(one.keys_values for one in stored)
+            found.append(LayerKept(kept, keys_values, sent, tuple(one.window for one in stored)))
+            return outputs
+
+        functions: Any = self.module.forward_funcs
+        layers = LayerByLayer([partial(watched, function) for function in functions])
+        active = self._active(tokens, 0)
+        self.issue_backward(self._forward(active, layers))
+        with push_slice(active):
+            layers.backward()
+        return found
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
@@ -230,63 +291,3 @@ def synchronize() -> None:
     """Wait for the device, where it runs behind the host."""
     if not get_accelerator().is_synchronized_device():
         get_accelerator().synchronize()
-
-
-# -- layers one by one -----------------------------------------------------------------------------------------------
-
-
-Handed = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and the leaves that a layer takes in their places."""
-
-
-class LayerByLayer:
-    """Run layers once, each with its own graph: called like a part, then asked for one backward after the other."""
-
-    def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
-        self._functions, self._now_s = tuple(functions), now_s
-        self._forward_s: list[float] = []
-        self._handed: list[Handed] = [[]]  # to the first layer, between the layers, and out of the last one
-        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
-
-    def __call__(self, inputs: Any) -> Any:
-        """Return the outputs of the last layer, without the graph behind them.
-
-        Raises:
-            TypeError: a layer hands on something else than tensors in containers that torch knows.
-        """
-        values = _apart(inputs, self._handed[0])
-        for function in self._functions:
-            begin_s = self._now_s()
-            outputs = function(values)
-            self._forward_s.append(self._now_s() - begin_s)
-            self._handed.append([])
-            values = _apart(outputs, self._handed[-1])
-        self.ended_s = self._now_s()
-        return values
-
-    def backward(self) -> list[tuple[float, float]]:
-        """Return the seconds of forward and backward by layer, after the backward of what was made of the outputs."""
-        seconds = []
-        for forward_s in reversed(self._forward_s):
-            pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
-            pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-            begin_s = self._now_s()
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            seconds.append((forward_s, self._now_s() - begin_s))
-        return seconds[::-1]
-
-
-def _apart(value: Any, handed: Handed) -> Any:
-    """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
-
-    def copy_of(item: Any) -> Any:
-        if torch.is_tensor(item):
-            leaf = item.detach().requires_grad_(item.requires_grad)
-            handed.append((item, leaf))
-            return leaf.clone()
-        if item is None or isinstance(item, bool | int | float | str):
-            return item
-        raise TypeError(f"a layer hands on a {type(item).__name__}, which may hold tensors unseen")
-
-    return tree_map(copy_of, value)

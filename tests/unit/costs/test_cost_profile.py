@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import (
+    CostSample,
+    LayerProfile,
+    LayerProfiles,
+    LinkSample,
+    Overhead,
+    PartProfile,
+    Profile,
+    ProfileError,
+    ProfileKey,
+)
 
 VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8"}
 KEY = ProfileKey("5f2c", "tiny, 4 layers", "cpu", "fp32", 2, 1, 2, False, 1024, "cpu_flash", VERSIONS)
@@ -26,8 +36,8 @@ def document(profile: Profile | None = None) -> dict[str, Any]:
 
 def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     written = document()
-    assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
-    assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages"}
+    assert (written["format"], written["version"]) == ("terapipe_ds.profile", 2)
+    assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages", "layers"}
     assert written["parts"][0]["samples"][1] == {
         "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
         "backward_spread": 0.02, "repeats": 5, "weight_s": None,
@@ -38,21 +48,24 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["parts.0.layer_shares", "parts.0.memory", "pipeline_stages", "key.layers_fingerprint", "links.0.num_bytes"]
+    "path", ["parts.0.overheads", "parts.0.memory", "pipeline_stages", "key.layers_fingerprint", "links.0.num_bytes"]
 )
-def test_files_of_earlier_versions_are_still_read(path: str) -> None:
-    older = document()
-    delete_at(older, path)
-    assert Profile.from_json(json.dumps(older)) == one_part(0)
+def test_what_is_not_known_may_be_missing(path: str) -> None:
+    shorter = document()
+    delete_at(shorter, path)
+    assert Profile.from_json(json.dumps(shorter)) == one_part(0)
 
 
 def test_what_came_later_is_kept() -> None:
-    share, memory = LayerShare(1.0, 1.0, 7, 5), {"static_bytes": 2**70, "slice_bytes_per_token": 1.5, "weight": None}
-    part = dataclasses.replace(one_part(0).parts[0], layer_shares=(share,), memory=memory)
+    memory = {"static_bytes": 2**70, "slice_bytes_per_token": 1.5, "weight": None}
+    part = dataclasses.replace(one_part(0).parts[0], memory=memory, overheads=(Overhead(256, 0.0, 1e-3),))
+    kinds = LayerProfile(SAMPLES, 7, 5, 64.0, memory), LayerProfile(SAMPLES, 0, 0, 0.5)
+    layers = LayerProfiles(kinds, (0, 1, 0), (0, 3))
     link = LinkSample(256, 1e-4, 0, num_bytes=4096)
-    profile = dataclasses.replace(one_part(0, num_stages=4), parts=(part,), links=(link,), pipeline_stages=2)
+    profile = dataclasses.replace(
+        one_part(0, num_stages=4), parts=(part,), links=(link,), pipeline_stages=2, layers=layers
+    )
     assert Profile.from_json(profile.to_json()) == profile
-    assert (share.trained, LayerShare(1.0, 1.0, 7).trained) == (5, 7)
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -82,14 +95,17 @@ def delete_at(where: Any, path: str) -> None:
     del holder[last]
 
 
-SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
+SAMPLE = {"tokens": 256, "prefix": 0, "forward_s": 0.01, "backward_s": 0.02}
+KIND = {"samples": [SAMPLE], "parameters": 7, "trained_parameters": 7, "output_bytes_per_token": 64}
+LAYERS = {"kinds": [KIND], "kind_of": [0, 0], "bounds": [0, 2]}
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("format", "something", "is not a profile.*give the file"),
-        ("version", 2, "version 2, this package reads 1: update terapipe_ds"),
+        ("version", 3, "version 3, this package reads 2: update terapipe_ds"),
+        ("version", 1, "version 1, this package reads 2: measure again and replace it"),
         ("version", 0, "version 0.*measure again"),
         ("extra", 1, "the file has an unknown key 'extra'"),
         ("parts", [], "parts = .*: expected at least 1 item"),
@@ -97,12 +113,12 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
         ("key.surprise", 1, "key has an unknown key 'surprise'"),
         ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
-        ("parts.0.layer_shares", [SHARE | {"backward": 0.5}], "layer_shares, sum of backward = 0.5: expec"),
-        (
-            "parts.0.layer_shares",
-            [SHARE | {"trained_parameters": 8}],
-            "trained_parameters = 8: expected .* from 0 to 7",
-        ),
+        ("layers", LAYERS | {"kind_of": [0, 1]}, "kind_of = 1: expected an index of the 1 kinds"),
+        ("layers", LAYERS | {"bounds": [0, 1]}, "expected rising layer numbers, 0 to 2"),
+        ("layers", LAYERS | {"bounds": [0, 1, 2]}, r"layers.bounds = \[0, 1, 2\]: expected 1 part"),
+        ("layers", LAYERS | {"kinds": [KIND | {"trained_parameters": 8}]}, "trained_parameters = 8: expected .* to 7"),
+        ("layers", LAYERS | {"kinds": [KIND | {"samples": [SAMPLE | {"prefix": 900}]}]}, "expected what was .* 1156"),
+        ("parts.0.overheads", [{"tokens": 8, "forward_s": 0.0, "backward_s": -1.0}], "backward_s = -1.0"),
         ("parts.0.memory", {"static_bytes": -1}, "memory.static_bytes.* = -1: expected greater than or equal to 0"),
         ("parts.0.step_s", 0.0, "step_s = 0.0: expected greater than 0"),
         ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].forward_s = nan: expected a finite"),

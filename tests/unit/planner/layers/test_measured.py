@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import (
+    CostSample,
+    LayerProfile,
+    LayerProfiles,
+    LinkSample,
+    Overhead,
+    PartProfile,
+    Profile,
+    ProfileKey,
+)
 from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster, measured_layers
 from terapipe_ds.planner.layers.parts import PartCosts, Setting, Span
@@ -26,32 +35,57 @@ RATE = CLUSTER.card.memory_bandwidth_bytes_per_s * CLUSTER.card.bandwidth_effici
 ONE = Setting(tensor=1, micro_batch=1)
 
 
-def part(part_id: int, times: float = 1.0, tensor: int = 1, **more: Any) -> PartProfile:
-    numbers = zip(FORWARD[part_id], BACKWARD[part_id], PARAMETERS[part_id], strict=True)
-    shares = tuple(LayerShare(forward, backward, count // tensor) for forward, backward, count in numbers)
-    whole = [times * seconds for seconds in WHOLE_S[part_id]]
-    samples = [CostSample(LENGTH, 0, *whole), CostSample(64, 0, 0.3 * whole[0], 0.3 * whole[1])]
-    samples.append(CostSample(64, 192, 0.4 * whole[0], 0.4 * whole[1]))
-    memory: dict[str, Any] = {
-        "static_bytes": 12 * sum(PARAMETERS[part_id]), "gradient_bytes": 4 * sum(PARAMETERS[part_id]),
-        "slice_bytes_per_token": 100.0, "store_bytes_per_token": 40.0, "store_grad_bytes_per_token": 20.0,
-        "working_bytes": 500 + part_id, "working_bytes_per_token": 30.0 + part_id, "whole_bytes_per_token": 50.0,
+KEPT = ((60.0, 30.0, 10.0), (20.0, 70.0, 10.0))  # bytes per token that a slice keeps of each layer
+
+
+def samples_of(forward_s: float, backward_s: float) -> tuple[CostSample, ...]:
+    points = ((LENGTH, 0, 1.0), (64, 0, 0.3), (64, 192, 0.4))
+    return tuple(CostSample(tokens, prefix, x * forward_s, x * backward_s) for tokens, prefix, x in points)
+
+
+def part(part_id: int, times: float = 1.0, **more: Any) -> PartProfile:
+    return PartProfile(part_id, samples_of(*(times * seconds for seconds in WHOLE_S[part_id])), **more)
+
+
+def layer(part_id: int, index: int, times: float = 1.0, tensor: int = 1, memory: bool = True) -> LayerProfile:
+    """One of the layers, which takes a share of the seconds above."""
+    shares = zip((FORWARD, BACKWARD), WHOLE_S[part_id], strict=True)
+    whole = [times * share[part_id][index] * seconds for share, seconds in shares]
+    count = PARAMETERS[part_id][index] // tensor
+    known: dict[str, Any] = {
+        "static_bytes": 12 * count, "gradient_bytes": 4 * count, "slice_bytes_per_token": KEPT[part_id][index],
+        "store_bytes_per_token": 40.0, "store_grad_bytes_per_token": 20.0, "working_bytes": 500 + part_id,
+        "working_bytes_per_token": 30.0 + part_id, "whole_bytes_per_token": KEPT[part_id][index] / 2,
     }  # fmt: skip
-    return PartProfile(part_id, tuple(samples), **{"layer_shares": shares, "memory": memory} | more)
+    return LayerProfile(samples_of(*whole), count, count, 16.0, known if memory else None)
 
 
-def profile(times: float = 1.0, parts: dict[str, Any] | None = None, links: bool = True, **key: Any) -> Profile:
+def layers_of(kinds: Any, bounds: tuple[int, ...] = (0, 3, 6)) -> LayerProfiles:
+    return LayerProfiles(tuple(kinds), tuple(range(6)), bounds)
+
+
+def profile(
+    times: float = 1.0,
+    parts: dict[str, Any] | None = None,
+    links: bool = True,
+    layers: bool = True,
+    memory: bool = True,
+    divided: int | None = None,
+    **key: Any,
+) -> Profile:
     known: dict[str, Any] = {
         "model_fingerprint": "a", "model": "1 Embedding, 4 Layer, 1 Head", "device": "my CPU", "dtype": "float32",
         "micro_batch": 1, "tensor_parallel": 1, "num_stages": 2, "activation_checkpointing": False,
         "sequence_length": LENGTH, "attention_backend": "blocks", "layers_fingerprint": "b",
     }  # fmt: skip
     made = ProfileKey(**known | key)
-    both = tuple(part(i, times, made.tensor_parallel, **(parts or {})) for i in range(2))
+    both = tuple(part(i, times, **(parts or {})) for i in range(2))
     sent = [
         LinkSample(tokens, 2e-3 + 8e-6 * tokens, i, num_bytes=16 * tokens) for i in range(2) for tokens in (64, 256)
     ]
-    return Profile(made, both, tuple(sent) if links else (), 2)
+    tensor = made.tensor_parallel if divided is None else divided
+    kinds = [layer(i, index, times, tensor, memory) for i in range(2) for index in range(3)]
+    return Profile(made, both, tuple(sent) if links else (), 2, layers_of(kinds) if layers else None)
 
 
 def by_hand(shares: Any, direction: int, start: int, stop: int) -> float:
@@ -71,26 +105,27 @@ def test_any_part_takes_the_sum_of_its_layers(span: tuple[int, int]) -> None:
         assert costs.forward_s(64, 192) == pytest.approx(0.4 * forward, rel=1e-9)  # measured with a prefix
 
 
-def test_the_parts_that_were_measured_have_the_memory_that_was_measured() -> None:
-    layers = measured_layers([profile()], CLUSTER, LENGTH)
-    for start, kept in ((0, part(0).memory), (3, part(1).memory)):
-        (memory,) = layers.memory_of_spans(ONE, [Span(start, start + 3)])
-        assert kept is not None
-        for name, value in kept.items():
-            assert getattr(memory, name) == pytest.approx(value, rel=1e-12), name
+def test_layers_carry_what_their_part_takes_beyond_them() -> None:
+    """A part of three layers takes 6 ms more per F and 9 ms per B; any two of them take two thirds of that more."""
+    beyond = {"overheads": (Overhead(64, 6e-3, 9e-3), Overhead(LENGTH, 6e-3, 9e-3))}
+    layers = measured_layers([profile(parts=beyond)], CLUSTER, LENGTH)
+    costs = PartCosts(layers.layer_costs(ONE, False)[1:3])
+    assert costs.forward_s(LENGTH, 0) == pytest.approx(by_hand(FORWARD, 0, 1, 3) + 4e-3, rel=1e-12)
+    assert costs.backward_s(64, 192) == pytest.approx(0.4 * by_hand(BACKWARD, 1, 1, 3) + 6e-3, rel=1e-9)
 
 
-def test_memory_of_another_cut_of_recompute_and_of_zero() -> None:
+def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     layers = measured_layers([profile()], CLUSTER, LENGTH)
     counts = [count for of_part in PARAMETERS for count in of_part]
     (memory,) = layers.memory_of_spans(ONE, [Span(1, 5)])
-    assert memory.static_bytes == 12 * sum(counts[1:5])
-    assert memory.slice_bytes_per_token == pytest.approx(100 * (0.5 + 0.4 + 0.25 + 0.35))
+    assert (memory.static_bytes, memory.gradient_bytes) == (12 * sum(counts[1:5]), 4 * sum(counts[1:5]))
+    assert memory.slice_bytes_per_token == pytest.approx(30 + 10 + 20 + 70)
+    assert (memory.store_bytes_per_token, memory.store_grad_bytes_per_token) == (160, 80)
     assert (memory.working_bytes, memory.working_bytes_per_token) == (501, 31)
     (again,) = layers.memory_of_spans(ONE, [Span(1, 5, recompute=True)])
     assert again.slice_bytes_per_token == 4 * 16  # the input of each layer
-    assert again.working_bytes_per_token == pytest.approx(31 + 50)  # and all that one keeps, while it runs
-    assert again.whole_bytes_per_token == pytest.approx(50 * 0.5)
+    assert again.working_bytes_per_token == pytest.approx(31 + 70)  # and all that one keeps, while it runs
+    assert again.whole_bytes_per_token == pytest.approx(35)
     assert again.store_bytes_per_token == memory.store_bytes_per_token
     divided = Setting(1, 1, data=2, zero_stage=1)
     (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])
@@ -169,13 +204,12 @@ def test_what_was_not_measured_is_refused_with_what_was() -> None:
         ([profile(), profile(device="your CPU", micro_batch=2)], "different device: my CPU and your CPU"),
         ([profile(), profile(sequence_length=512, micro_batch=2)], "different sequence_length: 256 and 512"),
         ([profile(), profile(layers_fingerprint="c", micro_batch=2)], "profiles of different models"),
-        ([profile(), profile(tensor_parallel=4, parts={"layer_shares": part(0).layer_shares})], "different models"),
+        ([profile(), profile(tensor_parallel=4, divided=8)], "different models"),
         ([profile(activation_checkpointing=True)], "activation_checkpoint_interval = 0"),
         ([profile(dtype="float64")], "profiles are of float64"),
         ([profile(num_stages=3)], "has 2 of 3 parts: measure all of them"),
-        ([profile(parts={"layer_shares": None})], "the layers of part 0 were not timed"),
-        ([profile(parts={"memory": None})], "the memory of part 0 was not measured"),
-        ([profile(links=False)], "has a message between stages.*2 or more stages"),
+        ([profile(layers=False)], "its layers were not timed one by one; measure with terapipe.planner.cache_dir"),
+        ([profile(memory=False)], "the memory of its layers was not measured; measure in a running job"),
     ],
 )
 def test_profiles_that_do_not_belong_together_are_refused(others: list[Profile], message: str) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.costs.profile import LayerShare
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlanResult
-from terapipe_ds.planner.ranking.recut import MeasuredParts
+from terapipe_ds.planner import MemoryLimitError, PartMemory, PlanResult
+from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts, Unit
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups
@@ -54,28 +53,34 @@ def stage_on(
     return StageToPlan(engine, config, layout, PipelineGroups((0, 1)), token_multiple=1)
 
 
-def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
-    costs = UnitCosts(LENGTH, share=STAGES / num_parts)
+def measured(num_parts: int, has_layers: bool = True, memory: PartMemory | None = None) -> MeasuredParts:
+    """Layers, or parts of layers that were not timed, of which all together take what two stages take."""
+    if not has_layers:
+        units = [Unit(UnitCosts(LENGTH, share=STAGES / num_parts), memory=memory)] * num_parts
+        return MeasuredParts(units, tuple(range(num_parts + 1)), False)
     each = LAYERS // num_parts
-    shares = [[LayerShare(1 / each, 1 / each, 10)] * each] * num_parts
-    return MeasuredParts([costs] * num_parts, shares if with_shares else None)
+    one = Unit(UnitCosts(LENGTH, share=STAGES / LAYERS), 10, 10, memory=memory)
+    return MeasuredParts([one] * LAYERS, tuple(range(0, LAYERS + 1, each)))
 
 
-def best_of(
-    stage: StageToPlan, parts: MeasuredParts, memory: Any = None, limit_bytes: float | None = None
-) -> tuple[PlanResult, list[str]]:
-    cuts = Cuts(stage.engine.module, stage.layout, parts, memory)
+def halves(costs: Any, bytes_per_s: float | None) -> MeasuredParts:
+    """Two layers of 50 parameters, one on each stage."""
+    return MeasuredParts([Unit(costs, 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
+
+
+def best_of(stage: StageToPlan, parts: MeasuredParts, limit_bytes: float | None = None) -> tuple[PlanResult, list[str]]:
+    cuts = Cuts(stage.engine.module, stage.layout, parts)
     return best_without_moving(stage, cuts, LENGTH, limit_bytes)
 
 
 @pytest.mark.parametrize("slices", ["auto", (4, 4)])
 def test_another_layout_is_recommended(slices: Any) -> None:
-    for with_shares in (True, False):
+    for has_layers in (True, False):
         stage = stage_on("seq1f1b", 1, slices=slices)
-        result, lines = best_of(stage, measured(2, with_shares))
+        result, lines = best_of(stage, measured(2, has_layers))
         assert result.chunks_per_stage == 1
-        assert any(line.startswith("zbv ") for line in lines)
-        assert ("layers were not timed: parts are taken as even" in lines) == (not with_shares)
+        assert any(line.startswith("zbv ") for line in lines) == has_layers  # it has four parts
+        assert (NOT_TIMED in lines) == (not has_layers)
         advice = lines[-1]
         name = advice.split("'")[1]
         assert f'set "schedule": "{name}", "chunks_per_stage": 2' in advice
@@ -113,7 +118,7 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
 def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
     """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
     stage = stage_on("seq1f1b", 1, slices=(8,), layers=2)
-    parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, bytes_per_s)
+    parts = halves(Whole(), bytes_per_s)
     result, lines = best_of(stage, parts)
     assert result.chunks_per_stage == 1 and result.extra_s == 0
     assert ("would take" in lines[-1]) == advised
@@ -127,15 +132,15 @@ def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advis
 
 def test_a_limit_that_only_another_layout_meets() -> None:
     stage = stage_on("chimera", 2)
-    memory = MemoryModel((PartMemory(100, 0.0),) * 2)
+    parts = measured(2, memory=PartMemory(25, 0.0))  # four layers on each
     with pytest.raises(MemoryLimitError, match="stage") as caught:
-        best_of(stage, measured(2), memory, 150)
+        best_of(stage, parts, 150)
     name = str(caught.value).split("Schedule '")[1].split("'")[0]
     chunks = 2 if name == "zbv" or "interleaved" in name else 1
     assert str(caught.value).endswith(f'set "schedule": "{name}", "chunks_per_stage": {chunks}')
     assert caught.value.need_bytes == 200 and "chimera" not in name  # both parts on each stage
     with pytest.raises(MemoryLimitError) as nothing:
-        best_of(stage, measured(2), memory, 50)
+        best_of(stage, parts, 50)
     assert "fits, but" not in str(nothing.value)
 
 
@@ -144,7 +149,7 @@ def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> No
     """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
     optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
     stage = stage_on("seq1f1b", 1, slices=(8,), layers=2, optimizer=optimizer)
-    parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
+    parts = halves(Whole(), 1e9)
     _, lines = best_of(stage, parts)
     assert any("would take" in line for line in lines) == (not keeps_apart)
     chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.planning.auto_planner import _read_profile
 from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartCosts
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, LayerTimes
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
@@ -71,12 +72,35 @@ def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
     assert times(combine(KEY, costs), 0) == [(2.5, 3.0), (4.5, 5.0)]
 
 
-def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -> None:
-    shares = (LayerShare(0.25, 0.5, 1), LayerShare(0.75, 0.5, 1))
-    both = [rank(part_id, 0, (1.0, 1.0)) for part_id in (0, 1)]
-    one, two = (dataclasses.replace(cost, times=dataclasses.replace(cost.times, layer_shares=shares)) for cost in both)
-    parts = combine(KEY, [one, one, two, rank(1, 0, (1.0, 1.0))]).parts
-    assert [part.layer_shares for part in parts] == [shares, None]
+def layer(kind: str, *forward: float, kept: float = 1.0) -> LayerMeasured:
+    samples = tuple(CostSample(tokens, 0, f, 2 * f) for tokens, f in zip((16, 64), forward, strict=True))
+    return LayerMeasured(LayerTimes(kind, samples, 7, 5), 8.0, {"slice_bytes_per_token": kept, "whole": None})
+
+
+def test_equal_layers_are_one_kind_wherever_they_are() -> None:
+    """Of peers the slowest counts, and of equal layers the median."""
+    peers = [(layer("embedding", 9.0, 9.0), layer("decoder", 1.0, 4.0))]
+    peers.append((layer("embedding", 8.0, 9.5), layer("decoder", 2.0, 3.0)))
+    last = layer("decoder", 3.0, 5.0, kept=3.0), layer("decoder", 7.0, 7.0, kept=5.0)
+    costs = [dataclasses.replace(rank(0, 0, (1.0, 1.0)), layers=layers) for layers in peers]
+    costs.append(dataclasses.replace(rank(1, 0, (1.0, 1.0)), layers=last))
+    layers = combine(KEY, costs).layers
+    assert layers is not None
+    assert (layers.kind_of, layers.bounds) == ((0, 1, 1, 1), (0, 2, 4))
+    times = [[(sample.forward_s, sample.backward_s) for sample in kind.samples] for kind in layers.kinds]
+    assert times == [[(9.0, 18.0), (9.5, 19.0)], [(3.0, 6.0), (5.0, 10.0)]]
+    assert [kind.memory for kind in layers.kinds] == [
+        {"slice_bytes_per_token": 1.0, "whole": None}, {"slice_bytes_per_token": 3.0, "whole": None}
+    ]  # fmt: skip
+    assert combine(KEY, [*costs[:2], dataclasses.replace(costs[2], layers=None)]).layers is None
+
+
+def test_what_parts_take_beyond_their_layers_is_the_engines_time_and_that_of_messages() -> None:
+    own = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)), None, (0.5, 0.75))
+    cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), times=own)
+    (part,) = combine(dataclasses.replace(KEY, num_stages=1), [cost]).parts
+    assert part.overheads == (Overhead(16, 2.5, 2.75), Overhead(64, 4.5, 4.75))
+    assert [sample.forward_s for sample in part.samples] == [7.0, 11.0]
 
 
 @pytest.mark.parametrize(("granularity", "warns"), [(192, False), (96, True)])

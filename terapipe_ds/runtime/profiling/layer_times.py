@@ -1,0 +1,182 @@
+"""Measure what each layer of a part takes: its seconds at every point of the grid, and its share of the bytes.
+
+Layers run one by one, each between two looks at the clock. On a device that waits for the host, so the seconds of the
+layers are scaled until together they are those of the part, without what the part takes beyond its layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
+from terapipe_ds.runtime.profiling.key import parameters_of_layer
+from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
+
+logger = logging.getLogger("terapipe_ds")
+
+Point = tuple[int, int]
+"""(tokens, prefix)."""
+
+Both = tuple[float, float]
+"""Seconds of F and of B."""
+
+_RUNS = 2  # of each point, of which the shorter counts
+_LEAST_S = 1e-9  # a layer that does nothing
+_LAYERS = 0.1  # of the part's time is that of its layers at least, however long the engine takes
+_WITHOUT = (
+    'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
+)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Hold the seconds of one layer on one rank."""
+
+    kind: str  # layers of the same kind take the same
+    samples: tuple[CostSample, ...]
+    parameters: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class LayerMeasured:
+    """Hold one layer: its times, what it hands on, and its memory where the part's is known."""
+
+    times: LayerTimes
+    output_bytes_per_token: float
+    memory: dict[str, Any] | None
+
+
+def time_layers(
+    timer: SliceTimer, kinds: Sequence[str], of_part: Sequence[CostSample], own_s: Both, trials: Trials | None = None
+) -> tuple[LayerTimes, ...] | None:
+    """Return what the layers of a part take at the points of its samples.
+
+    A part that trains as a whole may fail layer by layer. It then only gives a warning, None and an empty store. With
+    `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
+
+    Args:
+        kinds: of the layers.
+        own_s: what of the samples is not the layers'.
+
+    Raises:
+        TrialError: this rank failed, and peers wait for it inside of a layer.
+    """
+    functions: Any = timer.module.forward_funcs
+    runs = []
+    for _ in range(_RUNS):
+        seconds, failure = _run(timer, [(s.tokens, s.prefix) for s in of_part], trials or Trials())
+        if failure is not None:
+            problem = f"the layers of part {timer.part_id} cannot be timed one by one ({str(failure).splitlines()[0]})"
+            logger.warning(f"{problem}; only schedules that leave the layers where they are can be planned")
+            return None
+        runs.append(seconds)
+    if not functions:
+        return None
+    scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs], own_s) for sample in of_part]
+    return tuple(
+        LayerTimes(kind, tuple(of_layers[index] for of_layers in scaled), *parameters_of_layer(function))
+        for index, (kind, function) in enumerate(zip(kinds, functions, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Hold what each layer took at one point: F and B, and W, which no prefix changes."""
+
+    both: list[Both]
+    weights: list[float]
+
+
+def _run(
+    timer: SliceTimer, points: Sequence[Point], trials: Trials
+) -> tuple[Mapping[Point, _Taken], TrialFailure | None]:
+    what = f"timing the layers of part {timer.part_id} one by one"
+    try:
+        weights = {tokens: timer.layer_weights(tokens) for tokens in sorted({tokens for tokens, _ in points})}
+        taken = {point: _Taken(timer.layer_seconds(*point), weights[point[0]]) for point in points}
+    except Exception as error:  # of the model's own code, so of any kind
+        timer.store.reset()
+        return {}, trials.failure(error, what, _WITHOUT)
+    return taken, trials.failure(None, what, _WITHOUT)
+
+
+def _samples(of_part: CostSample, runs: Sequence[_Taken], own_s: Both) -> list[CostSample]:
+    """Return the sample of every layer at one point, which together are that of the part without its own time."""
+    forward_s, backward_s = (
+        [min(values) for values in zip(*([both[way] for both in run.both] for run in runs), strict=True)]
+        for way in (0, 1)
+    )
+    forward_s = _scaled(forward_s, max(of_part.forward_s - own_s[0], _LAYERS * of_part.forward_s))
+    backward_s = _scaled(backward_s, max(of_part.backward_s - own_s[1], _LAYERS * of_part.backward_s))
+    weight_s: list[float | None] = [None] * len(forward_s)
+    if of_part.weight_s is not None:
+        least = [min(values) for values in zip(*(run.weights for run in runs), strict=True)]
+        weight_s = [min(w, b) for w, b in zip(_scaled(least, of_part.weight_s), backward_s, strict=True)]
+    return [
+        dataclasses.replace(of_part, forward_s=f, backward_s=b, weight_s=w, repeats=len(runs))
+        for f, b, w in zip(forward_s, backward_s, weight_s, strict=True)
+    ]
+
+
+def _scaled(seconds: Sequence[float], total_s: float) -> list[float]:
+    return [max(_LEAST_S, share * total_s) for share in _shares(seconds)]
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    total = math.fsum(values)
+    return [value / total if total > 0 else 1 / len(values) for value in values]
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def measured_layers(
+    timer: SliceTimer, layers: Sequence[LayerTimes] | None, memory: PartMemory | None
+) -> tuple[LayerMeasured, ...] | None:
+    """Return what is known of each layer of a part; the bytes come from one more slice, of a middle length."""
+    if layers is None:
+        return None
+    lengths = sorted({sample.tokens for sample in layers[0].samples})
+    tokens = lengths[len(lengths) // 2]
+    kept = timer.layer_bytes(tokens, with_memory=memory is not None)
+    memories = [None] * len(kept) if memory is None else memory_of_layers(memory, kept, layers)
+    rows = zip(layers, kept, memories, strict=True)
+    return tuple(
+        # layers that see through other windows are of other kinds, which their arguments need not say
+        LayerMeasured(dataclasses.replace(layer, kind=f"{layer.kind}{each.windows}"), each.sent / tokens, of_layer)
+        for layer, each, of_layer in rows
+    )
+
+
+def memory_of_layers(
+    whole: PartMemory, kept: Sequence[LayerKept], layers: Sequence[LayerTimes]
+) -> list[dict[str, Any] | None]:
+    """Return the memory of each layer, which together is that of the part.
+
+    What is always there goes by parameters, what slices keep by what each layer was seen to keep. The working bytes are
+    the most of any layer, so that each has those of the part.
+    """
+    by = {
+        "static_bytes": _shares([layer.parameters for layer in layers]),
+        "gradient_bytes": _shares([layer.trained for layer in layers]),
+        "weight_bytes_per_token": _shares([layer.trained for layer in layers]),
+    }
+    by_stored, by_kept = _shares([layer.stored for layer in kept]), _shares([layer.kept for layer in kept])
+    memories: list[dict[str, Any] | None] = []
+    for index in range(len(layers)):
+        numbers: dict[str, Any] = {}
+        for name, value in vars(whole).items():
+            if value is None or name == "window_tokens" or name.startswith("working"):
+                numbers[name] = value
+            else:
+                numbers[name] = value * by.get(name, by_stored if "store" in name else by_kept)[index]
+        memories.append(numbers)
+    return memories

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -52,13 +51,6 @@ class ProfileKey:
     attention_backend: str
     versions: _Versions = dataclasses.field(default_factory=dict)
     layers_fingerprint: str | None = None  # of the layers, however they are cut in parts; None: not noted
-
-    @property
-    def num_layers(self) -> int | None:
-        """The layers of all parts, where `model` is a list such as "1 Embedding, 4 DecoderLayer"; None elsewhere."""
-        texts = [text for text in self.model.split(", ") if not text.startswith("slices in multiples of ")]
-        counts = [re.fullmatch(r"([0-9]{1,9}) \S+", text) for text in texts]
-        return sum(int(count[1]) for count in counts if count) if counts and all(counts) else None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from terapipe_ds.costs.profile import CostSample, LinkSample, Overhead, Profile,
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.planning.auto_planner import _read_profile
 from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartCosts
-from terapipe_ds.runtime.profiling.cache import combine, memory_of
+from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, LayerTimes
 from terapipe_ds.runtime.profiling.rounds import PartTimes
@@ -70,6 +71,19 @@ def test_the_median_of_replicas_is_taken_after_that() -> None:
 def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
     costs = [rank(0, 0, (1.0, 1.0)), rank(0, 0, (0.5, 0.5), messages=((16, 2.0), (64, 4.0))), rank(1, 0, (1.0, 1.0))]
     assert times(combine(KEY, costs), 0) == [(2.5, 3.0), (4.5, 5.0)]
+
+
+def test_a_kept_profile_of_an_earlier_version_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    path, profile = tmp_path / "profile.json", combine(KEY, [rank(i, 0, (1.0, 1.0)) for i in (0, 1)])
+    write_cache(path, profile)
+    assert read_cache(path, KEY) == profile
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    with caplog.at_level("WARNING", logger="terapipe_ds"):
+        assert read_cache(path, KEY) is None
+    assert "has version 1, this package reads 2" in caplog.text
 
 
 def layer(kind: str, *forward: float, kept: float = 1.0) -> LayerMeasured:

@@ -7,14 +7,20 @@ of the published speed-ups, which charges the layer at a border to both stages, 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from studies.dapple_model import Chain, DappleCluster, PipelinePlan, PublishedModel, published, speedup
+from studies.dapple_model import Chain, DappleCluster, PipelinePlan, PublishedModel, plan_s, published, speedup
 from studies.dapple_search import LIMITS, Search
 from studies.options import study_parser
+from terapipe_ds.costs.devices import device_card
+from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
+from terapipe_ds.planner.layers.chain import LayerChain
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
 
 Finder = Callable[[Chain, DappleCluster], PipelinePlan]
 """What finds a plan. `speedup` and `plan_s` time any plan, also one that another program has found."""
@@ -25,7 +31,45 @@ def find_unequal(chain: Chain, cluster: DappleCluster, limits: int = LIMITS) -> 
     return Search(chain, cluster).best(limits)
 
 
-FINDERS: dict[str, Finder] = {"unequal": find_unequal}
+def find_uniform(chain: Chain, cluster: DappleCluster) -> PipelinePlan:
+    """Return the best plan with equal numbers of devices per stage that the product's programs propose.
+
+    They cut the layers for every number of stages and both placements, with DAPPLE's micro-batches and one rate per
+    link; what they propose is then timed under DAPPLE's costs.
+    """
+    devices = cluster.machines * cluster.devices_per_machine
+    card = replace(device_card("v100"), memory_bandwidth_bytes_per_s=1e18)  # DAPPLE's step of the optimizer is free
+    own = Cluster(
+        card,
+        cluster.machines,
+        cluster.devices_per_machine,
+        within_bytes_per_s=cluster.nvlink_bytes_per_s,
+        between_bytes_per_s=cluster.ethernet_p2p_bytes_per_s,
+        node_bytes_per_s=cluster.ethernet_collective_bytes_per_s,
+        within_latency_s=0,
+        between_latency_s=0,
+    )
+    shares = [[value / devices for value in values] for values in (chain.layer_s, chain.output_bytes)]
+    half_s, nothing = [seconds / 2 for seconds in shares[0]], [0.0] * len(chain.layer_s)
+    layers = LayerChain(half_s, half_s, shares[1], nothing, chain.parameter_bytes).of_length(1)
+    plans = []
+    for stages in (count for count in range(1, devices + 1) if devices % count == 0 and count <= layers.num_layers):
+        replicas = devices // stages
+        for axes in (PIPE_FIRST, DATA_FIRST) if 1 < stages < devices else (PIPE_FIRST,):
+            grid = Grid(stages, replicas, 1, axes)
+            priced = Priced(layers, own, 1, Candidate(grid, devices // replicas, chain.num_micro_batches, 0))
+            of_stages = _devices_of(grid, cluster.devices_per_machine)
+            plans += [PipelinePlan(bounds, of_stages) for _, bounds in priced.estimates(1, math.inf)]
+    return min(plans, key=lambda plan: plan_s(chain, cluster, plan))
+
+
+def _devices_of(grid: Grid, per_machine: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each stage, counted over all machines."""
+    places = {at: node * per_machine + device for at, (node, device) in grid.placement(per_machine).items()}
+    return tuple(tuple(places[k, replica, 0] for replica in range(grid.data)) for k in range(grid.pipe))
+
+
+FINDERS: dict[str, Finder] = {"unequal": find_unequal, "uniform": find_uniform}
 """The searches of the table by name, each a row per model and counting: add one to see it beside the others."""
 
 

@@ -213,8 +213,20 @@ def test_the_whole_search_is_never_slower_than_the_published_plan(model: Publish
 def test_the_page_has_what_the_command_prints() -> None:
     """The published rows of the table; those of the search take too long here."""
     for model in MODELS:
-        lines = dapple.markdown(list(dapple.rows_of(model, CLUSTER, {}))).splitlines()
-        assert len(lines) == 2 + 4 and all(line in PAGE for line in lines)
+        finders = {"uniform": dapple.find_uniform}
+        lines = dapple.markdown(list(dapple.rows_of(model, CLUSTER, finders))).splitlines()
+        assert len(lines) == 2 + 6 and all(line in PAGE for line in lines)
+
+
+@by_model
+def test_uniform_plans_have_as_many_devices_in_each_stage(model: PublishedModel) -> None:
+    """They are no slower than one stage on all devices, which is such a plan, and the devices are used once."""
+    plan = dapple.find_uniform(model.chain, CLUSTER)
+    assert sorted(device for devices in plan.devices for device in devices) == list(range(32))
+    assert len({len(devices) for devices in plan.devices}) == 1
+    assert (plan.cuts[0], plan.cuts[-1]) == (0, len(model.chain.layer_s))
+    whole = PipelinePlan((0, len(model.chain.layer_s)), (tuple(range(32)),))
+    assert plan_s(model.chain, CLUSTER, plan) <= plan_s(model.chain, CLUSTER, whole)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +239,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     dapple.main(["--json", "--model", "VGG-19"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["borders"], row["origin"]) for row in rows] == [
-        (borders, origin) for borders in ("twice", "once") for origin in ("dapple", "pipedream", "unequal")
+        (borders, origin) for borders in ("twice", "once") for origin in ("dapple", "pipedream", "unequal", "uniform")
     ]
     assert rows[0]["published"] == 7.425 and rows[2]["shape"] == "25@32" and rows[2]["search_s"] is not None
     dapple.main(["--model", "VGG-19", "--model", "BERT-large"])

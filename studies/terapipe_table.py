@@ -7,6 +7,7 @@ package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s for a n
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,12 @@ from typing import Any
 
 from studies.options import study_parser
 from studies.paper import FILE, parse_scheme
+from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.planner.cluster import Grid
+from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.strategy import Cluster, Included, Strategy, rank_strategies
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
 
 DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
 NODE_BYTES_PER_S = 25e9 / 8
@@ -46,10 +52,24 @@ class PublishedSetting:
         """Return what the search is asked: settings with the same one share it."""
         return self.model, self.devices, self.global_batch, self.sequence_length
 
-    @property
-    def included(self) -> list[Included]:
-        """Return what is ranked: micro-batches of one sequence, as the authors' code has them."""
-        return [Included(self.stages, self.tensor, self.data, 1, slices) for slices in self.slices]
+    def included(self, cluster: Cluster) -> list[Included]:
+        """Return what is ranked: micro-batches of one sequence, as the authors' code has them.
+
+        The schedule is this package's for so many slices, and the paper's (all forwards, then all backwards) where that
+        fits in memory.
+        """
+        degrees = self.stages, self.tensor, self.data, 1
+        own = [Included(*degrees, slices) for slices in self.slices]
+        papers = [dataclasses.replace(one, schedule="terapipe") for one in own]
+        return own + [one for one in papers if self._fits(one, cluster)]
+
+    def _fits(self, one: Included, cluster: Cluster) -> bool:
+        grid, limit = Grid(self.stages, self.data, self.tensor), float(cluster.card.memory_bytes)
+        layers = CountedLayers(model_size(self.model), cluster)
+        priced = Priced(layers, cluster, self.sequence_length, Candidate(grid, 1, self.global_batch // self.data, 0))
+        plan = one.plan(self.sequence_length)
+        cuts = [bounds for _, bounds in priced.estimates(plan.num_slices, limit)[:1]]
+        return any(priced.score(bounds, "terapipe", plan, limit) is not None for bounds in cuts)
 
 
 def published_settings() -> list[PublishedSetting]:
@@ -113,7 +133,7 @@ def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Ite
             cluster,
             global_batch_size=batch,
             sequence_length=length,
-            include=[one for setting in asked for one in setting.included],
+            include=[one for setting in asked for one in setting.included(cluster)],
         )
         for setting in asked:
             rank = next(rank for rank, strategy in enumerate(ranked) if _is_of(strategy, setting))
@@ -122,7 +142,10 @@ def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Ite
 
 def _is_of(strategy: Strategy, setting: PublishedSetting) -> bool:
     degrees = {"pipe": setting.stages, "data": setting.data, "model": setting.tensor}
-    plans = [one.plan(setting.sequence_length).lengths for one in setting.included]
+    plans = [
+        Included(setting.stages, setting.tensor, setting.data, 1, slices).plan(setting.sequence_length).lengths
+        for slices in setting.slices
+    ]
     return strategy.grid == degrees and strategy.micro_batch_size == 1 and tuple(strategy.slices) in plans
 
 

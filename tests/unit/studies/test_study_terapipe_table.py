@@ -19,8 +19,8 @@ def check(row: Row) -> None:
     assert published.grid == {"pipe": setting.stages, "data": setting.data, "model": setting.tensor}
     assert published.micro_batch_size == 1 and published.accumulation * setting.data == setting.global_batch
     assert found.predicted_s <= published.predicted_s
-    assert 1 < row.rank <= row.ranked
-    assert (found.grid, found.micro_batch_size, found.slices) != (published.grid, 1, published.slices)
+    assert 1 <= row.rank <= row.ranked
+    assert (row.rank == 1) == (found == published)
 
 
 def test_the_settings_are_those_of_table_1() -> None:
@@ -28,7 +28,7 @@ def test_the_settings_are_those_of_table_1() -> None:
     assert sorted(settings) == list(range(1, 11))
     for setting in settings.values():
         assert setting.stages * setting.tensor * setting.data == setting.devices
-    counts = {number: len(setting.included) for number, setting in settings.items()}
+    counts = {number: len(setting.slices) for number, setting in settings.items()}
     assert counts == {1: 6, 2: 1, 3: 1, 4: 6, 5: 1, 6: 6, 7: 6, 8: 1, 9: 1, 10: 1}
     assert settings[8].slices == ((384, 384, 368, 320, 296, 296),)
     assert settings[10].slices == KNOWN[10] and settings[6].slices == UNKNOWN

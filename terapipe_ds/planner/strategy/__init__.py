@@ -5,7 +5,7 @@ enumerated   tensor ranks that divide heads and widths and lie within a node; st
              batch; ZeRO 0 and 1 where they differ; the order of the axes: the placement (see `planner.cluster`)
 programs     the cut of the layers: least (m - 1/s) T + S / s with the memory of every stage (see `cuts`), for several
              numbers of slices; a stage recomputes only where it does not fit otherwise
-bounds       for every candidate a time that no cut, schedule and plan beats (see `priced.Priced.lower_bound_s` and
+bounds       for every candidate a time that no cut, schedule and plan beats (see `bound.Bounded.lower_bound_s` and
              `chunked_bound_s`): fill, the work of the slowest stage, reduction and optimizer step. Nothing else prunes
 replays      of the schedule that the engine will run, with the links of the machines between neighbours; then each
              stage reduces its gradients when its own last backward is done, as the engine does, and steps. Long

@@ -1,0 +1,170 @@
+"""What one candidate takes at least: times that no cut, schedule or plan beats, and the costs behind them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.cuts import Bounds, least_maximum, spans_matrix
+from terapipe_ds.planner.strategy.rates import layer_seconds, least_of, memory_matrices, whole_of
+
+
+class Bounded:
+    """One candidate on one cluster, with the costs of `Layers`, and its proven bounds."""
+
+    def __init__(self, layers: Layers, cluster: Cluster, sequence_length: int, candidate: Candidate) -> None:
+        self.layers, self.cluster, self.length, self.candidate = layers, cluster, sequence_length, candidate
+        self.num_stages, self.num_micro_batches = candidate.grid.pipe, candidate.accumulation
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether it is known what the weight gradients of every layer take."""
+        return all(
+            callable(getattr(cost, "weight_s", None)) for cost in {id(c): c for c in self._costs(False)}.values()
+        )
+
+    def lower_bound_s(self, limit_bytes: float | None = None) -> float:
+        """Return what this candidate takes at least, whatever the cut, the schedule and the slices.
+
+        A stage waits for the first slice to come down to it, does the work of all micro-batches, and then reduces and
+        steps. Slices together take at least what the least work of a layer is, a first slice at least what the cheapest
+        one does, and a reduction at least what it would on the best placed stage. Unsliced, the last backward also goes
+        up to stage 0, which then reduces and steps. With a limit, a stage recomputes where its parameters and what one
+        micro-batch keeps are more than it allows: backwards come in reverse, so that all of its slices are live once.
+        """
+        work, first, last = self._least
+        fills, drains = (np.concatenate(([0.0], np.cumsum(part)))[:, None] for part in (first, last))
+        ends = self._least_ends
+        times = spans_matrix(work)
+        if limit_bytes is not None:
+            again_s = spans_matrix(self._forward_again)
+            off, full = (self._least_peaks(again) <= limit_bytes for again in (False, True))
+            times = np.where(off, times, np.where(full, times + again_s, np.inf))
+        total = fills + self.num_micro_batches * times
+        rising = total + spans_matrix(ends)
+        back = total + drains + ends[0]
+        return least_maximum([np.maximum(rising, back)] * self.num_stages)
+
+    def chunked_bound_s(self, limit_bytes: float | None = None) -> float:
+        """Return what this candidate takes at least where stages hold several parts, or split their backwards.
+
+        The slowest stage takes no less than the mean of all. A stage k does its share of the work of all
+        micro-batches, and then reduces and steps for its layers. Its first part comes after at least k others, which
+        have a layer each: it waits for the first slice to come through the first k layers. With a limit, what all
+        stages hold at least may be more than all may hold. Then layers are recomputed that hold the excess, and that
+        takes no less than where a byte takes the least.
+
+        Also, of n layers that take some time or more, one stage has at least n / K, rounded up. Where so many do not
+        fit in its memory, it recomputes them.
+        """
+        work, first, _ = self._least
+        waits = np.cumsum(first)[: self.num_stages - 1].sum()
+        again_s = 0.0 if limit_bytes is None else self._least_again_s(limit_bytes)
+        mean = (self.num_micro_batches * (work.sum() + again_s) + self._least_ends.sum() + waits) / self.num_stages
+        heaviest = np.argsort(-work, kind="stable")
+        counts = -(-np.arange(1, len(work) + 1) // self.num_stages)
+        shared_s = counts * work[heaviest]
+        if limit_bytes is not None:
+            off, full = (
+                counts * np.minimum.accumulate(self._least_of_layers(again)[heaviest]) for again in (False, True)
+            )
+            again = counts * np.minimum.accumulate(self._forward_again[heaviest])
+            shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again, np.inf))
+        return float(max(mean, self.num_micro_batches * shared_s.max()))
+
+    def _least_of_layers(self, recompute: bool) -> Floats:
+        """Return less than each layer adds to what a stage holds, next to others."""
+        rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
+        each = starts, starts + 1
+        slices = rates["slice"][each]
+        received = max(0.0, slices[:2].sum() - rates["slice"][0, 2]) if len(starts) > 1 else 0.0  # once per span
+        stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[each]
+        return np.asarray(rates["lasting"][each] + np.maximum(0.0, slices - received) + stores)
+
+    def _least_again_s(self, limit_bytes: float) -> float:
+        """Return the seconds per micro-batch that all stages together recompute at least; infinite where none fits."""
+        everything = (0, self.layers.num_layers)
+        off, full = (float(self._least_peaks(again)[everything]) for again in (False, True))
+        limit = limit_bytes * self.num_stages
+        if full > limit:
+            return np.inf
+        rates, each = self._rates[False], (np.arange(everything[1]), np.arange(everything[1]) + 1)
+        kept = rates["slice"][each] + np.minimum(rates["whole"], rates["store"])[each]
+        per_byte = min((s / b for s, b in zip(self._forward_again, kept, strict=True) if b > 0), default=0.0)
+        return float(max(0.0, off - limit) * per_byte)
+
+    def cut_bound_s(self, bounds: Bounds) -> float:
+        """Return the same for one cut."""
+        work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)
+        ends = np.concatenate(([0.0], np.cumsum(self._least_ends)))
+        starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
+        total = first[starts] + self.num_micro_batches * (work[stops] - work[starts])
+        rising, back = total + ends[stops] - ends[starts], total + last[starts] + ends[stops[0]]
+        return float(np.maximum(rising, back).max())
+
+    @functools.cached_property
+    def _least(self) -> tuple[Floats, Floats, Floats]:
+        """Return, per layer, the least work of a micro-batch, and of its first slice down and up.
+
+        For costs whose sums over slices are not below the whole (rooflines with launch floors) the whole is the least.
+        Costs of a user may say otherwise, so there it is the least rate of any slice that can be cut.
+        """
+        if not self.layers.is_sliceable:
+            forward, backward = self._sliced(False, 1)
+            return forward + backward, forward, backward
+        costs = self._costs(False)
+        least = whole_of if self.layers.whole_is_least else least_of
+        numbers = {key: least(cost, self.length) for key, cost in {id(cost): cost for cost in costs}.items()}
+        work, first = (np.array([numbers[id(cost)][i] for cost in costs]) for i in range(2))
+        return work, first, np.zeros_like(work)
+
+    @functools.cached_property
+    def _forward_again(self) -> Floats:
+        """Return, per layer, what recomputing adds to a whole sequence, or to the cheapest slices of one."""
+        if not self.layers.whole_is_least and self.layers.is_sliceable:
+            return np.zeros(self.layers.num_layers)
+        off, full = (self._sliced(again, 1)[1] for again in (False, True))
+        return full - off
+
+    def _least_peaks(self, recompute: bool) -> Floats:
+        """Return less than any stage holds, for every span: parameters, states, and what one micro-batch keeps."""
+        rates = self._rates[recompute]
+        return rates["lasting"] + rates["slice"] + np.minimum(rates["whole"], rates["store"])
+
+    @functools.cached_property
+    def _least_ends(self) -> Floats:
+        summed, moved = self.layers.end_bytes(self.candidate.setting)
+        rate = min(per_byte for _, per_byte in self._reductions)
+        return rate * summed + moved / self._reachable
+
+    @functools.cached_property
+    def _reductions(self) -> list[tuple[float, float]]:
+        """Return, per stage, the seconds of a reduction of nothing, and per byte."""
+        grid, large = self.candidate.grid, 1e12
+        starts = [grid.all_reduce_s(0.0, k, self.cluster) for k in range(self.num_stages)]
+        return [(s, (grid.all_reduce_s(large, k, self.cluster) - s) / large) for k, s in enumerate(starts)]
+
+    @property
+    def _reachable(self) -> float:
+        return self.cluster.card.memory_bandwidth_bytes_per_s * self.cluster.card.bandwidth_efficiency
+
+    # --- costs
+
+    def _costs(self, recompute: bool) -> Sequence[Any]:
+        return self.layers.layer_costs(self.candidate.setting, recompute)
+
+    def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
+        setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times know no replicas
+        return layer_seconds(self.layers, setting, recompute, self.length, num_slices)
+
+    @functools.cached_property
+    def _rates(self) -> dict[bool, dict[str, Floats]]:
+        return {
+            again: memory_matrices(self.layers, self.candidate.setting, again, self.length) for again in (False, True)
+        }

@@ -27,7 +27,7 @@ from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.cluster import Cluster, Grid
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.parts import Setting, Span
+from terapipe_ds.planner.layers.parts import Setting, Span, TiedCopy
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.candidate import Candidate, replay_of
 from terapipe_ds.planner.strategy.cuts import Bounds
@@ -157,11 +157,10 @@ class DecoderCosts:
 
 
 class AmpLayers(CountedLayers):
-    """Embedding, decoder layers and head of AMP's runs. A model in one stage has one copy of its tied matrix."""
+    """Embedding, decoder layers and head of AMP's runs."""
 
-    def __init__(self, cluster: Cluster, is_one_stage: bool) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(amp_size(), cluster, "fp16")
-        self._is_one_stage = is_one_stage
 
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
         embedding, layer, *_, head = super().layer_costs(setting, recompute)
@@ -169,10 +168,11 @@ class AmpLayers(CountedLayers):
 
     def end_bytes(self, setting: Setting) -> tuple[Array, Array]:
         summed, moved = super().end_bytes(setting)
-        if self._is_one_stage:
-            norm = self.size.norm_parameters() / (self.size.vocab_size * self.size.hidden_size)
-            summed[-1], moved[-1] = norm * summed[-1], norm * moved[-1]
-        return 2 * summed, moved
+        return 2 * summed, moved  # gradients are summed in fp32
+
+    def tied_copy(self, setting: Setting) -> TiedCopy | None:
+        copy = super().tied_copy(setting)
+        return copy and copy._replace(summed=2 * copy.summed)
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
         size, degree, rows = self.size, setting.tensor, setting.micro_batch
@@ -197,7 +197,7 @@ class AmpModel:
 
     def __init__(self, constants: Constants) -> None:
         self._cluster = amp_cluster(constants)
-        self._layers = {is_one: AmpLayers(self._cluster, is_one) for is_one in (False, True)}
+        self._layers = AmpLayers(self._cluster)
         self._plan = SlicePlan((published()["model"]["sequence_length"],))
 
     def seconds(self, run: AmpRun) -> float:
@@ -218,6 +218,6 @@ class AmpModel:
         bounds = run.bounds
         if bounds is None:
             raise ValueError(f"layer_cuts = {run.layer_cuts}: a stage has no parameters; give a run that has bounds")
-        layers = self._layers[run.pipeline == 1]
+        layers = self._layers
         candidate = run.candidate(published()["global_batch"])
         return Priced(layers, self._cluster, self._plan.sequence_length, candidate), bounds

@@ -98,8 +98,8 @@ class _ChainLayers:
         divided = setting.data if setting.zero_stage else 1
         return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 
-    def tied_bytes(self, setting: Setting) -> float:
-        return 0.0
+    def tied_copy(self, setting: Setting) -> None:
+        return None
 
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         """Count fp32 parameters, their gradients and two states; ZeRO-1 divides states and a copy over the replicas."""

@@ -11,7 +11,7 @@ from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCo
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Setting, Span, bytes_summed
+from terapipe_ds.planner.layers.parts import Floats, Setting, Span, TiedCopy, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
@@ -61,18 +61,25 @@ class CountedLayers:
         return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Count per parameter: see `bytes_summed`. The states are divided with ZeRO-1, and for bfloat16 always."""
-        is_bf16, summed = self.dtype == "bfloat16", bytes_summed(self.dtype, setting.zero_stage)
-        divided = setting.data if is_bf16 or setting.zero_stage else 1
+        """Count per parameter; a tied matrix counts with the embedding."""
         size = self.size
-        head = size.head_parameters() + (size.vocab_size * size.hidden_size if size.tied_embedding else 0)
-        counts = [size.embedding_parameters(), *[size.layer_parameters()] * size.num_layers, head]
+        counts = [size.embedding_parameters(), *[size.layer_parameters()] * size.num_layers, size.head_parameters()]
         parameters = np.array(counts, float) / setting.tensor
-        return summed * parameters, OPTIMIZER_BYTES_PER_PARAMETER * parameters / divided
+        summed, moved = self._bytes_at_the_end(setting)
+        return summed * parameters, moved * parameters
 
-    def tied_bytes(self, setting: Setting) -> float:
+    def tied_copy(self, setting: Setting) -> TiedCopy | None:
         size, itemsize = self.size, 4 if self.dtype == "bfloat16" else ITEMSIZE[self.dtype]
-        return itemsize * size.vocab_size * size.hidden_size / setting.tensor if size.tied_embedding else 0.0
+        if not size.tied_embedding:
+            return None
+        parameters = size.vocab_size * size.hidden_size / setting.tensor
+        return TiedCopy(itemsize * parameters, *(number * parameters for number in self._bytes_at_the_end(setting)))
+
+    def _bytes_at_the_end(self, setting: Setting) -> tuple[float, float]:
+        """Return what a parameter sums (`bytes_summed`) and moves: states are divided by ZeRO-1, and for bfloat16."""
+        is_divided = self.dtype == "bfloat16" or setting.zero_stage
+        moved = OPTIMIZER_BYTES_PER_PARAMETER / (setting.data if is_divided else 1)
+        return bytes_summed(self.dtype, setting.zero_stage), moved
 
     def _is_decoder(self, layer: int) -> bool:
         return 0 < layer < self.num_layers - 1

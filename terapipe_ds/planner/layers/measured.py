@@ -161,8 +161,8 @@ class MeasuredLayers:
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
         return summed * trained, share * np.array(moved)
 
-    def tied_bytes(self, setting: Setting) -> float:
-        return 0.0
+    def tied_copy(self, setting: Setting) -> None:
+        return None
 
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         layers = self._layers[_size(setting)][span.start : span.stop]

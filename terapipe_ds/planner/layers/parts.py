@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,14 @@ class Setting:
     micro_batch: int  # sequences
     data: int = 1
     zero_stage: int = 0
+
+
+class TiedCopy(NamedTuple):
+    """Bytes of the copy on the last stage: both stages sum it, and the last one reduces and steps it as well."""
+
+    exchanged: float  # between the two stages
+    summed: float  # over replicas
+    moved: float  # by the optimizer
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,8 @@ class Layers(Protocol):
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Return, per layer, on one rank: bytes that are all-reduced over replicas, and that the optimizer moves."""
 
-    def tied_bytes(self, setting: Setting) -> float:
-        """Return the bytes that the first and the last stage sum, if they are different stages."""
+    def tied_copy(self, setting: Setting) -> TiedCopy | None:
+        """Return what a second copy of a tied matrix adds where first and last layer are on different stages."""
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,12 @@ class Priced(Bounded):
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             per_byte = self._reductions[stage_id][1]
             seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
-        tied = self.layers.tied_bytes(setting)
-        if tied and owners[0] != owners[-1]:
+        copy = self.layers.tied_copy(setting)
+        if copy is not None and owners[0] != owners[-1]:
             link = self.candidate.grid.link(owners[0], owners[-1], self.cluster)
             for stage_id in (owners[0], owners[-1]):
-                seconds[stage_id] += tied / link.bandwidth_bytes_per_s + 2 * link.latency_s
+                seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
+            seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
         return seconds
 
     def parts(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> list[PartCosts]:

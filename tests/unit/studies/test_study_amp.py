@@ -83,7 +83,7 @@ def test_what_did_not_run_needs_most_memory_or_has_a_stage_without_parameters() 
 def test_a_layer_keeps_what_unfused_attention_keeps() -> None:
     """By the count of Korthikanti et al. (2022), s b h (10 + 24 / t + 5 a s / (h t)), and the scores, 2 a s / t."""
     size, length, rows, degree = amp_size(), 1024, 4, 2
-    layers = AmpLayers(amp_cluster(Constants()), is_one_stage=False)
+    layers = AmpLayers(amp_cluster(Constants()))
     setting, spans = Setting(degree, rows), spans_of((0, 9, 10, 26), (False,) * 3)
     part = layers.memory_of_spans(setting, spans)[1]
     scores = 7 * size.num_heads * length / (size.hidden_size * degree)
@@ -97,7 +97,7 @@ def test_a_layer_keeps_what_unfused_attention_keeps() -> None:
 
 def test_a_layer_runs_forward_twice_and_moves_scores() -> None:
     cluster, setting = amp_cluster(Constants(0.5, 0.5)), Setting(2, 4)
-    ours = AmpLayers(cluster, is_one_stage=False).layer_costs(setting, False)[1]
+    ours = AmpLayers(cluster).layer_costs(setting, False)[1]
     plain = CountedLayers(amp_size(), cluster, "fp16").layer_costs(setting, False)[1]
     reachable = 0.5 * 320e9 * 0.75
     scores = 4 * 8 * 1024 * 1024  # rows, heads of a rank, tokens

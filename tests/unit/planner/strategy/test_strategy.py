@@ -307,3 +307,20 @@ def test_large_clusters_are_planned_within_a_tenth_of_the_bound(
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
     assert best.gap < 0.12
     assert max(best.memory_bytes) <= 85.9e9
+
+
+def test_a_tied_matrix_is_summed_and_stepped_where_it_is() -> None:
+    """By hand, GPT-2's sizes on links of 1 GB/s: one copy in one stage; with two, the last stage has another."""
+    cluster = Cluster("v100", 1, 4, within_bytes_per_s=1e9, within_latency_s=0)
+    layers = CountedLayers(model_size("gpt3-1b"), cluster)
+    size = layers.size
+    assert size.tied_embedding
+    matrix, rate = size.vocab_size * size.hidden_size, cluster.card.memory_bandwidth_bytes_per_s
+    step_s = 28 / (rate * cluster.card.bandwidth_efficiency)
+    one, two = (Priced(layers, cluster, 1024, Candidate(Grid(k, 4 // k, 1), 1, 1, 0)) for k in (1, 2))
+    whole = one.ends_s((0, layers.num_layers))[0]
+    assert whole == pytest.approx(size.num_parameters() * (2 * 2 * 3 / 4 / 1e9 + step_s))
+    last = two.ends_s((0, layers.num_layers - 1, layers.num_layers))[1]
+    reduced_s = 2 * 2 * 1 / 2 / 1e9
+    head = matrix + size.head_parameters()
+    assert last == pytest.approx(head * (reduced_s + step_s) + 2 * matrix / 1e9)

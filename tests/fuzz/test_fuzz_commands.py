@@ -63,7 +63,7 @@ NAMES = [
 VALUES = {  # by the metavar of the help
     **dict.fromkeys(("FILE", "DS.json", "PREDICTED", "RESULT", "TRACE_DIR_OR_FILE"), FILES),
     **dict.fromkeys(("NAME", "NAME[,...]", "{cpu,cuda}", "PRESET", "DTYPE"), NAMES),
-    **dict.fromkeys((*"KMVNLBTDSG", "GB", "{0,1}"), NUMBERS),
+    **dict.fromkeys((*"KMVNLBTDSG", "GB", "GB/S", "{0,1}"), NUMBERS),
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
     "NAME_OR_JSON": [*FILES, *NAMES],
     "NAME=VALUE": ["policy=B", "policy=C", "slots=4,5,3", "slots=4,,3", "slots=0,1,1", "policy", "=B", "x=1"],

@@ -122,7 +122,8 @@ class Space:
 
 
 def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return low + [number // value for value in reversed(low) if value * value != number]
 
 
 def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:

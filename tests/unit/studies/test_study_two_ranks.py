@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from studies.two_ranks import SHAPES, Outcome, Run, Step, disagreement, main, show
+from studies.two_ranks import SHAPES, disagreement, main, show
+from studies.two_ranks_training import Outcome, Run, Step
 from terapipe_ds.planner.strategy import Cluster, rank_strategies
 
 

@@ -57,7 +57,7 @@ def show(outcome: Outcome) -> str:
             f"  {run.name} {run.predicted_s:>8.3f} s ({run.predicted_ends_s:.3f}){run.measured_s:>7.3f} s "
             f"({run.median('ends_s'):.3f}){run.median('busy_s'):>7.3f}{lost:>6.0%}"
             f"{run.predicted_s / run.measured_s - 1:>+8.1%}  {of['schedule']} {of['slices']}, "
-            f"{of['chunks_per_stage']} part(s) per stage, {of['accumulation']} micro-batches, layers {of['partition']}, ZeRO {of['zero_stage']}"
+            f"{of['accumulation']} micro-batches, layers {of['partition']}, ZeRO {of['zero_stage']}"
         )
     predicted, measured = (
         " < ".join(run.name for run in sorted(outcome.runs, key=key))

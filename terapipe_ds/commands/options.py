@@ -186,7 +186,7 @@ def _show(value: Any) -> str:
     return text if text.isprintable() and 0 < len(text) <= 80 else show_value(value)
 
 
-MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
+MAX_FORWARDS, MAX_STAGES, MAX_DEVICES = 1_000_000, 10_000, 65_536
 SOURCE = Panel("source", "exactly one")
 _DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from terapipe_ds.commands import CommandError
-from terapipe_ds.commands.options import Options, Output, Panel, Picture, ScheduleDetails, Text, details_option
+from terapipe_ds.commands.options import (
+    MAX_DEVICES,
+    MAX_FORWARDS,
+    Options,
+    Output,
+    Panel,
+    Picture,
+    ScheduleDetails,
+    Text,
+    details_option,
+)
 
 OF_CLUSTERS = (
     "devices_per_node",
@@ -45,9 +55,14 @@ class PlanOptions(Options):
         "N",
         default=0,
         ge=1,
+        le=MAX_DEVICES,
     )
-    devices_per_node: int = _CLUSTER.option("default: what nodes of the device card have", "N", default=0, ge=1)
-    global_batch: int = _CLUSTER.option("sequences of a step, of all replicas together", "N", default=0, ge=1)
+    devices_per_node: int = _CLUSTER.option(
+        "default: what nodes of the device card have", "N", default=0, ge=1, le=MAX_DEVICES
+    )
+    global_batch: int = _CLUSTER.option(
+        "sequences of a step, of all replicas together", "N", default=0, ge=1, le=MAX_FORWARDS
+    )
     within_gb_per_s: float | None = _CLUSTER.option(
         "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0
     )

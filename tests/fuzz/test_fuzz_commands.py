@@ -95,13 +95,15 @@ USUAL = {
     "verify": "--config ds.json --model nano",
 }  # fmt: skip
 
+USUAL_STRATEGY = "--model tiny --device v100 --devices 2 --global-batch 2 --sequence-length 64"
+
 OPTIONS = {name: options_of(name) for name in cli.COMMANDS}
 
 
 @st.composite
-def command_lines(draw: st.DrawFn, name: str) -> list[str]:
+def command_lines(draw: st.DrawFn, name: str, usual: str) -> list[str]:
     """The usual arguments of a command, some taken away and some added."""
-    words = USUAL[name].split() if draw(st.integers(0, 4)) else []
+    words = usual.split() if draw(st.integers(0, 4)) else []
     for _ in range(draw(st.integers(0, 3))):
         if words and draw(st.integers(0, 3)) == 0:
             del words[draw(st.integers(0, len(words) - 1))]
@@ -148,8 +150,8 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
     raise CommandError("here it would measure: give nothing, this is a test")
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "usual"), [*sorted(USUAL.items()), ("plan", USUAL_STRATEGY)])
+def test_every_command(name: str, usual: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.commands import verify
     from terapipe_ds.runtime.profiling import one_device
 
@@ -160,11 +162,15 @@ def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("terapipe_ds.bench.report.page.render_page", lambda data: f"{read_result(data)}")
 
     @cases(25, 1500)
-    @given(command_lines(name))
+    @given(command_lines(name, usual))
     def each(words: list[str]) -> None:
         run_command(words, folder, monkeypatch)
 
     each()
+
+
+def test_every_command_is_tried() -> None:
+    assert set(USUAL) == set(OPTIONS)
 
 
 def test_help_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, 
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 
 FEW = 10_000  # computations of one replay; above, fewer micro-batches stand for all of them
+_MOST_WHOLE = 3_000_000  # computations of a whole batch that is replayed: half a minute, a gigabyte
 
 
 class Priced(Bounded):
@@ -146,18 +147,22 @@ class Priced(Bounded):
     ) -> Score | None:
         """Return what a cut takes under a schedule, replayed; None where it does not fit in memory.
 
-        Unless `whole`, fewer micro-batches tell what many take with `1f1b` and `seq1f1b`, and what many keep.
+        Unless `whole`, fewer micro-batches tell what many take with `1f1b` and `seq1f1b`, and what many keep. They do
+        so with every schedule where the batch has too many for a replay.
         """
-        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole)
+        most, slices = self.num_micro_batches, plan.num_slices
+        is_short = 2 * self.num_stages * chunks_per_stage * most * slices <= _MOST_WHOLE
+        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole and is_short)
         if fits is None:
             return None
         recompute, peaks = fits
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         parts, ends_s = self.parts(bounds, recompute, owners), self.ends_s(bounds, owners)
-        most, slices = self.num_micro_batches, plan.num_slices
         # two runs that both have filled the pipeline tell what another micro-batch takes
         few = max(2 * (-(-self.num_stages // slices) + 1), FEW // (2 * self.num_stages * slices))
-        is_replayed = whole or few >= most or schedule not in ("1f1b", "seq1f1b")
+        if chunks_per_stage > 1:
+            few = 2 * self.num_stages * -(-few // (2 * self.num_stages))  # stages take them in groups of that many
+        is_replayed = few >= most or (is_short and (whole or schedule not in ("1f1b", "seq1f1b")))
 
         def batch_s(count: int) -> float:
             replay = replay_of(schedule, self.num_stages, count, slices, chunks_per_stage)

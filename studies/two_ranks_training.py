@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -267,9 +268,11 @@ def _train(shape: Shape, run: Run, engine: Any, *, is_timed: bool) -> None:
 
 def _clocks() -> tuple[float, float, float]:
     """Return the time, the processor time of this process, and for how long its threads waited for a core."""
-    tasks = Path("/proc/self/task").glob("*/schedstat")
-    waited_s = sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
-    return time.perf_counter(), time.process_time(), waited_s
+    waited_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            waited_ns += int(task.read_text().split()[1])
+    return time.perf_counter(), time.process_time(), waited_ns / 1e9
 
 
 def run_of(told: dict[str, Any]) -> Run:

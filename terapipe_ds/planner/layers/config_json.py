@@ -25,8 +25,8 @@ _KEYS = {
 """Field of a model size -> the names that families of transformers give it."""
 
 _NOT_GATED = {
-    "gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2", "mpt", "codegen", "gpt_neo",
-    "nemotron", "xglm", "biogpt", "persimmon",
+    "gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2", "mpt", "codegen",
+    "gpt_neo", "nemotron", "xglm", "biogpt", "persimmon",
 }  # fmt: skip
 _WITHOUT_BIAS = {"mpt", "nemotron", "falcon"}
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", "biogpt"}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from terapipe_ds.planner.strategy import Cluster, Strategy
 
 _SHOWN = 10  # strategies in the table
+_ROOM = 4e9  # bytes that a device should have left: what CUDA, NCCL and the allocator take is not counted
 _IS_SEARCHED = "it is searched"
 _REFUSED = {
     "micro_batches": _IS_SEARCHED,
@@ -198,6 +199,9 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: PlanOpt
     yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
     yield ""
     yield from _best_lines(best, batch * length)
+    if options.memory_limit_gb is None and (room := cluster.card.memory_bytes - max(best.memory_bytes)) < _ROOM:
+        yield f"              the fullest device has {room / 1e9:.1f} GB left for the driver, NCCL and gaps in memory;"
+        yield "              --memory-limit-gb leaves more"
     yield ""
     yield from _ranking_lines(strategies[:_SHOWN])
     yield ""

@@ -220,16 +220,14 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
 
 
 _HF = {
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "intermediate_size": 512,
-    "vocab_size": 1000,
-}
-_OLD = {"n_layer": 2, "n_embd": 256, "n_head": 8, "vocab_size": 1000}
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 1000,
+}  # fmt: skip
+_OLD = {"n_layer": 2, "n_embd": 256, "n_head": 8, "vocab_size": 1000, "n_positions": 1024}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gpt_neox", "phi", "nemotron", "cohere", "granite"), _HF),
-    **dict.fromkeys(("gemma", "gemma2", "starcoder2"), _HF | {"num_key_value_heads": 4, "head_dim": 32}),
+    **dict.fromkeys(("llama", "mistral", "gpt_neox", "phi", "cohere", "granite"), _HF),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "starcoder2", "qwen2", "nemotron"), _HF | {"num_key_value_heads": 4, "head_dim": 32}
+    ),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _OLD),
     **dict.fromkeys(("gptj", "codegen"), _OLD | {"rotary_dim": 16}),
     "bloom": {"n_layer": 2, "hidden_size": 256, "n_head": 8, "vocab_size": 1000},

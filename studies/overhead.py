@@ -13,9 +13,11 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from studies.options import study_parser
@@ -28,6 +30,7 @@ _EXAMPLES = """\
 
 STAGES = 2
 TORCH = "torch 1f1b"
+_SAMPLE_S = 0.001  # of processor time, between two looks of a profile
 
 
 @dataclass(frozen=True)
@@ -224,17 +227,37 @@ def _rank_main(rank: int, rendezvous: str, shape: Shape, names: Sequence[str], t
 
 
 def _profile_main(rank: int, rendezvous: str, shape: Shape, name: str, folder: str) -> None:
-    import cProfile
-    import pstats
+    import signal
 
     prepare_rank(rank, STAGES, rendezvous)
     system = next(system for system in SYSTEMS if system.name == name)
     driver = _torch_driver(shape, rank) if name == TORCH else _engine_driver(system, shape)
     _read(driver, shape, shape.micro_batches)
-    profile = cProfile.Profile(time.process_time)
-    profile.runcall(_read, driver, shape, shape.micro_batches)
-    with Path(folder, f"{rank}.txt").open("w") as out:
-        pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(45)
+    own: Counter[str] = Counter()
+    below: Counter[str] = Counter()
+
+    def look(_: int, frame: FrameType | None) -> None:
+        seen = []
+        while frame is not None:
+            code = frame.f_code
+            seen.append(f"{code.co_qualname}, {'/'.join(Path(code.co_filename).parts[-2:])}")
+            frame = frame.f_back
+        own.update(seen[:1])
+        below.update(set(seen))
+
+    signal.signal(signal.SIGPROF, look)
+    signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
+    begin_s = time.process_time()
+    _read(driver, shape, shape.micro_batches)
+    taken_s = time.process_time() - begin_s
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    unit_us = 1e6 * taken_s / ((shape.steps + 1) * shape.micro_batches * system.units(shape))
+    lines = [f"stage {rank}: {unit_us:.0f} us per F + B, optimizer and all", "  own us  with callees  function"]
+    share_us = unit_us / max(1, own.total())
+    lines += [
+        f"{own[name] * share_us:>8.1f}{below[name] * share_us:>14.1f}  {name}" for name, _ in below.most_common(70)
+    ]
+    Path(folder, f"{rank}.txt").write_text("\n".join(lines) + "\n")
     finish_rank([driver])
 
 

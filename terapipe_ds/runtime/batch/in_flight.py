@@ -59,6 +59,13 @@ class MicroBatchInFlight:
     labels: SliceableTensors | None = None
     weights: tuple[float, ...] = ()
 
+    def to(self, device: torch.device) -> None:
+        """Bring inputs and labels to the device."""
+        if self.inputs is not None:
+            self.inputs = self.inputs.to(device)
+        if self.labels is not None:
+            self.labels = self.labels.to(device)
+
 
 @dataclass
 class BatchInFlight:

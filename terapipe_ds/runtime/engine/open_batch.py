@@ -45,6 +45,7 @@ class OpenBatch:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         self._set(batch)
+        stage.deepspeed.open_batch()
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:

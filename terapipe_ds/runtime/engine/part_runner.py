@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,6 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.layout.layout import Place
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.schedule.action import Action, Kind
 
 T = TypeVar("T")
@@ -111,8 +111,9 @@ class PartRunner:
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""
         stage = self._stage
-        with stage.watchdog.waiting(stage.links.describe_wait(action)), stage.deepspeed.timed(timer):
-            message = receive(action)
+        stage.watchdog.waits(partial(stage.links.describe_wait, action))
+        message = stage.deepspeed.timed(timer, receive, action)
+        stage.watchdog.note(action)
         stage.tracer.input_is_here()
         return message
 
@@ -133,7 +134,7 @@ class PartRunner:
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         if not self._sends_gradients and not self.place.is_first:
-            stage.links.hand_on(action, MessageSpec((), is_tuple=True), self._input_gradients(action))
+            stage.links.hand_on(action, self._input_gradients(action))
         slices.finish(action)
 
     def weight(self, action: Action) -> None:
@@ -149,20 +150,19 @@ class PartRunner:
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave."""
-        spec, tensors = self._outputs(action)
-        with self._stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER):
-            self._stage.links.send_activation(action, spec, tensors)
+        stage = self._stage
+        stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER, stage.links.send_activation, action, *self._outputs(action))
         self._open().finish(action)
 
-    def _outputs(self, action: Action) -> tuple[MessageSpec, Tensors]:
+    def _outputs(self, action: Action) -> tuple[Tensors, bool]:
+        """Return the outputs of F, and whether the layers gave a tuple."""
         outputs = self._open().get(action).outputs
-        tensors = as_tuple(outputs, "the outputs of a stage")
-        return MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs)), tensors
+        return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
         """Send the gradients of what this slice received."""
-        with self._stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER):
-            self._stage.links.send_gradients(action, self._input_gradients(action))
+        stage = self._stage
+        stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER, stage.links.send_gradients, action, self._input_gradients(action))
         self._open().finish(action)
 
     def _input_gradients(self, action: Action) -> Tensors:

@@ -27,7 +27,7 @@ from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
-from terapipe_ds.runtime.layout.parted_module import PlainAttributes, activate
+from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
@@ -36,6 +36,8 @@ from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import WrittenParameters, check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
+
+_PLAIN = frozenset((bool, int, float, str, type(None), Place))
 
 
 def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
@@ -51,7 +53,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(PlainAttributes, PipelineEngine):
+class TeraPipeEngine(PipelineEngine):
     """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
 
     Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
@@ -65,6 +67,17 @@ class TeraPipeEngine(PlainAttributes, PipelineEngine):
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set plain values that are there already at once.
+
+        DeepSpeed marks in attributes what runs, in every backward, and `nn.Module` would look for a parameter, a layer
+        and a buffer of that name each time.
+        """
+        if type(value) in _PLAIN and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.

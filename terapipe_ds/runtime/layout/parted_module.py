@@ -29,27 +29,7 @@ class HeldPart:
     fwd_map: dict[str, int] = field(default_factory=dict)
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None), list, dict, tuple))
-
-
-class PlainAttributes:
-    """In front of a module: plain values that are there already are set at once.
-
-    DeepSpeed counts and marks in attributes of its engine and of the module in every forward and backward, and
-    `nn.Module` would look for a parameter, a layer and a buffer of that name each time, which takes longer than the
-    books of a slice.
-    """
-
-    __slots__ = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if type(value) in _PLAIN and name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
-
-class PartedModule(PlainAttributes, PipelineModule):
+class PartedModule(PipelineModule):
     """The class of a module that was laid out, in front of its own; `forward` runs one part at a time."""
 
     terapipe_layout: Layout

@@ -19,6 +19,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
+from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
@@ -36,8 +37,6 @@ from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import WrittenParameters, check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
-
-_PLAIN = frozenset((bool, int, float, str, type(None), Place))
 
 
 def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
@@ -67,17 +66,7 @@ class TeraPipeEngine(PipelineEngine):
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set plain values that are there already at once.
-
-        DeepSpeed marks in attributes what runs, in every backward, and `nn.Module` would look for a parameter, a layer
-        and a buffer of that name each time.
-        """
-        if type(value) in _PLAIN and name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+    __setattr__ = set_at_once
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
@@ -311,22 +300,14 @@ class TeraPipeEngine(PipelineEngine):
         stage = self._stage
         stage.watchdog.note(action)
         execute = self._ACTIONS[action.kind]
-        if stage.flops is not None or stage.tracer.listens or action.kind in CLOSING:
-            with self._observed(action):
+        if self._batch.is_observed or action.kind in CLOSING:
+            timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
+            with self._batch.observed(action), timed:
                 execute(self, action)
         else:
             execute(self, action)
         if self._written is not None:
             self._written(action.kind is Kind.FORWARD)
-
-    @contextmanager
-    def _observed(self, action: Action) -> Iterator[None]:
-        """Let those observe an action who listen: the tracer, the count of operations, the time of the batch's end."""
-        stage = self._stage
-        counted = stage.flops.around(action) if stage.flops is not None else nullcontext()
-        timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
-        with stage.tracer.measure(action), counted, timed:
-            yield
 
     def _load(self, action: Action) -> None:
         micro_batch = self._batch.current.micro_batches[action.micro_batch_id]

@@ -15,7 +15,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
-from terapipe_ds.schedule.action import Kind
+from terapipe_ds.schedule.action import Action, Kind
 
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
@@ -40,6 +40,18 @@ class OpenBatch:
     @property
     def is_first_of_its_mode(self) -> bool:
         return self.current.training not in self._modes_run
+
+    @property
+    def is_observed(self) -> bool:
+        """Return whether the actions of the batch are traced, or their operations counted."""
+        return self._stage.tracer.listens or self._stage.flops is not None
+
+    @contextmanager
+    def observed(self, action: Action) -> Iterator[None]:
+        """Let those observe `action` who do."""
+        stage = self._stage
+        with stage.tracer.measure(action), nullcontext() if stage.flops is None else stage.flops.around(action):
+            yield
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""

@@ -22,7 +22,8 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.report import Wait

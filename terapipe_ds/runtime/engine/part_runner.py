@@ -88,7 +88,7 @@ class PartRunner:
             outputs = stage.deepspeed.run_layers(inputs, training)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
-                stage.finite.look_at_loss(loss)
+                stage.finite.look_at_loss(loss.value())
         slices.keep(action, leaves, outputs, loss)
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))

@@ -122,7 +122,7 @@ class SliceableTensors:
     def span(self, start: int, stop: int) -> Tensors:
         """Return tokens [start, stop): views of the sliced tensors, the others whole."""
         both = zip(self.tensors, self.sliced, strict=True)
-        return tuple(t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both)
+        return tuple([t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both])
 
     def stretched(self, length: int) -> SliceableTensors:
         """Return a copy with `length` tokens, cut off or repeated from the start, for measurements."""
@@ -132,7 +132,7 @@ class SliceableTensors:
 
     def part(self, start: int, stop: int) -> Any:
         """Return tokens [start, stop) for the user's code, which may call `view()`: contiguous, and packed."""
-        return self.packed(tuple(t.contiguous() for t in self.span(start, stop)))
+        return self.packed(tuple([t.contiguous() for t in self.span(start, stop)]))
 
     def packed(self, tensors: Tensors) -> Any:
         """Return `tensors` in the form in which the user gave them: one tensor, or a tuple."""

@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.engine import (
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
@@ -30,6 +31,7 @@ from terapipe_ds.schedule.action import Action, Kind
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
+_MOST_ACTIVES = 4096  # that are kept for the batches to come
 
 
 class PartRunner:
@@ -40,6 +42,7 @@ class PartRunner:
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
+        self._actives: dict[tuple[tuple[int, ...], int, int, str], ActiveSlice] = {}
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -66,15 +69,25 @@ class PartRunner:
     def _active(self, action: Action, mode: str) -> ActiveSlice:
         micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
         plan, starts = micro_batch.plan, micro_batch.shape.starts
-        span = plan.span(action.slice_id)
+        if starts is not None:  # which are another batch's next time
+            return self._new_active(action, mode, plan, Documents(starts, *plan.span(action.slice_id)))
+        key = plan.lengths, action.micro_batch_id, action.slice_id, mode
+        active = self._actives.get(key)
+        if active is None:
+            if len(self._actives) >= _MOST_ACTIVES:
+                self._actives.clear()
+            active = self._actives[key] = self._new_active(action, mode, plan, None)
+        return active
+
+    def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
         return ActiveSlice(
-            *span,
+            *plan.span(action.slice_id),
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
-            documents=None if starts is None else Documents(starts, *span),
+            documents=documents,
             store=self._stage.store,
         )
 
@@ -105,8 +118,9 @@ class PartRunner:
             is_tuple = spec.is_tuple
             for leaf, tensor in zip(leaves, spec.tensors, strict=True):
                 leaf.requires_grad_(tensor.requires_grad)
-        copies = tuple(leaf.clone() for leaf in leaves)
-        return leaves, copies if is_tuple else copies[0]
+        if not is_tuple:
+            return leaves, leaves[0].clone()
+        return leaves, tuple(leaf.clone() for leaf in leaves)
 
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""

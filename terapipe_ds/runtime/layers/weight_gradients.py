@@ -125,16 +125,22 @@ class WeightGradients:
 
         It is where the slice's backward is split, or where no hook collects gradients, in the dtype of the weight.
         """
+        return self.adder(inputs, weight) is not None
+
+    def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
+        """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
         active = active_slice()
         if active is None or not torch.is_grad_enabled():
-            return False
-        if self.splits_now():
+            return None
+        add: _Add = _add_product
+        if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
             if not inputs.requires_grad:  # the output may hang on the weight alone
-                return False
+                return None
+            add = self.keep
         elif active.is_whole or self.is_watched or _has_hooks(weight):
-            return False
+            return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        return is_plain and not torch.is_autocast_enabled(inputs.device.type)
+        return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -172,11 +178,13 @@ def _in_autograd(products: list[_Product]) -> None:
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        if gradients.takes(inputs, layer.weight):
-            if gradients.splits_now():  # without an edge to the weight: hooks on it would be called in B with nothing
-                return _Linear.apply(inputs, layer.weight.detach(), layer.bias, _Leaf(layer.weight), gradients.keep)
-            return _Linear.apply(inputs, layer.weight, layer.bias, _Leaf(layer.weight), _add_product)
-        return F.linear(inputs, layer.weight, layer.bias)
+        weight, bias = layer.weight, layer.bias
+        add = gradients.adder(inputs, weight)
+        if add is None:
+            return F.linear(inputs, weight, bias)
+        # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
+        linked = weight if add is _add_product else weight.detach()
+        return _Linear.apply(inputs, linked, bias, _Leaf(weight), add)
 
     return forward
 
@@ -199,15 +207,21 @@ class _Linear(torch.autograd.Function):
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
-        bias_grad = rows.sum(dim=0) if needs_bias else None
-        weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
-        return inputs_grad, weight_grad, bias_grad, None, None
+        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, weight = ctx.saved_tensors
+    needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])
+    inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
+    bias_grad = rows.sum(dim=0) if needs_bias else None
+    weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+    return inputs_grad, weight_grad, bias_grad, None, None
+
+
+_backward_once = once_differentiable(_backward)  # where the backward is recorded; else it only takes time
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

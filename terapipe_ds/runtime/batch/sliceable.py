@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class SliceableTensors:
     sliced: tuple[bool, ...]
     dim: int
     is_tuple: bool
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether there is one tensor, and it is cut: most inputs and labels are."""
+        return self.sliced == (True,)
 
     @property
     def deciding(self) -> torch.Tensor:
@@ -121,6 +127,8 @@ class SliceableTensors:
 
     def span(self, start: int, stop: int) -> Tensors:
         """Return tokens [start, stop): views of the sliced tensors, the others whole."""
+        if self.is_one:
+            return (self.tensors[0].narrow(self.dim, start, stop - start),)
         both = zip(self.tensors, self.sliced, strict=True)
         return tuple([t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both])
 

@@ -92,7 +92,7 @@ def accumulated(total: Any, loss: Any) -> Any:
     """Return `total + loss` without a graph, in fp32 at least; lists are added element by element."""
     if not torch.is_tensor(loss):
         return [accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
-    value = loss.detach()
+    value = loss.detach() if loss.requires_grad else loss
     if value.dtype not in _WIDE:
         value = value.to(torch.promote_types(value.dtype, torch.float32))
     return value if total is None else total + value

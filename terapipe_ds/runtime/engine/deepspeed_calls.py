@@ -28,7 +28,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_wi
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 T = TypeVar("T")
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.Tensor))
 
 
 class DeepSpeedCalls:
@@ -195,8 +195,8 @@ def _only_calls_its_layers(module: Any) -> bool:
 def set_at_once(engine: PipelineEngine, name: str, value: Any) -> None:
     """Set an attribute of the engine, at once where it is there and its value is plain.
 
-    DeepSpeed marks what runs in attributes, in every backward, and `nn.Module` would look for a parameter, a layer and
-    a buffer of that name each time.
+    In every backward DeepSpeed marks in attributes what runs, and every micro-batch leaves its loss in one. `nn.Module`
+    would look for a parameter, a layer and a buffer of that name each time.
     """
     if type(value) in _PLAIN and name in engine.__dict__:
         engine.__dict__[name] = value

@@ -26,6 +26,7 @@ class OpenBatch:
     def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
         self._stage, self._parts, self._intercept = stage, parts, intercept
         self._batch: BatchInFlight | None = None
+        self.is_observed = False  # the actions of the batch are traced, or their operations counted
         self._modes_run: set[bool] = set()  # training, evaluation: of which a batch has run under the closer guard
 
     @property
@@ -40,11 +41,6 @@ class OpenBatch:
     @property
     def is_first_of_its_mode(self) -> bool:
         return self.current.training not in self._modes_run
-
-    @property
-    def is_observed(self) -> bool:
-        """Return whether the actions of the batch are traced, or their operations counted."""
-        return self._stage.tracer.listens or self._stage.flops is not None
 
     @contextmanager
     def observed(self, action: Action) -> Iterator[None]:
@@ -62,6 +58,7 @@ class OpenBatch:
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
+        self.is_observed = stage.flops is not None or getattr(stage.tracer, "listens", True)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -56,19 +56,14 @@ class Doing:
     batch, or anything that prints as its name; `wait` may be a function that gives it.
     """
 
-    __slots__ = ("_wait", "draws", "is_long", "opening", "since_s", "what")
+    opening = False  # draws data and meets the other ranks, which may be busy outside a batch
+    is_long = False  # a call outside a batch that may take long: saving a checkpoint
+    draws = False  # waits in the user's iterator, which has a limit of its own
 
-    def __init__(
-        self,
-        action: object,
-        wait: Wait | Callable[[], Wait] | None = None,
-        opening: bool = False,  # draws data and meets the other ranks, which may be busy outside a batch
-        is_long: bool = False,  # a call outside a batch that may take long: saving a checkpoint
-        draws: bool = False,  # waits in the user's iterator, which has a limit of its own
-    ) -> None:
-        self.what, self._wait = action, wait
-        self.opening, self.is_long, self.draws = opening, is_long, draws
-        self.since_s = time.monotonic()
+    def __init__(self, action: object, wait: Wait | Callable[[], Wait] | None = None, **kind: bool) -> None:
+        self.what, self._wait, self.since_s = action, wait, time.monotonic()
+        if kind:
+            vars(self).update(kind)
 
     @property
     def action(self) -> str:
@@ -87,7 +82,7 @@ class Doing:
 
     def again(self) -> Doing:
         """Return the same, begun now."""
-        return Doing(self.what, self._wait, self.opening, self.is_long, self.draws)
+        return Doing(self.what, self._wait, opening=self.opening, is_long=self.is_long, draws=self.draws)
 
     def __str__(self) -> str:
         action, wait = self.action, self.wait

@@ -12,8 +12,7 @@ Biases, norms, embeddings and every other layer have all their gradients in B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,16 +70,19 @@ class WeightGradients:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
-    @contextmanager
-    def deferred(self, key: Key) -> Iterator[None]:
-        """Keep what W needs, during the B of a slice that has one."""
+    def deferred(self, key: Key) -> _Deferred:
+        """Return a context for the B of a slice that has a W, which keeps what W needs."""
+        return _Deferred(self, key)
+
+    def begin_keeping(self, key: Key) -> None:
+        """Keep what W needs from now on. It is an InFlightError if that of an earlier B waits."""
         if key in self._waiting:
             raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
         self._running = self._waiting[key] = []
-        try:
-            yield
-        finally:
-            self._running = None
+
+    def end_keeping(self) -> None:
+        """Keep nothing more: the B is over."""
+        self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
@@ -91,13 +93,15 @@ class WeightGradients:
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
+        if not count:
+            return 0
         for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
-        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+        if self.is_watched or any(_has_hooks(product.weight) for product in products):
             with around():
                 _in_autograd(products)
         else:
@@ -159,6 +163,21 @@ class WeightGradients:
         if self._running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
         self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+
+
+class _Deferred:
+    """`WeightGradients.deferred`, twice as fast as a generator."""
+
+    __slots__ = ("_gradients", "_key")
+
+    def __init__(self, gradients: WeightGradients, key: Key) -> None:
+        self._gradients, self._key = gradients, key
+
+    def __enter__(self) -> None:
+        self._gradients.begin_keeping(self._key)
+
+    def __exit__(self, *error: object) -> None:
+        self._gradients.end_keeping()
 
 
 def _has_hooks(weight: Tensor) -> bool:

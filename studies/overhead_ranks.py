@@ -63,16 +63,17 @@ class Shape:
 class Reading:
     """Processor seconds of one stage for `steps` steps in one turn: with many micro-batches, and with few."""
 
+    steps: int
     many_s: float
     few_s: float
 
     def unit_s(self, shape: Shape, units: int) -> float:
         """Return the processor time of one F + B, of `units` in a micro-batch."""
-        return (self.many_s - self.few_s) / (shape.steps * units * (shape.micro_batches - shape.fewer))
+        return (self.many_s - self.few_s) / (self.steps * units * (shape.micro_batches - shape.fewer))
 
     def rest_s(self, shape: Shape, units: int) -> float:
         """Return what a step takes besides its F + B."""
-        return self.few_s / shape.steps - units * shape.fewer * self.unit_s(shape, units)
+        return self.few_s / self.steps - units * shape.fewer * self.unit_s(shape, units)
 
 
 class _Driver:
@@ -197,13 +198,13 @@ def _driver(system: System, shape: Shape, rank: int) -> _Driver:
     return _torch_driver(shape, rank) if system.name == TORCH else _engine_driver(system, shape)
 
 
-def _read(driver: _Driver, shape: Shape, count: int) -> float:
+def _read(driver: _Driver, steps: int, count: int) -> float:
     import torch.distributed as torch_dist
 
     driver.step(count)  # the plan and the sizes of this count
     torch_dist.barrier()
     begin_s = time.process_time()
-    for _ in range(shape.steps):
+    for _ in range(steps):
         driver.step(count)
     return time.process_time() - begin_s
 
@@ -213,13 +214,14 @@ def rank_main(rank: int, rendezvous: str, shape: Shape, names: Sequence[str], tu
     systems = [system for system in SYSTEMS if system.name in names]
     drivers = {system.name: _driver(system, shape, rank) for system in systems}
     for driver in drivers.values():  # first steps plan, check and connect
-        _read(driver, shape, shape.micro_batches)
+        _read(driver, shape.steps, shape.micro_batches)
     readings: dict[str, list[Reading]] = {name: [] for name in drivers}
     bar = progress_bar(rank, turns, "turns")
     for turn in range(turns):
-        for name in drivers if turn % 2 == 0 else reversed(drivers):
-            both = [_read(drivers[name], shape, count) for count in (shape.micro_batches, shape.fewer)]
-            readings[name].append(Reading(*both))
+        for system in systems if turn % 2 == 0 else reversed(systems):
+            steps = shape.steps * shape.slices // system.units(shape)  # as many F + B, whatever they are of
+            both = [_read(drivers[system.name], steps, count) for count in (shape.micro_batches, shape.fewer)]
+            readings[system.name].append(Reading(steps, *both))
         bar.update()
     told = {name: [asdict(reading) for reading in each] for name, each in readings.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
@@ -232,7 +234,7 @@ def profile_main(rank: int, rendezvous: str, shape: Shape, name: str, folder: st
     prepare_rank(rank, STAGES, rendezvous)
     system = next(system for system in SYSTEMS if system.name == name)
     driver = _driver(system, shape, rank)
-    _read(driver, shape, shape.micro_batches)
+    _read(driver, shape.steps, shape.micro_batches)
     own: Counter[str] = Counter()
     below: Counter[str] = Counter()
 
@@ -248,7 +250,7 @@ def profile_main(rank: int, rendezvous: str, shape: Shape, name: str, folder: st
     signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
     begin_s = time.process_time()
-    _read(driver, shape, shape.micro_batches)
+    _read(driver, shape.steps, shape.micro_batches)
     taken_s = time.process_time() - begin_s
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     unit_us = 1e6 * taken_s / ((shape.steps + 1) * shape.micro_batches * system.units(shape))

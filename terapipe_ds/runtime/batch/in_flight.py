@@ -153,7 +153,7 @@ class PartInFlight:
 
     def key(self, action: Action) -> Key:
         """Return the key of the slice that `action` works on."""
-        return (self._place.part_id, *action.unit)
+        return self._place.part_id, action.micro_batch_id, action.slice_id
 
     def get(self, action: Action) -> SliceInFlight:
         """Return the live slice that `action` works on."""

@@ -181,6 +181,11 @@ class RankRecord:
         finally:
             self.doing = before.again()
 
+    def note(self, action: object) -> None:
+        """Note an action that the main thread begins."""
+        self.doing = doing = Doing(action)
+        self._recent.append(doing)
+
     def now(self, doing: Doing) -> None:
         """Note what the main thread does from now on."""
         self.doing = doing

@@ -137,7 +137,7 @@ class Watchdog:
 
     def note(self, action: object) -> None:
         """Remember what this rank does now; cheap, called for each action."""
-        self._record.now(Doing(action))
+        self._record.note(action)
 
     @contextmanager
     def waiting(self, what: Wait | str) -> Iterator[None]:

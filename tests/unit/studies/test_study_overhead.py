@@ -16,7 +16,7 @@ SHAPE = Shape(micro_batches=8, fewer=2, slices=4, steps=10)
 def reading(unit_s: float, rest_s: float, units: int) -> Reading:
     """What a stage reads that takes so long for an F + B, and for the rest of a step."""
     many, few = (SHAPE.steps * (rest_s + count * units * unit_s) for count in (SHAPE.micro_batches, SHAPE.fewer))
-    return Reading(many, few)
+    return Reading(SHAPE.steps, many, few)
 
 
 def test_what_comes_once_per_step_is_subtracted() -> None:

@@ -133,6 +133,8 @@ class Search:
             proposals += [(seconds, slices, candidate, cut) for seconds, slices, cut in of_candidate]
             if of_candidate:
                 near_s = min(near_s, 1.05 * of_candidate[0][0])
+                if not self.scores:  # from here on a search that is stopped has an answer
+                    self._replay(priced[candidate], *of_candidate[0][1:])
         proposals.sort(key=lambda proposal: (*proposal[:2], proposal[2].rank, proposal[3]))
         for done, (_, slices, candidate, cut) in enumerate(proposals[:_MOST_REPLAYED]):
             self._report("replays", done, min(len(proposals), _MOST_REPLAYED))

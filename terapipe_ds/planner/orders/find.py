@@ -45,7 +45,7 @@ def find_order(
     max_live_slices: int | Sequence[int],
     *,
     chunks_per_stage: int = 1,
-    evaluations: int = 600,
+    evaluations: int = 400,
     seed: int = 0,
 ) -> FoundOrder:
     """Return the fastest valid schedule found with at most `max_live_slices` (one number, or one per stage).
@@ -76,6 +76,7 @@ class _Search:
         self.nodes, self.limits, self.budget, self.chance = nodes, tuple(limits), budget, chance
         self.best: Orders = []
         self.best_s = STUCK
+        self.bound_s = nodes.lower_bound() * (1 + 1e-12)
         self.used = 0
         first = [sum(plan.num_slices for plan in nodes.plans[:m]) for m in range(len(nodes.plans))]
         self.back = [first[m] + s for m, plan in enumerate(nodes.plans) for s in reversed(range(plan.num_slices))]
@@ -103,6 +104,7 @@ class _Search:
         """Play a grid of policies, then change the best one while half of the budget lasts."""
         stages, most = range(self.nodes.num_stages), max(plan.num_slices for plan in self.nodes.plans)
         best, best_s = None, STUCK
+        plain = Policy(self.limits, (0.0,) * len(stages), (0,) * len(stages))
         grid = [
             Policy(
                 tuple(min(self.limits[k], most + slope * (len(stages) - 1 - k) + extra) for k in stages),
@@ -113,8 +115,8 @@ class _Search:
             for extra in (0, 2, 10**6)
             for patience in (0.0, 0.5)
         ]
-        while self.used < self.budget // 2:
-            policy = grid.pop() if grid else self._changed(best or Policy(self.limits, (0.0,) * len(stages), (0,) * len(stages)))
+        while self.used < self.budget // 2 and self.best_s > self.bound_s:
+            policy = grid.pop() if grid else self._changed(best or plain)
             played = play(self.nodes, policy, self.back)
             self.used += 1
             if played is not None and played[0] <= best_s:
@@ -142,7 +144,7 @@ class _Search:
         if self.best_s == STUCK:
             return
         tries = 20 * self.budget  # moves that break a rule are found out without an evaluation
-        while self.used < self.budget and tries:
+        while self.used < self.budget and tries and self.best_s > self.bound_s:
             tries -= 1
             stage_id = self.chance.randrange(len(self.best))
             order = self._moved(self.best[stage_id])

@@ -21,6 +21,8 @@ from terapipe_ds.schedule.placement import loop, v_shape
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
 """The schedules with one copy of the layers and one part per stage."""
 
+_FEW_UNITS = 8  # up to which other orders of the micro-batches' slices are played too
+
 
 @dataclass(frozen=True)
 class FoundOrder:
@@ -117,11 +119,25 @@ class _Search:
         ]
         while self.used < self.budget // 2 and self.best_s > self.bound_s:
             policy = grid.pop() if grid else self._changed(best or plain)
-            played = play(self.nodes, policy, self.back)
+            played = play(self.nodes, policy, *self._unit_orders())
             self.used += 1
             if played is not None and played[0] <= best_s:
                 best, best_s = policy, played[0]
                 self._offer(played[1], played[0])
+
+    def _unit_orders(self) -> tuple[list[int], list[int]]:
+        """Return the orders of the units' F and B: micro-batches in order, but where few units are, any at times."""
+        ahead = list(range(self.nodes.num_units))
+        if len(ahead) > _FEW_UNITS or self.chance.random() < 0.5:
+            return ahead, self.back
+        return self._merged(ahead), self._merged(self.back)
+
+    def _merged(self, units: Sequence[int]) -> list[int]:
+        """Return units in an order by chance that keeps those of each micro-batch in theirs."""
+        owners = [self.nodes.units[unit][0] for unit in units]
+        left = {m: [unit for unit in units if self.nodes.units[unit][0] == m] for m in owners}
+        self.chance.shuffle(owners)
+        return [left[m].pop(0) for m in owners]
 
     def _changed(self, policy: Policy) -> Policy:
         """Return a policy that differs for a few neighbouring stages."""

@@ -26,10 +26,10 @@ class Policy:
     keen: tuple[int, ...]
 
 
-def play(nodes: PricedNodes, policy: Policy, back: Sequence[int]) -> tuple[float, Orders] | None:
+def play(nodes: PricedNodes, policy: Policy, ahead: Sequence[int], back: Sequence[int]) -> tuple[float, Orders] | None:
     """Return makespan and orders of a policy; None where a limit leaves no stage anything to run.
 
-    `back` is the order of the units' B on every part.
+    `ahead` and `back` are the orders of the units' F and B on every part.
     """
     parts, units, stages, last = nodes.num_parts, nodes.num_units, nodes.stage_of_part, nodes.num_kinds - 1
     parts_of = [[p for p in reversed(range(parts)) if stages[p] == k] for k in range(nodes.num_stages)]
@@ -47,10 +47,10 @@ def play(nodes: PricedNodes, policy: Policy, back: Sequence[int]) -> tuple[float
         for part in parts_of[stage_id]:
             if done[1][part] < units:
                 unit = back[done[1][part]]
-                node, ahead = (parts + part) * units + unit, own[part * units + unit]
+                node, ended = (parts + part) * units + unit, own[part * units + unit]
                 came = arrivals[nodes.inputs[node]]
-                if ahead >= 0 and came >= 0 and (found is None or max(came, ahead) < found[0]):
-                    found = max(came, ahead), node
+                if ended >= 0 and came >= 0 and (found is None or max(came, ended) < found[0]):
+                    found = max(came, ended), node
         return found
 
     def next_forward(stage_id: int) -> tuple[float, int] | None:
@@ -59,7 +59,7 @@ def play(nodes: PricedNodes, policy: Policy, back: Sequence[int]) -> tuple[float
         for place, part in enumerate(parts_of[stage_id]):
             room = policy.limits[stage_id] - reserve * place
             if done[0][part] < units and live_of[part] < room:
-                node = part * units + done[0][part]
+                node = part * units + ahead[done[0][part]]
                 if arrivals[nodes.inputs[node]] >= 0 and arrivals[nodes.inputs[node]] <= now:
                     return arrivals[nodes.inputs[node]], node
         return None

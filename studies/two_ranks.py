@@ -29,7 +29,7 @@ EXAMPLES = """  python -m studies.two_ranks
 SHAPES = (
     Shape("short", hidden=512, layers=8, heads=8, vocab=512, length=32, batch=8, granularity=32),
     Shape("deep", hidden=128, layers=12, heads=4, vocab=256, length=2048, batch=2, granularity=128),
-    Shape("head", hidden=256, layers=2, heads=4, vocab=65536, length=128, batch=2),
+    Shape("head", hidden=256, layers=2, heads=4, vocab=65536, length=64, batch=2),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,7 +29,7 @@ FIXED = {"PP2": "stages", "DP2": "data_parallel", "TP2": "tensor_parallel"}
 _STEPS_TIMED = 5  # of the optimizer, after those that measure and warm up
 _SUMS = (1 << 16, 1 << 27)  # bytes that the two ranks sum, to know the link: in caches, and as many as gradients
 _REPEATS = 9
-_DISTURBED = 0.02  # of its time: a step that waited so much more than the least disturbed one does not count
+_DISTURBED = 0.02  # of the shortest step: one that waited so much longer than the least disturbed does not count
 _SETTINGS = {**USUAL_SETTINGS, "steps_per_print": 10**9}  # of any run; the strategy's say the rest
 
 
@@ -77,8 +78,8 @@ class Run:
     @property
     def undisturbed(self) -> list[Step]:
         """Return the steps in which other programs had little more of the cores than in the best one."""
-        least = min(step.lost_s / step.seconds for step in self.steps)
-        return [step for step in self.steps if step.lost_s / step.seconds <= least + _DISTURBED]
+        most_s = min(step.lost_s for step in self.steps) + _DISTURBED * min(step.seconds for step in self.steps)
+        return [step for step in self.steps if step.lost_s <= most_s]
 
     def median(self, name: str = "seconds") -> float:
         """Return the median of a field of the undisturbed steps."""
@@ -267,9 +268,11 @@ def _train(shape: Shape, run: Run, engine: Any, *, is_timed: bool) -> None:
 
 def _clocks() -> tuple[float, float, float]:
     """Return the time, the processor time of this process, and for how long its threads waited for a core."""
-    tasks = Path("/proc/self/task").glob("*/schedstat")
-    waited_s = sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
-    return time.perf_counter(), time.process_time(), waited_s
+    waited_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            waited_ns += int(task.read_text().split()[1])
+    return time.perf_counter(), time.process_time(), waited_ns / 1e9
 
 
 def run_of(told: dict[str, Any]) -> Run:

@@ -118,19 +118,26 @@ def active_slice() -> ActiveSlice | None:
     return _stack[-1] if _stack else None
 
 
-@contextmanager
-def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
-    """Make `active` the running slice for the body; on exit remove exactly what was pushed.
+class push_slice:
+    """Make a slice the running one for the body; on exit remove exactly what was pushed.
 
     An exception inside the body may have left other entries on top (a generator that was never closed).
     These are removed too, so that the stack is as it was before.
     """
-    depth = len(_stack)
-    _stack.append(active)
-    try:
-        yield active
-    finally:
-        if len(_stack) <= depth or _stack[depth] is not active:
+
+    __slots__ = ("_active", "_depth")
+
+    def __init__(self, active: ActiveSlice) -> None:
+        self._active = active
+
+    def __enter__(self) -> ActiveSlice:
+        self._depth = len(_stack)
+        _stack.append(self._active)
+        return self._active
+
+    def __exit__(self, *error: object) -> None:
+        depth = self._depth
+        if len(_stack) <= depth or _stack[depth] is not self._active:
             raise RuntimeError(
                 "the stack of active slices was changed meanwhile; leave push_slice() blocks in reverse order"
             )

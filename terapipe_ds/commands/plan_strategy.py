@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from terapipe_ds.planner.strategy import Cluster, Strategy
 
 _SHOWN = 10  # strategies in the table
-_IS_SEARCHED = ": it is searched"
+_ROOM = 4e9  # bytes that a device should have left: what CUDA, NCCL and the allocator take is not counted
+_IS_SEARCHED = "it is searched"
 _REFUSED = {
     "micro_batches": _IS_SEARCHED,
     "micro_batch_size": _IS_SEARCHED,
@@ -28,7 +29,7 @@ _REFUSED = {
     "granularity": _IS_SEARCHED,
     "max_slices": _IS_SEARCHED,
     "schedule_options": _IS_SEARCHED,
-    "sequence_parallel": ": it is not part of the search",
+    "sequence_parallel": "it is not part of the search",
 }
 """Options that a search does not take, and why not."""
 
@@ -71,9 +72,9 @@ def run_strategy(options: PlanOptions) -> None:
 def _question(options: PlanOptions) -> _Question:
     for name, more in _REFUSED.items():
         if name in options.given:
-            raise CommandError(
-                f"{options.name_of(name)} does not go with --devices, leave it out: it is searched{more}"
-            )
+            raise CommandError(f"{options.name_of(name)} does not go with --devices, leave it out: {more}")
+    if options.strategy_out and not options.strategy_out.endswith(".json"):
+        raise CommandError(f"--strategy-out {options.strategy_out}: terapipe.strategy takes files that end with .json")
     configured = _configured(options.config)
     options = options.filled(configured)
     if not (options.model or options.profiles):
@@ -198,6 +199,9 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: PlanOpt
     yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
     yield ""
     yield from _best_lines(best, batch * length)
+    if options.memory_limit_gb is None and (room := cluster.card.memory_bytes - max(best.memory_bytes)) < _ROOM:
+        yield f"              the fullest device has {room / 1e9:.1f} GB left for the driver, NCCL and gaps in memory;"
+        yield "              --memory-limit-gb leaves more"
     yield ""
     yield from _ranking_lines(strategies[:_SHOWN])
     yield ""

@@ -16,7 +16,7 @@ from terapipe_ds.compat import versions
 # module:class -> names, separated by blanks. A test compares the first two with the overrides of the runtime.
 DEEPSPEED_HOOKS = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
-        "_INSTRUCTION_MAP _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
+        "_aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
         "_exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _train_schedule clip_fp32_gradients compile destroy eval_batch "
         "is_last_stage load_checkpoint reset_activation_shape save_checkpoint set_dataiterator set_dataloader "

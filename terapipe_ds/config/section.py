@@ -6,18 +6,24 @@ ignores sections that it does not know, so misspelt keys are refused here.
 
 from __future__ import annotations
 
-import difflib
-import functools
 import hashlib
 import json
 import math
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.conflicts import conflicts_in
+from terapipe_ds.config.problems import (
+    Path,
+    models_of,
+    problems_of,
+    refuse_misspelt_section,
+    schedule_problems,
+    take_known,
+    unknown_key,
+)
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
 from terapipe_ds.config.values import (
     SECTION,
@@ -39,11 +45,10 @@ from terapipe_ds.config.values import (
     list_to_tuple,
     shown_value,
 )
-from terapipe_ds.messages import show_key, show_value
+from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner.strategy.strategy import Strategy
-from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
-from terapipe_ds.schedule.generate import check_options
+from terapipe_ds.schedule import SCHEDULE_NAMES
 
 
 class TeraPipeConfig(StrictModel):
@@ -105,15 +110,16 @@ class TeraPipeConfig(StrictModel):
     _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 
     def __init__(self, /, **section: Any) -> None:
-        problems: dict[tuple[Any, ...], str] = {}  # by the path of the key
-        known = _take_known(section, (), problems)
+        problems: dict[Path, str] = {}
+        models = models_of(type(self))
+        known = take_known(section, models, problems)
         try:
             super().__init__(**known)
         except ValidationError as error:
-            problems |= _problems_of(error, section)
+            problems |= problems_of(error, section, models)
         described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
         of_schedule = section.get("enabled") is True and not described & problems.keys()
-        lines = [*problems.values(), *(_schedule_problems(known) if of_schedule else ())]
+        lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
         if lines:
             raise TeraPipeConfigError(*lines)
 
@@ -127,13 +133,13 @@ class TeraPipeConfig(StrictModel):
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
-        _refuse_misspelt_section(ds_config)
+        refuse_misspelt_section(ds_config)
         section = ds_config.get(SECTION, {})
         if not isinstance(section, dict):
             fix = "give an object, for example {} or remove the key"
             raise TeraPipeConfigError(f"{SECTION} = {show_value(section)}: {fix}")
         words = {key: value for key, value in section.items() if isinstance(key, str)}
-        problems = [_unknown_key((key,), value) for key, value in section.items() if key not in words]
+        problems = [unknown_key((key,), value, models_of(cls)) for key, value in section.items() if key not in words]
         try:
             config = cls(**words)
         except TeraPipeConfigError as error:
@@ -263,81 +269,3 @@ class TeraPipeConfig(StrictModel):
         """Return 16 hex digits that two configs share exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
-    for key, value in ds_config.items():
-        is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
-        if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
-            shown = f"{show_key(key)} = {show_value(value)}"
-            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
-
-
-_MODELS: dict[tuple[Any, ...], type[BaseModel]] = {
-    (): TeraPipeConfig,
-    ("planner",): PlannerConfig,
-    ("checkpoints",): CheckpointsConfig,
-}
-
-
-def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: dict[tuple[Any, ...], str]) -> dict[str, Any]:
-    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
-    known: dict[str, Any] = {}
-    for key, value in section.items():
-        if key not in _MODELS[path].model_fields:
-            problems[*path, key] = _unknown_key((*path, key), value)
-        else:
-            is_model = (*path, key) in _MODELS and isinstance(value, dict)
-            known[key] = _take_known(value, (*path, key), problems) if is_model else value
-    return known
-
-
-def _problems_of(error: ValidationError, section: Any) -> dict[tuple[Any, ...], str]:
-    """Return pydantic's errors, one per key: a union fails once per member, a list once per entry."""
-    problems = {}
-    for detail in error.errors(include_input=False, include_context=False, include_url=False):
-        location = detail["loc"]
-        path = location[:2] if location[:1] in _MODELS and len(location) > 1 else location[:1]
-        value = functools.reduce(operator.getitem, path, section)
-        allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
-        problems[path] = f"{shown_value(value, *path)}: must be {allowed}"
-    return problems
-
-
-def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
-    known = {key: (*parent, key) for parent, model in _MODELS.items() for key in model.model_fields}
-    nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
-    hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
-    if nearest:
-        hint = f"did you mean {'.'.join([SECTION, *known[nearest[0]]])}?"
-    return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"
-
-
-def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
-    name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
-    options, file = section.get("schedule_options", {}), show_value(name)
-    if name in SCHEDULE_NAMES:
-        shown = shown_value(chunks, "chunks_per_stage")
-        try:
-            placement_for(name, 2, chunks)
-            shown = shown_value(options, "schedule_options")
-            check_options(name, 2, options, chunks)
-        except ScheduleError as error:
-            yield f"{shown}: {error.reason}"
-    elif options:
-        shown = shown_value(options, "schedule_options")
-        yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
-    elif name != "auto":
-        try:
-            of_file = load(name).chunks_per_stage
-        except ScheduleError as error:
-            yield f"{shown_value(name, 'schedule')}: {error.reason}"
-            return
-        if section.get("slices", "auto") == "auto":
-            fix = "give that number, or a list of lengths"
-            yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
-        if chunks not in (1, of_file):
-            shown = shown_value(chunks, "chunks_per_stage")
-            yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"

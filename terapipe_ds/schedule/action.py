@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
@@ -60,8 +60,7 @@ PlacedUnit = tuple[Kind, int, int, int]
 """(F or B or W, micro_batch_id, slice_id, chunk_id)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing a stage does, at the place (stage, `chunk_id`) of `part_id`.
 
     Ids that mean nothing for the kind are -1: `slice_id` of a load, both ids of the actions that close a batch, and

@@ -11,7 +11,6 @@ import csv
 import io
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,7 +70,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         problem = f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage"
         raise ScheduleError(f"{problem}: give one more to each")
     orders = tuple(
-        tuple(replace(action, part_id=placement[stage_id, action.chunk_id]) for action in row)
+        tuple(action._replace(part_id=placement[stage_id, action.chunk_id]) for action in row)
         for stage_id, row in enumerate(actions)
     )
     forward_only = all(action.kind is Kind.FORWARD for action in everything)

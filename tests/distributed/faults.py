@@ -408,8 +408,12 @@ fault(
     "loss",
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
-    "runtime.engine.batch_results:weighted_loss",
-)(empty_slices_not_left_out=lambda _, outputs, labels, weight, loss_fn: loss_fn(outputs, labels) * weight)
+    "runtime.engine.batch_results:slice_loss",
+)(
+    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: replace(
+        share(outputs, labels, 1.0, loss_fn), weight=weight
+    )
+)
 fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(
     evaluation_of_the_last_slice=lambda _, losses: losses[-1]
 )

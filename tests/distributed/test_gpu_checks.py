@@ -158,6 +158,7 @@ def test_slices_that_are_slow_are_seen(tmp_path: Path) -> None:
     assert {check.ok for check in found if any(f"of {n}," in check.name for n in (1024, 8192))} == {False}
 
 
+@pytest.mark.full
 def test_a_case_that_all_ranks_refuse_is_one_failed_check(tmp_path: Path) -> None:
     good = Case(stages=2, micro_batches=2, precision="fp32")
     refused = Case(stages=2, micro_batches=2, schedule="zbv", precision="fp32", decoder_layers=0)  # 3 layers, 4 parts

@@ -26,6 +26,7 @@ def both_ways(ways: list[list[str]]) -> set[str]:
     return {way.partition("+")[0] for rank in ways for way in rank}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in CONFIGS]
 )

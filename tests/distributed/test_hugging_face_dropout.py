@@ -51,7 +51,7 @@ def dropping(family: str, checkpointing: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("family", DROPPING)
 def test_a_recomputed_forward_drops_the_same(family: str, checkpointing: str) -> None:

@@ -40,6 +40,7 @@ def data(case: Case, steps: int) -> list[list[Any]]:
     return [[micro_batch(case, 0, step, index) for index in range(2)] for step in range(steps)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "tp2_sp"])
 def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(layout: str) -> None:
     """The engine compares the gradients of replicated parameters after the first batch: with different masks on
@@ -64,6 +65,7 @@ def train_as_planned() -> tuple[list[float], list[float]]:
         return planned, [float(engine.train_batch(iter(batch))) for batch in data(case, 2)]
 
 
+@pytest.mark.full
 def test_measuring_slices_leaves_the_random_states_as_they_were() -> None:
     """megatron-core's own as well, from which dropout draws under sequence parallelism."""
     for planned, given in rank_pool(2).run(train_as_planned):

@@ -74,7 +74,13 @@ def _assert_holds(engine: Any, before: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.sample(2)
 def test_what_the_engine_does_around_layers_is_its_own_time(kind: str) -> None:
-    assert rank_pool(2).run(_counted, settings=SETTINGS[kind]) == [(3.0, 5.0)] * 2
+    settings = SETTINGS[kind] | {"wall_clock_breakdown": True}
+    assert rank_pool(2).run(_counted, settings=settings) == [(3.0, 5.0)] * 2
+
+
+def test_where_nothing_listens_layers_run_without_the_wrappers() -> None:
+    assert rank_pool(2).run(_counted, settings=SETTINGS["fp64"]) == [(0.0, 0.0)] * 2
+    assert rank_pool(2).run(_counted, settings=SETTINGS["bf16"]) == [(3.0, 5.0)] * 2
 
 
 def _interrupted(fails_in: str) -> bool:

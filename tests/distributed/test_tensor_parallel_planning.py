@@ -109,6 +109,7 @@ def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: in
             return len(ran), engine.slice_plan(24).lengths
 
 
+@pytest.mark.full
 def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
     """The second start finds the profile on rank 0 only; other grids and multiples are measured anew."""
     ranks, grid = GRIDS["tp2-pp1"]

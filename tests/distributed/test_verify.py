@@ -112,7 +112,7 @@ class TestTwoRanks:
         assert faulty_layers.LAYERS[getattr(faulty_layers, fault)][1] in text
 
     @pytest.mark.parametrize("case", CASES)
-    @pytest.mark.sample(4)
+    @pytest.mark.sample(2)
     def test_training_is_bit_for_bit_what_it_is_without(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(trainings, case=case):
             assert error_of(vars(verified), vars(plain)) == 0.0

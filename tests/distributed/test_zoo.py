@@ -127,6 +127,7 @@ def test_there_are_enough() -> None:
 
 
 class TestTwoRanks:
+    @pytest.mark.sample(12)
     @pytest.mark.parametrize("name", members(healthy=False))
     def test_unhealthy_is_refused(self, name: str) -> None:
         member = ZOO[name]
@@ -138,6 +139,7 @@ class TestTwoRanks:
             assert each.untouched
         assert member.stops or violations([each.unguarded for each in seen], WRONG) != {}, "nothing is wrong with it"
 
+    @pytest.mark.sample(8)
     @pytest.mark.parametrize("name", members(healthy=True))
     def test_healthy_trains_as_in_the_stock_engine(self, name: str) -> None:
         seen = seen_of(ZOO[name])

@@ -61,6 +61,11 @@ class Recorder:
 class EngineRecorder(Recorder):
     """Takes the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether events are recorded."""
+        return self.on
+
     def begin(self, step: int | None) -> None:
         """Do nothing: the driver clears before each step."""
 

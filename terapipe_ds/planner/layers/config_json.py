@@ -15,17 +15,41 @@ from terapipe_ds.planner.errors import PlannerError
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
     "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
     "max_sequence_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
-    "num_kv_heads": ("num_key_value_heads",),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
 }
 """Field of a model size -> the names that families of transformers give it."""
 
-_NOT_GATED = ("gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2")
-_LEARNED = ("gpt2", "opt", "gpt_bigcode")
+_NOT_GATED = {
+    "gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2", "mpt", "codegen",
+    "gpt_neo", "nemotron", "xglm", "biogpt", "persimmon",
+}  # fmt: skip
+_WITHOUT_BIAS = {"mpt", "nemotron", "falcon"}
+_LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", "biogpt"}
+_TIED = {
+    *_LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "mpt", "starcoder2", "cohere", "cohere2", "smollm3",
+    "xglm", "ernie4_5",
+}  # fmt: skip
+"""Families whose configs tie the output matrix to the embedding where they do not say."""
+
+_ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true, as it is where the config does not say
+_DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
+_NO_ATTENTION = (
+    "mamba",
+    "rwkv",
+    "xlstm",
+    "jamba",
+    "bamba",
+    "zamba",
+    "recurrent",
+    "nemotron_h",
+    "falcon_h1",
+    "kimi_linear",
+)
 
 
 def size_of_config(path: str) -> ModelSize:
@@ -47,17 +71,18 @@ def size_of_config(path: str) -> ModelSize:
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             raise PlannerError(f"{path}: {key} = {config[key]}: experts cannot be counted; give a measured profile")
+    family = str(config.get("model_type", ""))
+    _check_kind(path, family, document)
     numbers = {field: _number(config, names) for field, names in _KEYS.items()}
     missing = [
         _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
     ]
     if missing:
         raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
-    family = str(config.get("model_type", ""))
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
     usual = {
         "ffn_size": 4 * hidden,
-        "num_kv_heads": heads,
+        "num_kv_heads": 1 if _has_one_key_head(family, config) else heads,
         "head_dim": max(1, hidden // heads),
         "max_sequence_length": 2048,
     }
@@ -66,12 +91,29 @@ def size_of_config(path: str) -> ModelSize:
             name=str(document.get("_name_or_path") or Path(path).parent.name or path),
             **{field: value or usual[field] for field, value in numbers.items()},
             gated_mlp=family not in _NOT_GATED,
-            bias=family in _NOT_GATED,
-            tied_embedding=bool(config.get("tie_word_embeddings", family in _LEARNED)),
+            bias=family in _NOT_GATED - _WITHOUT_BIAS,
+            tied_embedding=bool(config.get("tie_word_embeddings", family in _TIED)),
             positions="learned" if family in _LEARNED else "rope",
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
+
+
+def _check_kind(path: str, family: str, document: Mapping[str, Any]) -> None:
+    """Raise PlannerError for encoders, and for layers whose costs are not those of attention."""
+    architectures = [str(name) for name in document.get("architectures") or ()]
+    is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
+    if document.get("is_encoder_decoder") or is_other:
+        what = ", ".join(architectures) or family
+        raise PlannerError(f"{path}: {what} is no decoder model; give the config.json of a causal language model")
+    if family.startswith(_NO_ATTENTION):
+        raise PlannerError(f"{path}: layers of {family} are not all attention and MLP; give a measured profile")
+
+
+def _has_one_key_head(family: str, config: Mapping[str, Any]) -> bool:
+    if family not in _ONE_KEY_HEAD or config.get("new_decoder_architecture"):
+        return False
+    return bool(config.get("multi_query", True))
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:

@@ -41,7 +41,12 @@ def num_cuts(num_layers: int, num_parts: int) -> int:
 
 def least_maximum(costs: Sequence[Floats]) -> float:
     """Return the least that the largest cost of a part can be, over all cuts in `len(costs)` parts."""
-    return float(_program(costs, np.maximum)[0])
+    return _program(costs, np.maximum)[0]
+
+
+def least_maximum_cut(costs: Sequence[Floats]) -> Bounds:
+    """Return a cut with that largest cost."""
+    return _program(costs, np.maximum)[1]
 
 
 def best_cuts(

@@ -13,7 +13,7 @@ from terapipe_ds.planner.layers.parts import Floats, PartCosts, Wire, spans_of
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import Score, owners_of, replay_of
-from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
+from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, least_maximum_cut, spans_matrix
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 
 FEW = 10_000  # computations of one replay; above, fewer micro-batches stand for all of them
@@ -57,6 +57,19 @@ class Priced(Bounded):
         """Return about the least limit that some cut fits in, with everything recomputed."""
         return least_maximum([self._peaks(k, num_slices, True) for k in range(self.num_stages)])
 
+    def leanest(self, schedule: str, num_slices: int, chunks: int) -> tuple[int, Bounds] | None:
+        """Return the peak of a cut that needs about the least, with all recomputed that can be, and the cut."""
+        if chunks == 1:
+            cuts = [least_maximum_cut([self._peaks(k, num_slices, True) for k in range(self.num_stages)])]
+        else:
+            cuts = self.chunked_cuts(num_slices, chunks)[:1]
+        again = (schedule not in SPLIT_SCHEDULES,) * self.num_stages
+        plan = SlicePlan.equal(self.length, num_slices)
+        for cut in cuts:
+            count = self._replayed_for_memory(schedule, num_slices, chunks, True)
+            return max(self._peaks_of(cut, again, schedule, plan, chunks, count)), cut
+        return None
+
     def _work(self, num_slices: int, recompute: bool) -> Floats:
         forward, backward = self._sliced(recompute, num_slices)
         return forward + backward
@@ -87,7 +100,7 @@ class Priced(Bounded):
             per_byte = self._reductions[stage_id][1]
             seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
         copy = self.layers.tied_copy(setting)
-        if copy is not None and owners[0] != owners[-1]:
+        if copy is not None and self._has_tied_copy(owners):
             link = self.candidate.grid.link(owners[0], owners[-1], self.cluster)
             for stage_id in (owners[0], owners[-1]):
                 seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
@@ -126,7 +139,7 @@ class Priced(Bounded):
         Nothing is recomputed where backwards are split: what W would take then is not known.
         """
         off = (False,) * self.num_stages
-        count = self.num_micro_batches if whole else self._enough(schedule, plan.num_slices, chunks)
+        count = self._replayed_for_memory(schedule, plan.num_slices, chunks, whole)
         peaks = self._peaks_of(bounds, off, schedule, plan, chunks, count)
         if max(peaks) <= limit_bytes:
             return off, peaks
@@ -151,8 +164,8 @@ class Priced(Bounded):
         so with every schedule where the batch has too many for a replay.
         """
         most, slices = self.num_micro_batches, plan.num_slices
-        is_short = 2 * self.num_stages * chunks_per_stage * most * slices <= _MOST_WHOLE
-        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole and is_short)
+        is_short = self._is_short(slices, chunks_per_stage)
+        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole)
         if fits is None:
             return None
         recompute, peaks = fits
@@ -166,7 +179,9 @@ class Priced(Bounded):
 
         def batch_s(count: int) -> float:
             replay = replay_of(schedule, self.num_stages, count, slices, chunks_per_stage)
-            done_s = replay.ends_of_stages(plan, parts)
+            done_s = list(replay.ends_of_stages(plan, parts))
+            if self._has_tied_copy(owners):  # its two stages wait for each other
+                done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
             return max(done + end for done, end in zip(done_s, ends_s, strict=True))
 
         if is_replayed:
@@ -177,6 +192,19 @@ class Priced(Bounded):
         is_whole = whole or (is_replayed and self._enough(schedule, slices, chunks_per_stage) >= most)
         how = schedule, plan, peaks, is_whole, chunks_per_stage
         return Score(seconds, self.candidate, bounds, recompute, *how)
+
+    def _has_tied_copy(self, owners: Sequence[int]) -> bool:
+        return owners[0] != owners[-1] and self.layers.tied_copy(self.candidate.setting) is not None
+
+    def _is_short(self, num_slices: int, chunks: int) -> bool:
+        """Return whether a whole batch can be replayed."""
+        return 2 * self.num_stages * chunks * self.num_micro_batches * num_slices <= _MOST_WHOLE
+
+    def _replayed_for_memory(self, schedule: str, num_slices: int, chunks: int, whole: bool) -> int:
+        """Return of how many micro-batches the peaks are counted."""
+        if whole and self._is_short(num_slices, chunks):
+            return self.num_micro_batches
+        return self._enough(schedule, num_slices, chunks)
 
     def _enough(self, schedule: str, slices: int, chunks: int) -> int:
         """Return of how many micro-batches the peaks are nearly always those of all; of two schedules proven."""

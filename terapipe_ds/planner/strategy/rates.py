@@ -84,6 +84,14 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
         base = singles[1].slice_bytes_per_token + singles[2].slice_bytes_per_token - joined
         sizes = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
         matrices["slice"] = matrices["slice"] - base * length * np.maximum(sizes - 1, 0)
+    # the only part of a pipeline of one stage has what no sum of parts tells: a tied matrix is there once
+    (alone,) = layers.memory_of_spans(setting, [Span(0, count, recompute)])
+    for name, number in (
+        ("lasting", float(alone.static_bytes)),
+        ("static", float(alone.static_bytes + alone.gradient_bytes)),
+        ("slice", alone.slice_bytes_per_token * float(length)),
+    ):
+        matrices[name][0, count] = number
     matrices["whole"] = _whole(singles, matrices, recompute, length)
     matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
     matrices["working"] += _largest([part.working_bytes_per_prefix_token * length for part in singles])

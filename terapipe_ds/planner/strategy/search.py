@@ -39,6 +39,8 @@ MOST_CUTS = 4096  # of a candidate that is settled by replaying its cuts
 _MOST_EXPANDED = 160  # candidates whose layers are cut by the programs
 _MOST_REPLAYED = 12  # proposals that are replayed
 _MOST_SLICES = 64
+_MOST_LEAN = 24  # candidates that are replayed where none of the proposals fits in memory
+NUM_SHOWN = 10  # strategies that an answer has at least, where so many are possible
 _FINALISTS = 2
 _MARGINS = (1.0, 0.94, 0.85)  # shares of the memory limit that the programs aim at, until what they cut fits
 
@@ -73,7 +75,9 @@ class Search:
         if not self.scores:
             if not self.is_complete:
                 raise PlannerError("the search was stopped before it had any strategy: give it more time")
-            raise self.space.memory_error(candidates, self._slice_counts()[-1])
+            least = self._replay_leanest(candidates)
+            if not self.scores:
+                raise self.space.memory_error(*least)
         return sorted(self.scores.values(), key=lambda score: score.rank)
 
     @property
@@ -129,6 +133,8 @@ class Search:
             proposals += [(seconds, slices, candidate, cut) for seconds, slices, cut in of_candidate]
             if of_candidate:
                 near_s = min(near_s, 1.05 * of_candidate[0][0])
+                if not self.scores:  # from here on a search that is stopped has an answer
+                    self._replay(priced[candidate], *of_candidate[0][1:])
         proposals.sort(key=lambda proposal: (*proposal[:2], proposal[2].rank, proposal[3]))
         for done, (_, slices, candidate, cut) in enumerate(proposals[:_MOST_REPLAYED]):
             self._report("replays", done, min(len(proposals), _MOST_REPLAYED))
@@ -138,9 +144,37 @@ class Search:
             if self.scores:
                 break
             self._replay(priced[candidate], slices, cut)
+        self._fill(ordered, priced)
         self._improve(priced)
         open_ones = [bound_s for candidate, bound_s in bounds_s.items() if candidate in set(ordered)]
         self.open_s = min(open_ones, default=math.inf)
+
+    def _fill(self, ordered: list[Candidate], priced: dict[Candidate, Priced]) -> None:
+        """Replay the next candidates as well, until there are as many as are shown."""
+        more = [candidate for candidate in ordered[:_MOST_EXPANDED] if candidate not in self.scores]
+        for candidate in more:
+            if len(self.scores) >= NUM_SHOWN:
+                return
+            for _, slices, cut in sorted(self._proposals(priced[candidate]))[:1]:
+                self._replay(priced[candidate], slices, cut)
+
+    def _replay_leanest(self, candidates: list[Candidate]) -> tuple[int, Candidate]:
+        """Replay what needs the least memory, and return the least need with who has it.
+
+        The programs count memory roughly: what they leave out may fit nevertheless.
+        """
+        counts, choices = self._slice_counts(), self.space.choices
+        rough = [(self._price(c).least_bytes(n), c.rank, n, c) for c in candidates for n in {counts[0], counts[-1]}]
+        needs = []
+        for _, _, slices, candidate in sorted(rough, key=lambda entry: entry[:3])[:_MOST_LEAN]:
+            priced, plan = self._price(candidate), SlicePlan.equal(self.space.sequence_length, slices)
+            for schedule, chunks in proposed(slices, choices.schedule, choices.chunks_per_stage):
+                if (lean := priced.leanest(schedule, slices, chunks)) is not None:
+                    need, cut = lean
+                    needs.append((need, candidate.rank, candidate))
+                    self._keep(priced.score(cut, schedule, plan, self.space.limit_bytes, chunks_per_stage=chunks))
+        need, _, candidate = min(needs, key=lambda entry: entry[:2])
+        return need, candidate
 
     def _proposals(self, priced: Priced) -> Iterator[tuple[float, int, Bounds]]:
         """Yield (about the seconds, slices, cut): for each number of slices the best cut that fits in memory."""
@@ -201,9 +235,13 @@ class Search:
             best = min(self.scores.values(), key=lambda score: score.rank)
             if best.is_whole:
                 return
-            del self.scores[best.candidate]
             how = best.bounds, best.schedule, best.plan, self.space.limit_bytes
-            self._keep(priced[best.candidate].score(*how, chunks_per_stage=best.chunks_per_stage))
+            whole = priced[best.candidate].score(*how, chunks_per_stage=best.chunks_per_stage)
+            if whole is None:
+                del self.scores[best.candidate]
+            else:
+                self.scores[best.candidate] = whole
+            self._check_stop()
 
     # --- what is known
 

@@ -35,9 +35,13 @@ def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple
     if schedule is None and chunks in (None, 1):
         return UNSLICED if num_slices == 1 else SLICED
     if schedule is not None:
-        usual = 2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1
-        return (Shape(schedule, chunks or usual),)
+        return (Shape(schedule, usual_chunks(schedule, chunks)),)
     return (Shape("interleaved" if num_slices == 1 else "seq1f1b-interleaved", chunks or 1),)
+
+
+def usual_chunks(schedule: str | None, chunks: int | None) -> int:
+    """Return the parts per stage of what is fixed: those that are given, or the usual ones of the schedule."""
+    return chunks or (2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1)
 
 
 def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:

@@ -14,7 +14,7 @@ from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Candidate
-from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.shapes import usual_chunks
 
 _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
 
@@ -50,7 +50,7 @@ class Space:
             for pipe in _divisors(devices // tensor):
                 data = devices // tensor // pipe
                 is_wanted = pipe == (choices.stages or pipe) and data == (choices.data_parallel or data)
-                chunks = self.choices.chunks_per_stage or 1
+                chunks = usual_chunks(choices.schedule, choices.chunks_per_stage)
                 is_wanted &= pipe * chunks <= self.layers.num_layers and (pipe > 1 or chunks == 1)
                 if not is_wanted or self.global_batch_size % data:
                     continue
@@ -103,21 +103,16 @@ class Space:
         fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 
-    def memory_error(self, candidates: list[Candidate], most_slices: int) -> MemoryLimitError:
+    def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:
         """Return the error where nothing fits: the least need, and what has it."""
-        needs = []
-        for candidate in candidates:
-            priced = Priced(self.layers, self.cluster, self.sequence_length, candidate)
-            counts = [1] if not self.layers.is_sliceable else [1, most_slices]
-            needs.append((min(priced.least_bytes(count) for count in counts), candidate.rank, candidate))
-        need, _, candidate = min(needs, key=lambda entry: entry[:2])
         grid = candidate.grid
         return MemoryLimitError(
-            f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is about "
+            f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is "
             f"{need / 1e9:.4g} GB, with {grid.pipe} stages, {grid.data} replicas, {grid.model} tensor ranks, ZeRO "
-            f"{candidate.zero_stage}, micro-batches of {candidate.micro_batch} and all recomputed; give "
-            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or more devices",
-            math.ceil(need),
+            f"{candidate.zero_stage}, {candidate.accumulation} micro-batches of {candidate.micro_batch} and all that "
+            f"can be recomputed; give memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or "
+            "more devices",
+            need,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.loss import SliceLoss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
@@ -46,7 +47,7 @@ class SliceInFlight:
 
     inputs: Tensors
     outputs: Any
-    loss: torch.Tensor | None = None
+    loss: SliceLoss | None = None
 
 
 @dataclass
@@ -58,6 +59,13 @@ class MicroBatchInFlight:
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
     weights: tuple[float, ...] = ()
+
+    def to(self, device: torch.device) -> None:
+        """Bring inputs and labels to the device."""
+        if self.inputs is not None:
+            self.inputs = self.inputs.to(device)
+        if self.labels is not None:
+            self.labels = self.labels.to(device)
 
 
 @dataclass
@@ -145,13 +153,13 @@ class PartInFlight:
 
     def key(self, action: Action) -> Key:
         """Return the key of the slice that `action` works on."""
-        return (self._place.part_id, *action.unit)
+        return self._place.part_id, action.micro_batch_id, action.slice_id
 
     def get(self, action: Action) -> SliceInFlight:
         """Return the live slice that `action` works on."""
         return self.batch.get(self.key(action))
 
-    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
+    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: SliceLoss | None) -> None:
         """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
         if not self._place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))

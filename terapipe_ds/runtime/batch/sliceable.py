@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class SliceableTensors:
     sliced: tuple[bool, ...]
     dim: int
     is_tuple: bool
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether there is one tensor, and it is cut: most inputs and labels are."""
+        return self.sliced == (True,)
 
     @property
     def deciding(self) -> torch.Tensor:
@@ -121,8 +127,10 @@ class SliceableTensors:
 
     def span(self, start: int, stop: int) -> Tensors:
         """Return tokens [start, stop): views of the sliced tensors, the others whole."""
+        if self.is_one:
+            return (self.tensors[0].narrow(self.dim, start, stop - start),)
         both = zip(self.tensors, self.sliced, strict=True)
-        return tuple(t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both)
+        return tuple([t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both])
 
     def stretched(self, length: int) -> SliceableTensors:
         """Return a copy with `length` tokens, cut off or repeated from the start, for measurements."""
@@ -132,7 +140,7 @@ class SliceableTensors:
 
     def part(self, start: int, stop: int) -> Any:
         """Return tokens [start, stop) for the user's code, which may call `view()`: contiguous, and packed."""
-        return self.packed(tuple(t.contiguous() for t in self.span(start, stop)))
+        return self.packed(tuple([t.contiguous() for t in self.span(start, stop)]))
 
     def packed(self, tensors: Tensors) -> Any:
         """Return `tensors` in the form in which the user gave them: one tensor, or a tuple."""

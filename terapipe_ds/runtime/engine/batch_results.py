@@ -12,7 +12,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.loss import SliceLoss, slice_loss
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class BatchResults:
@@ -34,7 +36,7 @@ class BatchResults:
         self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
-    def add(self, active: ActiveSlice, outputs: Any) -> Any:
+    def add(self, active: ActiveSlice, outputs: Any) -> SliceLoss | None:
         """Add what the last part gave for a slice, and return its share of the loss; None where none is asked for."""
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
@@ -46,16 +48,16 @@ class BatchResults:
             self._hand_over(self._batch, micro_batch_id)
         return loss
 
-    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> Any:
+    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> SliceLoss:
         micro_batch = batch.micro_batches[active.micro_batch_id]
         assert micro_batch.labels is not None
         labels = micro_batch.labels.part(active.start, active.stop)
         weight = micro_batch.weights[active.slice_id]
-        loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        loss = slice_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        value = loss.value()
         if batch.training:
-            self._total = accumulated(self._total, loss)
+            self._total = accumulated(self._total, value)
             self._add_additional_losses(weight)
-        value = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         self._losses[active.micro_batch_id].append(value)
         return loss
 
@@ -90,7 +92,9 @@ def accumulated(total: Any, loss: Any) -> Any:
     """Return `total + loss` without a graph, in fp32 at least; lists are added element by element."""
     if not torch.is_tensor(loss):
         return [accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
-    value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    value = loss.detach() if loss.requires_grad else loss
+    if value.dtype not in _WIDE:
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
     return value if total is None else total + value
 
 

@@ -16,7 +16,8 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import gather_results, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog

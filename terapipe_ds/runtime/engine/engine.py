@@ -19,6 +19,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
+from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
@@ -43,8 +44,9 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
 
     def execute(self: TeraPipeEngine, action: Action) -> None:
         part = self._parts[action.chunk_id]
-        self._place = part.place
-        activate(self.module, action.chunk_id)
+        if self._place is not part.place:
+            self._place = part.place
+            activate(self.module, action.chunk_id)
         run(part, action)
 
     return execute
@@ -61,8 +63,10 @@ class TeraPipeEngine(PipelineEngine):
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
     _written: WrittenParameters | None = None  # in the first training batch
-    total_loss: Any  # DeepSpeed's
+    fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
+    total_loss: Any
     total_additional_losses: Any
+    __setattr__ = set_at_once
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
@@ -285,27 +289,29 @@ class TeraPipeEngine(PipelineEngine):
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
             self._written = None if self.terapipe_config.is_one_slice else WrittenParameters(self.module)
+        self.fwd_outputs = []
+        self._place = None  # a check or a measurement may have run another part since
         with self._batch.running():
-            super()._exec_schedule(pipe_schedule)
+            for action in pipe_schedule.actions:
+                self._exec_action(action)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
 
     def _exec_action(self, action: Action) -> None:
         stage = self._stage
         stage.watchdog.note(action)
-        counted = stage.flops.around(action) if stage.flops is not None else nullcontext()
-        timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
-        with stage.tracer.measure(action), counted, timed:
-            self._ACTIONS[action.kind](self, action)
+        execute = self._ACTIONS[action.kind]
+        if self._batch.is_observed or action.kind in CLOSING:
+            timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
+            with self._batch.observed(action), timed:
+                execute(self, action)
+        else:
+            execute(self, action)
         if self._written is not None:
             self._written(action.kind is Kind.FORWARD)
 
     def _load(self, action: Action) -> None:
         micro_batch = self._batch.current.micro_batches[action.micro_batch_id]
-        with self._stage.deepspeed.timed(BATCH_INPUT_TIMER):
-            if micro_batch.inputs is not None:
-                micro_batch.inputs = micro_batch.inputs.to(self.device)
-            if micro_batch.labels is not None:
-                micro_batch.labels = micro_batch.labels.to(self.device)
+        self._stage.deepspeed.timed(BATCH_INPUT_TIMER, micro_batch.to, self.device)
 
     def _reduce_tied_grads(self, action: Action) -> None:
         if self._written is not None:
@@ -345,4 +351,3 @@ class TeraPipeEngine(PipelineEngine):
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
         Kind.OPTIMIZER_STEP: _optimizer_step,
     }
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}

@@ -15,7 +15,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
-from terapipe_ds.schedule.action import Kind
+from terapipe_ds.schedule.action import Action, Kind
 
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
@@ -26,6 +26,7 @@ class OpenBatch:
     def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
         self._stage, self._parts, self._intercept = stage, parts, intercept
         self._batch: BatchInFlight | None = None
+        self.is_observed = False  # the actions of the batch are traced, or their operations counted
         self._modes_run: set[bool] = set()  # training, evaluation: of which a batch has run under the closer guard
 
     @property
@@ -41,14 +42,23 @@ class OpenBatch:
     def is_first_of_its_mode(self) -> bool:
         return self.current.training not in self._modes_run
 
+    @contextmanager
+    def observed(self, action: Action) -> Iterator[None]:
+        """Let those observe `action` who do."""
+        stage = self._stage
+        with stage.tracer.measure(action), nullcontext() if stage.flops is None else stage.flops.around(action):
+            yield
+
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         self._set(batch)
+        stage.deepspeed.open_batch()
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
+        self.is_observed = stage.flops is not None or getattr(stage.tracer, "listens", True)
 
     @contextmanager
     def running(self) -> Iterator[None]:

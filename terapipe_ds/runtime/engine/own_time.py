@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.report import Wait
@@ -151,7 +151,7 @@ def _runner(
     engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
 ) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
-    watchdog: Any = SimpleNamespace(waiting=lambda what: nullcontext())  # reports are about real actions
+    watchdog: Any = SimpleNamespace(waits=lambda what: None, note=lambda action: None)  # reports are about real actions
     results, tracer = BatchResults(engine, sequence_dim=1), Tracer(None, 0, 0, 1)
     stage = Stage(0, DeepSpeedCalls(engine), _links(device), SliceStore(), watchdog, WeightGradients(), results, tracer)
     plan, shape = SlicePlan((1,) * rounds), MicroBatchShape(1, rounds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,15 +22,16 @@ from deepspeed.runtime.pipe.engine import (
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.layout.layout import Place
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.schedule.action import Action, Kind
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
+_MOST_ACTIVES = 4096  # that are kept for the batches to come
 
 
 class PartRunner:
@@ -40,6 +42,7 @@ class PartRunner:
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
+        self._actives: dict[tuple[tuple[int, ...], int, int, str], ActiveSlice] = {}
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -66,15 +69,25 @@ class PartRunner:
     def _active(self, action: Action, mode: str) -> ActiveSlice:
         micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
         plan, starts = micro_batch.plan, micro_batch.shape.starts
-        span = plan.span(action.slice_id)
+        if starts is not None:  # which are another batch's next time
+            return self._new_active(action, mode, plan, Documents(starts, *plan.span(action.slice_id)))
+        key = plan.lengths, action.micro_batch_id, action.slice_id, mode
+        active = self._actives.get(key)
+        if active is None:
+            if len(self._actives) >= _MOST_ACTIVES:
+                self._actives.clear()
+            active = self._actives[key] = self._new_active(action, mode, plan, None)
+        return active
+
+    def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
         return ActiveSlice(
-            *span,
+            *plan.span(action.slice_id),
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
-            documents=None if starts is None else Documents(starts, *span),
+            documents=documents,
             store=self._stage.store,
         )
 
@@ -88,7 +101,7 @@ class PartRunner:
             outputs = stage.deepspeed.run_layers(inputs, training)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
-                stage.finite.look_at_loss(loss)
+                stage.finite.look_at_loss(loss.value())
         slices.keep(action, leaves, outputs, loss)
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))
@@ -105,14 +118,16 @@ class PartRunner:
             is_tuple = spec.is_tuple
             for leaf, tensor in zip(leaves, spec.tensors, strict=True):
                 leaf.requires_grad_(tensor.requires_grad)
-        copies = tuple(leaf.clone() for leaf in leaves)
-        return leaves, copies if is_tuple else copies[0]
+        if not is_tuple:
+            return leaves, leaves[0].clone()
+        return leaves, tuple(leaf.clone() for leaf in leaves)
 
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""
         stage = self._stage
-        with stage.watchdog.waiting(stage.links.describe_wait(action)), stage.deepspeed.timed(timer):
-            message = receive(action)
+        stage.watchdog.waits(partial(stage.links.describe_wait, action))
+        message = stage.deepspeed.timed(timer, receive, action)
+        stage.watchdog.note(action)
         stage.tracer.input_is_here()
         return message
 
@@ -133,7 +148,7 @@ class PartRunner:
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         if not self._sends_gradients and not self.place.is_first:
-            stage.links.hand_on(action, MessageSpec((), is_tuple=True), self._input_gradients(action))
+            stage.links.hand_on(action, self._input_gradients(action))
         slices.finish(action)
 
     def weight(self, action: Action) -> None:
@@ -149,20 +164,19 @@ class PartRunner:
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave."""
-        spec, tensors = self._outputs(action)
-        with self._stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER):
-            self._stage.links.send_activation(action, spec, tensors)
+        stage = self._stage
+        stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER, stage.links.send_activation, action, *self._outputs(action))
         self._open().finish(action)
 
-    def _outputs(self, action: Action) -> tuple[MessageSpec, Tensors]:
+    def _outputs(self, action: Action) -> tuple[Tensors, bool]:
+        """Return the outputs of F, and whether the layers gave a tuple."""
         outputs = self._open().get(action).outputs
-        tensors = as_tuple(outputs, "the outputs of a stage")
-        return MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs)), tensors
+        return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
         """Send the gradients of what this slice received."""
-        with self._stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER):
-            self._stage.links.send_gradients(action, self._input_gradients(action))
+        stage = self._stage
+        stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER, stage.links.send_gradients, action, self._input_gradients(action))
         self._open().finish(action)
 
     def _input_gradients(self, action: Action) -> Tensors:

@@ -31,6 +31,10 @@ def is_traced(step: int) -> bool:
 class ActionTracer(Protocol):
     """The interface of `TeraPipeEngine.tracer`, which is told what a rank computes, and when."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether actions are recorded now; `measure` is called only then."""
+
     def begin(self, step: int | None) -> None:
         """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
 
@@ -53,6 +57,10 @@ class Tracer:
         self._events: list[TimelineEvent] | None = None
         self._start_s = self._clock_s = 0.0
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
+
+    @property
+    def listens(self) -> bool:
+        return self._events is not None
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""

@@ -12,9 +12,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -49,20 +49,45 @@ class Wait(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
 class Doing:
-    """Say what the main thread does. Replaced as a whole, because the watching thread reads it."""
+    """Say what the main thread does. Replaced as a whole, because the watching thread reads it.
 
-    action: str  # "" outside a batch
-    wait: Wait | None = None
-    opening: bool = False  # draws data and meets the other ranks, which may be busy outside a batch
-    is_long: bool = False  # a call outside a batch that may take long: saving a checkpoint
-    draws: bool = False  # waits in the user's iterator, which has a limit of its own
-    since_s: float = field(default_factory=time.monotonic)
+    There is one for each action of a batch, so that words are found when somebody reads them. `action` is "" outside a
+    batch, or anything that prints as its name; `wait` may be a function that gives it.
+    """
+
+    opening = False  # draws data and meets the other ranks, which may be busy outside a batch
+    is_long = False  # a call outside a batch that may take long: saving a checkpoint
+    draws = False  # waits in the user's iterator, which has a limit of its own
+
+    def __init__(self, action: object, wait: Wait | Callable[[], Wait] | None = None, **kind: bool) -> None:
+        self.what, self._wait, self.since_s = action, wait, time.monotonic()
+        if kind:
+            vars(self).update(kind)
+
+    @property
+    def action(self) -> str:
+        """Return the name of the action; "" outside a batch."""
+        return str(self.what)
+
+    @property
+    def wait(self) -> Wait | None:
+        """Return what the action waits for; None where it waits for nothing."""
+        return self._wait() if callable(self._wait) else self._wait
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the action waits for something."""
+        return self._wait is not None
+
+    def again(self) -> Doing:
+        """Return the same, begun now."""
+        return Doing(self.what, self._wait, opening=self.opening, is_long=self.is_long, draws=self.draws)
 
     def __str__(self) -> str:
-        running = f"running {self.action}" if self.action else OUTSIDE
-        return f"at {self.action}, waiting for {self.wait.text}" if self.wait else running
+        action, wait = self.action, self.wait
+        running = f"running {action}" if action else OUTSIDE
+        return f"at {action}, waiting for {wait.text}" if wait else running
 
 
 IN_LINES = "\n\t"
@@ -154,17 +179,23 @@ class RankRecord:
         try:
             yield
         finally:
-            self.doing = replace(before, since_s=time.monotonic())
+            self.doing = before.again()
+
+    def note(self, action: object) -> None:
+        """Note an action that the main thread begins."""
+        self.doing = doing = Doing(action)
+        self._recent.append(doing)
 
     def now(self, doing: Doing) -> None:
         """Note what the main thread does from now on."""
         self.doing = doing
         self._recent.append(doing)
 
-    def now_waits(self, wait: Wait) -> str:
-        """Note that the action in hand has to wait; return its name."""
-        action = self.doing.action or "no action"
-        if self._recent[-1] is self.doing and self.doing.wait is None:
+    def now_waits(self, wait: Wait | Callable[[], Wait]) -> object:
+        """Note that the action in hand has to wait; return that action."""
+        before = self.doing
+        action = before.what or "no action"
+        if self._recent[-1] is before and not before.waits:
             self._recent.pop()  # an action that begins by waiting is one entry
         self.now(Doing(action, wait))
         return action
@@ -172,8 +203,9 @@ class RankRecord:
     def brief(self, ended: str = "") -> RankState:
         """Return the state without the stack and the past actions, which take time to find out."""
         doing, now_s = self.doing, time.monotonic()
-        what, ranks = str(doing) if doing.action else "", doing.wait.ranks if doing.wait else ()
-        state = RankState(self.rank, self.stage_id, what, ranks, is_busy=doing.wait is None, batch=self._batches)
+        what, wait = str(doing) if doing.action else "", doing.wait
+        ranks = wait.ranks if wait else ()
+        state = RankState(self.rank, self.stage_id, what, ranks, is_busy=wait is None, batch=self._batches)
         return replace(state, for_s=now_s - doing.since_s, ended=ended)
 
     def full(self) -> RankState:

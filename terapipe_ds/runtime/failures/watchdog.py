@@ -21,7 +21,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -137,14 +137,18 @@ class Watchdog:
 
     def note(self, action: object) -> None:
         """Remember what this rank does now; cheap, called for each action."""
-        self._record.now(Doing(str(action)))
+        self._record.note(action)
 
     @contextmanager
     def waiting(self, what: Wait | str) -> Iterator[None]:
         """Watch a blocking wait; `what` says for what and from whom. After an exception it stays noted."""
         action = self._record.now_waits(what if isinstance(what, Wait) else Wait(what))
         yield
-        self._record.now(Doing(action))
+        self.note(action)
+
+    def waits(self, what: Callable[[], Wait]) -> None:
+        """Remember that the action in hand waits, until it is noted again; cheap, called for each message."""
+        self._record.now_waits(what)
 
     def close(self) -> None:
         """Stop the thread: the engine is done. Another call, as late as the interpreter's end, does nothing."""

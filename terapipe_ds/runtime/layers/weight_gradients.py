@@ -12,8 +12,7 @@ Biases, norms, embeddings and every other layer have all their gradients in B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,16 +70,19 @@ class WeightGradients:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
-    @contextmanager
-    def deferred(self, key: Key) -> Iterator[None]:
-        """Keep what W needs, during the B of a slice that has one."""
+    def deferred(self, key: Key) -> _Deferred:
+        """Return a context for the B of a slice that has a W, which keeps what W needs."""
+        return _Deferred(self, key)
+
+    def begin_keeping(self, key: Key) -> None:
+        """Keep what W needs from now on. It is an InFlightError if that of an earlier B waits."""
         if key in self._waiting:
             raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
         self._running = self._waiting[key] = []
-        try:
-            yield
-        finally:
-            self._running = None
+
+    def end_keeping(self) -> None:
+        """Keep nothing more: the B is over."""
+        self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
@@ -91,13 +93,15 @@ class WeightGradients:
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
+        if not count:
+            return 0
         for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
-        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+        if self.is_watched or any(_has_hooks(product.weight) for product in products):
             with around():
                 _in_autograd(products)
         else:
@@ -125,16 +129,22 @@ class WeightGradients:
 
         It is where the slice's backward is split, or where no hook collects gradients, in the dtype of the weight.
         """
+        return self.adder(inputs, weight) is not None
+
+    def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
+        """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
         active = active_slice()
         if active is None or not torch.is_grad_enabled():
-            return False
-        if self.splits_now():
+            return None
+        add: _Add = _add_product
+        if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
             if not inputs.requires_grad:  # the output may hang on the weight alone
-                return False
+                return None
+            add = self.keep
         elif active.is_whole or self.is_watched or _has_hooks(weight):
-            return False
+            return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        return is_plain and not torch.is_autocast_enabled(inputs.device.type)
+        return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -155,6 +165,21 @@ class WeightGradients:
         self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
 
 
+class _Deferred:
+    """`WeightGradients.deferred`, twice as fast as a generator."""
+
+    __slots__ = ("_gradients", "_key")
+
+    def __init__(self, gradients: WeightGradients, key: Key) -> None:
+        self._gradients, self._key = gradients, key
+
+    def __enter__(self) -> None:
+        self._gradients.begin_keeping(self._key)
+
+    def __exit__(self, *error: object) -> None:
+        self._gradients.end_keeping()
+
+
 def _has_hooks(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
@@ -172,11 +197,13 @@ def _in_autograd(products: list[_Product]) -> None:
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        if gradients.takes(inputs, layer.weight):
-            if gradients.splits_now():  # without an edge to the weight: hooks on it would be called in B with nothing
-                return _Linear.apply(inputs, layer.weight.detach(), layer.bias, _Leaf(layer.weight), gradients.keep)
-            return _Linear.apply(inputs, layer.weight, layer.bias, _Leaf(layer.weight), _add_product)
-        return F.linear(inputs, layer.weight, layer.bias)
+        weight, bias = layer.weight, layer.bias
+        add = gradients.adder(inputs, weight)
+        if add is None:
+            return F.linear(inputs, weight, bias)
+        # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
+        linked = weight if add is _add_product else weight.detach()
+        return _Linear.apply(inputs, linked, bias, _Leaf(weight), add)
 
     return forward
 
@@ -199,15 +226,21 @@ class _Linear(torch.autograd.Function):
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
-        needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
-        bias_grad = rows.sum(dim=0) if needs_bias else None
-        weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
-        return inputs_grad, weight_grad, bias_grad, None, None
+        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, weight = ctx.saved_tensors
+    needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])
+    inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
+    bias_grad = rows.sum(dim=0) if needs_bias else None
+    weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+    return inputs_grad, weight_grad, bias_grad, None, None
+
+
+_backward_once = once_differentiable(_backward)  # where the backward is recorded; else it only takes time
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,8 +64,22 @@ class MessageSpec:
     tensors: tuple[TensorSpec, ...]
     is_tuple: bool
 
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], is_tuple: bool) -> MessageSpec:
+        return cls(tuple(TensorSpec.of(t) for t in tensors), is_tuple)
+
+    def fits(self, tensors: Sequence[torch.Tensor], is_tuple: bool) -> bool:
+        """Return whether this is the spec of `tensors`, which is sooner said than their own is made."""
+        if is_tuple is not self.is_tuple or len(tensors) != len(self.tensors):
+            return False
+        for tensor, spec in zip(tensors, self.tensors, strict=True):
+            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
+                return False
+        return True
+
+    @cached_property
     def gradient(self) -> MessageSpec:
-        """Return the spec of what flows back: one gradient for each tensor that requires one."""
+        """The spec of what flows back: one gradient for each tensor that requires one."""
         return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
 
     def encode(self) -> torch.Tensor:
@@ -204,7 +219,7 @@ class SendChannel(_Channel):
             work.wait()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Posted:
     unit: SliceKey
     spec: MessageSpec | None = None
@@ -225,6 +240,7 @@ class ReceiveChannel(_Channel):
         super().__init__(wire)
         self._spec_of, self._learn = spec_of, learn
         self._posted: deque[_Posted] = deque()
+        self._started = 0  # so many of them, from the first on
 
     def post(self, unit: SliceKey) -> None:
         """Receive the message of `unit` as soon as its shape is known. Post units in the order of the schedule."""
@@ -233,13 +249,14 @@ class ReceiveChannel(_Channel):
 
     def _start_posted(self) -> None:
         """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it."""
-        for posted in self._posted:
-            if posted.spec is None:
-                posted.spec = self._spec_of(posted.unit)
-                if posted.spec is None:
-                    return
-                posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
-                posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
+        while self._started < len(self._posted):
+            posted, wire = self._posted[self._started], self.wire
+            spec = posted.spec = self._spec_of(posted.unit)
+            if spec is None:
+                return
+            posted.buffers = tuple([wire.buffer(of) for of in spec.tensors])
+            posted.works = tuple([wire.irecv(buffer) for buffer in posted.buffers])
+            self._started += 1
 
     def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
         """Return the message of `unit`, which must be the next one of the schedule, once it is here."""
@@ -247,15 +264,16 @@ class ReceiveChannel(_Channel):
             expected = self._posted[0].unit if self._posted else "nothing"
             raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
         self._start_posted()  # what was sent since the post may have made the shape known
-        if self._posted[0].spec is None:
+        if not self._started:
             self._learn(unit)
             self._start_posted()
         posted = self._posted.popleft()
+        self._started -= 1
         assert posted.spec is not None
         for work in posted.works:
             work.wait()
-        buffers = zip(posted.buffers, posted.spec.tensors, strict=True)
-        return posted.spec, tuple(self.wire.incoming(buffer, spec) for buffer, spec in buffers)
+        incoming, buffers = self.wire.incoming, zip(posted.buffers, posted.spec.tensors, strict=True)
+        return posted.spec, tuple([incoming(buffer, spec) for buffer, spec in buffers])
 
     def assert_empty(self) -> None:
         """Check, at the end of a batch, that every receive that was posted was used."""

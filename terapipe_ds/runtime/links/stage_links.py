@@ -82,7 +82,7 @@ class StageLinks:
 
         def gradient_spec(unit: SliceKey) -> MessageSpec | None:
             sent = sending.announced.get(self._signature(unit))
-            return None if sent is None else sent.gradient()
+            return None if sent is None else sent.gradient
 
         part.gradients_in = ReceiveChannel(wires.gradients(ends), gradient_spec, _never_learned)
         self._receiving.append(part.gradients_in)
@@ -160,10 +160,15 @@ class StageLinks:
         self._heard_from(channel.wire.peer_stage_id, Kind.FORWARD, action.part_id - 1, action.unit)
         return message
 
-    def send_activation(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
+    def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
+        """Send what F gave; `is_tuple`: the layers gave a tuple."""
         channel = _there(self._channels[action.chunk_id].activations_out, action)
-        needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
-        channel.announce(self._signature(action.unit), spec, consumed_at=needed_at)
+        unit = action.unit
+        needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit)
+        signature = self._signature(unit)
+        announced = channel.announced.get(signature)
+        if announced is None or not announced.fits(tensors, is_tuple):
+            channel.announce(signature, MessageSpec.of(tensors, is_tuple), consumed_at=needed_at)
         channel.send(tensors, consumed_at=needed_at)
         if not self._open().training:  # no gradient will tell that these have arrived
             with self.waiting(_wait_of_send(channel)):
@@ -188,8 +193,9 @@ class StageLinks:
         channels = self._channels[chunk_id]
         return (channels.activations_out if kind is Kind.FORWARD else channels.gradients_out) is not None
 
-    def hand_on(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
+    def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:
         """Keep what F or B `action` gave for the neighbour on this stage."""
+        spec = MessageSpec.of(tensors, is_tuple)
         part_id = action.part_id + (1 if action.kind is Kind.FORWARD else -1)
         self._handed[action.kind, part_id, action.unit] = spec, tuple(tensor.detach() for tensor in tensors)
 

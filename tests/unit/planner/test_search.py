@@ -39,6 +39,7 @@ ON_A_LINE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "chunks", "num_parts", "num_micro_batches", "seed"),
     [*ON_A_LINE, *((*shape, m, seed) for shape in CHUNKED for m, seed in ((1, 3), (4, 5)))],

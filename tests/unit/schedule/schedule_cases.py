@@ -62,7 +62,7 @@ def by_hand(
     rows = []
     for stage_id, row in enumerate(orders):
         parsed = [Action.parse(cell) for cell in row]
-        rows.append(tuple(dataclasses.replace(a, part_id=places[stage_id, a.chunk_id]) for a in parsed))
+        rows.append(tuple(a._replace(part_id=places[stage_id, a.chunk_id]) for a in parsed))
     units = {action.unit for row in rows for action in row}
     num_slices = tuple(
         1 + max(s for m, s in units if m == micro_batch_id) for micro_batch_id in sorted({m for m, _ in units})

@@ -10,7 +10,7 @@ from terapipe_ds.schedule import Action, Kind, ScheduleError, build
 
 ids = st.integers(0, 10**6)
 kinds = st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT])
-computations = st.builds(Action, kind=kinds, micro_batch_id=ids, slice_id=ids, chunk_id=ids)
+computations = st.builds(lambda kind, m, s, chunk: Action(kind, m, s, chunk_id=chunk), kinds, ids, ids, ids)
 
 
 @given(computations)

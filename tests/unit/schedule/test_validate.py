@@ -59,7 +59,7 @@ def move_first(stage_id: int, place: int) -> Callable[[Orders], None]:
 
 
 def another_part(orders: Orders) -> None:
-    orders[1][3] = dataclasses.replace(orders[1][3], part_id=2)
+    orders[1][3] = orders[1][3]._replace(part_id=2)
 
 
 BROKEN = build("seq1f1b", 4, 2, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import MEMORY, Case, Table, cases, scanned_bytes, starts_and_ends
 
@@ -156,6 +156,7 @@ def test_live_slices_are_those_of_the_schedule(case: Case) -> None:
     assert timeline.peak_bytes is None and timeline.bytes_over_time is None
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # each compares all moments with all events
 @given(cases())
 def test_bytes_are_those_of_a_scan(case: Case) -> None:
     timeline = run(case, memory=MEMORY)

@@ -219,6 +219,52 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
         size_of_config(str(path))
 
 
+_HF = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 1000,
+}  # fmt: skip
+_OLD = {"n_layer": 2, "n_embd": 256, "n_head": 8, "vocab_size": 1000, "n_positions": 1024}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "gpt_neox", "phi", "cohere", "granite"), _HF),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "starcoder2", "qwen2", "nemotron"), _HF | {"num_key_value_heads": 4, "head_dim": 32}
+    ),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _OLD),
+    **dict.fromkeys(("gptj", "codegen"), _OLD | {"rotary_dim": 16}),
+    "bloom": {"n_layer": 2, "hidden_size": 256, "n_head": 8, "vocab_size": 1000},
+    "falcon": {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1000},
+    "mpt": {"n_layers": 2, "d_model": 256, "n_heads": 8, "vocab_size": 1000},
+    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 256, **_HF},
+}
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(family: str, tmp_path: Path) -> None:
+    """Also where the config does not say whether matrices are tied, as those of transformers 4 do not."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    numbers = _FAMILIES[family] | {"model_type": family, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(str(tmp_path))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    size = size_of_config(str(tmp_path / "config.json"))
+    assert size.num_parameters() == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
+        ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
+    ],
+    ids=str,
+)
+def test_configs_of_other_models_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_HF | change))
+    with pytest.raises(PlannerError, match=message):
+        size_of_config(str(tmp_path / "config.json"))
+
+
 def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_the_least_need() -> None:
     cluster, batch = Cluster("h100", 1, 8), {"global_batch_size": 32, "sequence_length": 4096}
     free = plan_strategy("llama-2-7b", cluster, memory_limit_gb=1000, **batch)

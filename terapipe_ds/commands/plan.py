@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
     if options.out:
         from terapipe_ds.files.atomic import write_text
 
-        write_text(options.out, result.plan.to_json() + "\n")
+        lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
+        write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
@@ -121,28 +122,29 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     from terapipe_ds.plan import SlicePlan
 
     plan, section = result.plan, {"enabled": True, "schedule": result.schedule}
+    lists = [list(each.lengths) for each in result.plans]
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
     granularity = setup.options.granule
-    if plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
+    if plan is None:
+        section["slices"] = lists
+    elif plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
         section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
-        section["slices"] = list(plan.lengths)
+        section["slices"] = lists[0]
     if setup.options.schedule_options:
         section["schedule_options"] = setup.options.schedule_options
     return section
 
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
-    from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
     from terapipe_ds.timeline.picture import draw_timelines
 
-    counts = result.num_stages, result.num_micro_batches, result.plan.num_slices
-    more = {"chunks_per_stage": result.chunks_per_stage, **setup.options.schedule_options}
-    schedule = build(result.schedule, *counts, **more)
-    title = f"{result.schedule}, {result.plan.num_slices} slices, simulated"
-    timeline = simulate(schedule, result.plan, setup.costs_of(schedule.num_parts))
+    schedule = result.build(**setup.options.schedule_options)
+    counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))
+    title = f"{result.schedule}, {counts} slices, simulated"
+    timeline = simulate(schedule, result.plans, setup.costs_of(schedule.num_parts))
     draw_timelines([(title, timeline)], path)
 
 

@@ -8,7 +8,7 @@ bidirectional   K parts, two places for each  chimera, chimera-seq; K even
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.planner.search.search import BUDGET, Problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator.replay import Plans
 
 SecondsOf = Callable[[int], float | None]
 """By the number of parts: seconds, None where they are not known."""
@@ -80,7 +81,7 @@ def rank_schedules(
 
 def rank_given(
     costs_of: PartsOf,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int = 1,
     *,
@@ -89,7 +90,7 @@ def rank_given(
     chunks_per_stage: int | None = None,
     both_ways_s_of: SecondsOf | None = None,
 ) -> Ranking:
-    """Return `rank_schedules` for slices that are given."""
+    """Return `rank_schedules` for slices that are given: one plan for all micro-batches, or one for each."""
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
     counts = num_stages, num_micro_batches, memory_limit_bytes
     return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
@@ -97,7 +98,7 @@ def rank_given(
 
 def best_schedule(
     costs: Any,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int = 1,
     *,
@@ -130,30 +131,32 @@ class _Layout:
 
 def _replay_each(
     layout: _Layout,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int,
     memory_limit_bytes: float | None,
     placement: Mapping[tuple[int, int], int] | None = None,
 ) -> Ranking:
-    """Replay `plan` under each schedule that can be compared."""
+    """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
-    whole = SlicePlan.equal(plan.sequence_length, 1)
+    plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
+    whole = SlicePlan.equal(plans[0].sequence_length, 1)
     results, refused = [], []
     for name in names:
         sliced, unsliced = (
-            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks) for count in (plan.num_slices, 1)
+            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks)
+            for count in ([one.num_slices for one in plans], 1)
         )
-        timeline = Replay(sliced).run(plan, costs, memory=layout.memory)
+        timeline = Replay(sliced).run(plans, costs, memory=layout.memory)
         peaks = timeline.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
-            refused.append(Refusal(name, chunks, _limit_error(name, plan, peaks, memory_limit_bytes)))
+            refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
             continue
         result = PlanResult(
-            plan=plan,
+            plans=plans,
             schedule=name,
             predicted_s=timeline.makespan_s,
             optimal=False,
@@ -161,7 +164,7 @@ def _replay_each(
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
             unsliced_s=Replay(unsliced).makespan(whole, costs),
-            equal_plan=plan,
+            equal_plan=plans[0],
             equal_s=timeline.makespan_s,
             bubble_fraction=timeline.bubble_fraction,
             peak_bytes=peaks,
@@ -173,11 +176,14 @@ def _replay_each(
     return Ranking.of(results, refused)
 
 
-def _limit_error(schedule: str, plan: SlicePlan, peaks: tuple[int, ...], limit_bytes: float) -> MemoryLimitError:
+def _limit_error(
+    schedule: str, plans: Sequence[SlicePlan], peaks: tuple[int, ...], limit_bytes: float
+) -> MemoryLimitError:
     need_bytes = max(peaks)
     stage_id = peaks.index(need_bytes)
+    lists = ", ".join(str(list(plan.lengths)) for plan in dict.fromkeys(plans))
     message = (
-        f"no schedule fits in the memory limit of {limit_bytes:.4g} bytes with the slices {list(plan.lengths)}: the "
+        f"no schedule fits in the memory limit of {limit_bytes:.4g} bytes with the slices {lists}: the "
         f"least, {schedule}, needs {need_bytes:.4g} bytes on stage {stage_id}; raise the limit, give shorter slices, "
         "more stages or activation checkpointing"
     )

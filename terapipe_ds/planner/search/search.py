@@ -292,7 +292,7 @@ class Problem:
         busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
         lower_bound_s = min(answer.lower_bound_s, predicted_s)  # both are sums of many floats
         return PlanResult(
-            plan=pipeline.plan(lengths),
+            plans=(pipeline.plan(lengths),) * pipeline.num_micro_batches,
             schedule=judge.schedule,
             predicted_s=predicted_s,
             optimal=answer.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),

@@ -11,7 +11,6 @@ import errno
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +20,6 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, describe
 from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
@@ -30,28 +28,16 @@ from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
-from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Say what runs for sequences of one length."""
-
-    plan: SlicePlan
-    schedule: str
-
-    def described(self) -> dict[str, Any]:
-        """Return the choice as checkpoints hold it."""
-        return {"slices": list(self.plan.lengths), "schedule": self.schedule}
 
 
 class AutoPlanner:
@@ -169,7 +155,7 @@ class AutoPlanner:
         self._write_prediction(result, cuts.costs(layout.num_parts))
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
-        return Choice(result.plan, result.schedule), "\n  ".join(lines)
+        return Choice(result.plans, result.schedule), "\n  ".join(lines)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
         """Return what rank 0 gets from `ask` within a batch, on every rank; all raise its errors."""
@@ -182,20 +168,18 @@ class AutoPlanner:
         """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
             return
-        counts, options = (result.num_stages, result.num_micro_batches), self._config.options_of(result.schedule)
-        chunks, num_slices = self._stage.layout.chunks_per_stage, result.plan.num_slices
-        schedule = build(result.schedule, *counts, num_slices, chunks_per_stage=chunks, **options)
+        schedule, length = result.build(**self._config.options_of(result.schedule)), result.plans[0].sequence_length
         folder = Path(self._config.trace_dir)
-        name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
+        name = f"predicted-{length}-tokens-{result.num_micro_batches}-micro-batches.json"
         with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
             folder.mkdir(parents=True, exist_ok=True)
-            simulate(schedule, result.plan, costs).save(folder / name)
+            simulate(schedule, result.plans, costs).save(folder / name)
 
 
 def require_profile(stage: StageToPlan) -> None:
     """Raise ProfileError on every rank where the config names the profile of something else. A collective."""
     config, path = stage.config, stage.config.planner.profile
-    if "auto" in (config.slices, config.schedule) and path != "measure":
+    if config.needs_costs and path != "measure":
         key = key_of(stage, length=1, rows=1)
         ignore = ("sequence_length", "micro_batch")
         from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), stage.groups.world)

@@ -105,7 +105,7 @@ def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float |
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
     costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices != "auto":
-        return best_schedule(costs, config.plan_for(length), *shape, **options)
+        return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
     shape_and_name = *shape, config.granularity_for(length), config.schedule
     return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
@@ -151,7 +151,7 @@ class Cuts:
         options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
-        return rank_given(self.costs, config.plan_for(length), *shape, **options)
+        return rank_given(self.costs, config.plans_for(length, num_micro_batches), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """Return the costs of so many parts; None where the layers cannot be cut so."""

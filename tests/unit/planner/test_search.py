@@ -226,7 +226,7 @@ def test_auto_is_the_best_of_all(num_stages: int, chunks: int, num_parts: int, m
 
 def made_up(schedule: str, predicted_s: float, peak_bytes: tuple[int, ...] | None = None) -> PlanResult:
     plan = SlicePlan((1,))
-    return PlanResult(plan, schedule, predicted_s, False, 0.0, 2, 1, 1.0, plan, 1.0, 0.0, peak_bytes, None, 1)
+    return PlanResult((plan,), schedule, predicted_s, False, 0.0, 2, 1, 1.0, plan, 1.0, 0.0, peak_bytes, None, 1)
 
 
 def test_choose() -> None:

@@ -403,7 +403,9 @@ def test_a_list_for_each_micro_batch() -> None:
     assert config.plans_for(6, 2) == (SlicePlan((3, 2, 1)), SlicePlan((4, 2)))
     assert [config.plan_for(6, m).lengths for m in range(3)] == [(3, 2, 1), (4, 2), (3, 2, 1)], "in turns"
     assert not config.is_one_slice and read({"slices": [[6], [6]]}).is_one_slice
-    with pytest.raises(TeraPipeConfigError, match=r"slices = \[\[3, 2, 1\], \[4, 2\]\] each list adds up to 6 .* has 7:"):
+    with pytest.raises(
+        TeraPipeConfigError, match=r"slices = \[\[3, 2, 1\], \[4, 2\]\] each list adds up to 6 .* has 7:"
+    ):
         config.plan_for(7)
     with pytest.raises(TeraPipeConfigError, match="2 lists for 3 micro-batches .*gradient_accumulation_steps"):
         config.plans_for(6, 3)

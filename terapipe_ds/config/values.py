@@ -64,7 +64,7 @@ Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
-ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
+ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), AfterValidator(_same_sum)]

@@ -8,19 +8,22 @@ of evaluations, so every machine finds the same order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.orders.holdings import Holdings, live_bytes, live_slices, live_tokens
 from terapipe_ds.planner.orders.play import Policy, play
 from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
-from terapipe_ds.schedule import Schedule, ScheduleError, build, validate
-from terapipe_ds.schedule.placement import loop, v_shape
+from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.simulator.peak_memory import Memory
 
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
 """The schedules with one copy of the layers and one part per stage."""
 
+_WORK = 1_200_000  # computations timed in some five seconds, with all that comes with them
+_FEWEST, _MOST = 8, 2000  # evaluations, however many computations there are
 _FEW_UNITS = 8  # up to which other orders of the micro-batches' slices are played too
 
 
@@ -39,43 +42,96 @@ class FoundOrder:
     evaluations: int
 
 
+@dataclass(frozen=True)
+class Limit:
+    """What a stage may hold at once.
+
+    `live_slices` is one number, or one per stage; `num_bytes` goes with a `memory`. Without both, a stage may hold as
+    many tokens as unsliced 1F1B on its fullest stage: those of as many micro-batches as there are stages.
+    """
+
+    live_slices: int | Sequence[int] | None = None
+    memory: Memory | None = None
+    num_bytes: float | None = None
+
+    def holdings(self, nodes: PricedNodes) -> Holdings:
+        """Return the limit for the nodes of a batch. Raises ScheduleError where it is not one per stage."""
+        if self.num_bytes is not None:
+            if self.memory is None:
+                raise ScheduleError("a limit of bytes needs memory: give a MemoryModel, or leave the limit out")
+            return live_bytes(nodes, self.memory, self.num_bytes)
+        if self.live_slices is None:
+            return live_tokens(nodes, min(nodes.num_stages, len(nodes.plans)))
+        stages, given = nodes.num_stages, self.live_slices
+        limits = (given,) * stages if isinstance(given, int) else tuple(given)
+        if len(limits) != stages:
+            raise ScheduleError(f"{len(limits)} limits of live slices for {stages} stages: give one, or one per stage")
+        return live_slices(nodes, limits)
+
+    def __str__(self) -> str:
+        if self.num_bytes is not None:
+            return f"{self.num_bytes:.4g} bytes"
+        return "of unsliced 1F1B" if self.live_slices is None else f"{self.live_slices} of live slices"
+
+
 def find_order(
     costs: Any,
     plan: SlicePlan | Sequence[SlicePlan],
     num_stages: int,
     num_micro_batches: int,
-    max_live_slices: int | Sequence[int],
+    max_live_slices: int | Sequence[int] | None = None,
     *,
+    memory: Memory | None = None,
+    memory_limit_bytes: float | None = None,
     chunks_per_stage: int = 1,
-    evaluations: int = 400,
+    evaluations: int | None = None,
+    budget: float = 1.0,
     seed: int = 0,
+    names: Sequence[str] = NAMED,
 ) -> FoundOrder:
-    """Return the fastest valid schedule found with at most `max_live_slices` (one number, or one per stage).
+    """Return the fastest valid schedule found within a limit, which is as `Limit` says.
 
-    With `chunks_per_stage` 2 the parts lie in a V. Raises ScheduleError where no order found keeps the limit.
+    It is never slower than those of `names` that keep the limit. With `chunks_per_stage` 2 the parts lie in a V.
+    `evaluations` is what it may try; None: a share `budget` of some five seconds on one core.
+    Raises ScheduleError where no order found keeps the limit.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
-    limits = (max_live_slices,) * num_stages if isinstance(max_live_slices, int) else tuple(max_live_slices)
-    if len(plans) != num_micro_batches or len(limits) != num_stages or chunks_per_stage not in (1, 2):
-        raise ScheduleError(
-            f"{len(plans)} plans for {num_micro_batches} micro-batches, {len(limits)} limits for {num_stages} stages,"
-            f" {chunks_per_stage} chunks: give one plan per micro-batch, one limit per stage, and 1 or 2 chunks"
-        )
-    placement = loop(num_stages, 1) if chunks_per_stage == 1 else v_shape(num_stages)
-    search = _Search(PricedNodes(placement, plans, costs), limits, evaluations, random.Random(seed))
-    named_s = search.start_from_named()
+    if len(plans) != num_micro_batches:
+        raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
+    placement = placement_for("search", num_stages, chunks_per_stage)
+    nodes, limit = PricedNodes(placement, plans, costs), Limit(max_live_slices, memory, memory_limit_bytes)
+    evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
+    search = _Search(nodes, limit.holdings(nodes), evaluations, random.Random(seed))
+    named_s = search.start_from_named(names)
     search.play_policies()
     search.move_nodes()
     if search.best_s == STUCK:
-        raise ScheduleError(f"no order found keeps the limits {limits} of live slices: raise them")
+        raise ScheduleError(f"no order found keeps the limit of {limit}: raise it, or give shorter slices")
     schedule = search.nodes.to_schedule(search.best)
     validate(schedule)
     return FoundOrder(schedule, plans, search.best_s, search.nodes.lower_bound(), named_s, search.used)
 
 
+def budget_for(num_computations: int, share: float = 1.0) -> int:
+    """Return how many evaluations take a share of some five seconds."""
+    return max(_FEWEST, min(_MOST, round(share * _WORK / num_computations)))
+
+
+def looks_for(num_computations: int, share: float) -> int:
+    """Return how many plans can be tried in half of that time."""
+    return min(16, int(0.5 * share * _WORK / (_FEWEST * num_computations)))
+
+
 class _Search:
-    def __init__(self, nodes: PricedNodes, limits: Sequence[int], budget: int, chance: random.Random) -> None:
-        self.nodes, self.limits, self.budget, self.chance = nodes, tuple(limits), budget, chance
+    def __init__(self, nodes: PricedNodes, holdings: Holdings, budget: int, chance: random.Random) -> None:
+        self.nodes, self.holdings, self.budget, self.chance = nodes, holdings, budget, chance
+        most = nodes.num_units * nodes.num_parts // nodes.num_stages
+        # policies count slices, whatever the limit is in; what holdings do not allow they never run
+        least = [
+            min(gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0)
+        ] * nodes.num_stages
+        room = [limit - base for limit, base in zip(holdings.limits, holdings.base, strict=True)]
+        self.limits = tuple(max(0, min(most, int(has / one + 1e-9))) for has, one in zip(room, least, strict=True))
         self.best: Orders = []
         self.best_s = STUCK
         self.bound_s = nodes.lower_bound() * (1 + 1e-12)
@@ -87,16 +143,14 @@ class _Search:
         if seconds < self.best_s:
             self.best, self.best_s = orders, seconds
 
-    def start_from_named(self) -> dict[str, float]:
+    def start_from_named(self, names: Sequence[str]) -> dict[str, float]:
         """Take the named schedules that keep the limits and return their seconds."""
         nodes, seconds = self.nodes, {}
-        names = NAMED if nodes.num_parts == nodes.num_stages else ("zbv",)
-        for name in names:
-            slices = [plan.num_slices for plan in nodes.plans]
+        slices = [plan.num_slices for plan in nodes.plans]
+        in_a_v = ("zbv",) if nodes.is_split else ()
+        for name in names if nodes.num_parts == nodes.num_stages else in_a_v:
             orders = nodes.of_schedule(build(name, nodes.num_stages, len(slices), slices))
-            if len(names) == 1 and not nodes.is_split:
-                continue
-            if all(nodes.peak_live(order) <= limit for order, limit in zip(orders, self.limits, strict=True)):
+            if all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders)):
                 self.used += 1
                 seconds[name] = nodes.makespan(orders)
                 self._offer(orders, seconds[name])
@@ -119,9 +173,11 @@ class _Search:
         ]
         while self.used < self.budget // 2 and self.best_s > self.bound_s:
             policy = grid.pop() if grid else self._changed(best or plain)
-            played = play(self.nodes, policy, *self._unit_orders())
+            played = play(self.nodes, self.holdings, policy, *self._unit_orders())
             self.used += 1
-            if played is not None and played[0] <= best_s:
+            if played is None or not all(self.holdings.fits(*each) for each in enumerate(played[1])):
+                continue
+            if played[0] <= best_s:
                 best, best_s = policy, played[0]
                 self._offer(played[1], played[0])
 
@@ -164,7 +220,7 @@ class _Search:
             tries -= 1
             stage_id = self.chance.randrange(len(self.best))
             order = self._moved(self.best[stage_id])
-            if order is None or self.nodes.peak_live(order) > self.limits[stage_id]:
+            if order is None or not self.holdings.fits(stage_id, order):
                 continue
             orders = [*self.best[:stage_id], order, *self.best[stage_id + 1 :]]
             seconds = self.nodes.makespan(orders)
@@ -189,25 +245,3 @@ class _Search:
         moved = [*order[:source], *order[source + 1 :]]
         moved.insert(target, node)
         return moved
-
-
-Cut = Callable[[int], SlicePlan]
-"""Returns the plan with a number of slices."""
-
-
-def find_order_and_slices(
-    costs: Any, cut: Cut, num_slices: int, num_stages: int, num_micro_batches: int, max_live_slices: int, **options: Any
-) -> FoundOrder:
-    """Return the fastest of orders with `num_slices` everywhere, with fewer in the middle, and with more at the ends.
-
-    The first and last micro-batches make the ramp, where short slices pay most.
-    """
-    ends, found = max(1, num_micro_batches // 4), []
-    middle = range(ends, num_micro_batches - ends)
-    for inner, outer in ((num_slices, num_slices), (max(1, num_slices - 1), num_slices), (num_slices, num_slices + 1)):
-        plans = [cut(inner if m in middle else outer) for m in range(num_micro_batches)]
-        if max(plan.num_slices for plan in plans) <= max_live_slices:
-            found.append(find_order(costs, plans, num_stages, num_micro_batches, max_live_slices, **options))
-    if not found:
-        raise ScheduleError(f"max_live_slices is {max_live_slices}, below {num_slices} slices: raise it, or cut fewer")
-    return min(found, key=lambda one: one.makespan_s)

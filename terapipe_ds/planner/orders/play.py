@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terapipe_ds.planner.orders.holdings import Holdings
 from terapipe_ds.planner.orders.priced_nodes import Orders, PricedNodes
 
 
@@ -26,10 +27,45 @@ class Policy:
     keen: tuple[int, ...]
 
 
-def play(nodes: PricedNodes, policy: Policy, ahead: Sequence[int], back: Sequence[int]) -> tuple[float, Orders] | None:
+class _Room:
+    """Say whether a stage has room for an F.
+
+    What B needs is kept free, and of the chunks of a stage the earlier ones leave room for a micro-batch of the later.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        nodes = holdings.nodes
+        self._holdings, self.pending = holdings, [0.0] * nodes.num_stages
+        self._for_backward = [0.0] * nodes.num_stages
+        self._of_micro_batch = [0.0] * nodes.num_stages
+        owners = [m for m, _ in nodes.units]
+        for part, stage_id in enumerate(nodes.stage_of_part):
+            self.pending[stage_id] += holdings.with_first_backward[part]
+            first, backward = part * nodes.num_units, (nodes.num_parts + part) * nodes.num_units
+            needs = [holdings.gain[backward + unit] + holdings.working[backward + unit] for unit in range(len(owners))]
+            self._for_backward[stage_id] = max(self._for_backward[stage_id], *needs)
+            sums = [0.0] * len(nodes.plans)
+            for unit, m in enumerate(owners):
+                sums[m] += holdings.gain[first + unit]
+            self._of_micro_batch[stage_id] = max(self._of_micro_batch[stage_id], *sums)
+
+    def fits(self, stage_id: int, part: int, place: int, node: int, held: float, held_of_part: float) -> bool:
+        holdings = self._holdings
+        needs = self.pending[stage_id] + max(self._for_backward[stage_id], holdings.working[node])
+        most = holdings.limits[stage_id] - needs
+        if held + holdings.gain[node] > most:
+            return False
+        of_chunk = most - holdings.base[stage_id] - place * self._of_micro_batch[stage_id]
+        return place == 0 or held_of_part + holdings.gain[node] <= of_chunk
+
+
+def play(
+    nodes: PricedNodes, holdings: Holdings, policy: Policy, ahead: Sequence[int], back: Sequence[int]
+) -> tuple[float, Orders] | None:
     """Return makespan and orders of a policy; None where a limit leaves no stage anything to run.
 
-    `ahead` and `back` are the orders of the units' F and B on every part.
+    `ahead` and `back` are the orders of the units' F and B on every part. An F runs where `holdings` leave room for it
+    and for any B.
     """
     parts, units, stages, last = nodes.num_parts, nodes.num_units, nodes.stage_of_part, nodes.num_kinds - 1
     parts_of = [[p for p in reversed(range(parts)) if stages[p] == k] for k in range(nodes.num_stages)]
@@ -41,6 +77,8 @@ def play(nodes: PricedNodes, policy: Policy, ahead: Sequence[int], back: Sequenc
     orders: Orders = [[] for _ in range(nodes.num_stages)]
     own = [-1.0] * nodes.num_nodes  # when a node ends on its own stage
     left, seconds = nodes.num_nodes, nodes.seconds
+    gain, after, held = holdings.gain, holdings.after, list(holdings.base)
+    held_of, room = [0.0] * parts, _Room(holdings)
 
     def next_backward(stage_id: int) -> tuple[float, int] | None:
         found: tuple[float, int] | None = None
@@ -57,9 +95,11 @@ def play(nodes: PricedNodes, policy: Policy, ahead: Sequence[int], back: Sequenc
         if live[stage_id] >= policy.limits[stage_id]:
             return None
         for place, part in enumerate(parts_of[stage_id]):
-            room = policy.limits[stage_id] - reserve * place
-            if done[0][part] < units and live_of[part] < room:
+            most = policy.limits[stage_id] - reserve * place
+            if done[0][part] < units and live_of[part] < most:
                 node = part * units + ahead[done[0][part]]
+                if not room.fits(stage_id, part, place, node, held[stage_id], held_of[part]):
+                    continue
                 if arrivals[nodes.inputs[node]] >= 0 and arrivals[nodes.inputs[node]] <= now:
                     return arrivals[nodes.inputs[node]], node
         return None
@@ -94,6 +134,11 @@ def play(nodes: PricedNodes, policy: Policy, ahead: Sequence[int], back: Sequenc
         change = (kind == 0) - (kind == last)
         live[stage_id] += change
         live_of[part] += change
+        held[stage_id] += gain[node] + after[node]
+        held_of[part] += gain[node] + after[node]
+        if kind == 1 and done[1][part] == 1:
+            held[stage_id] += holdings.with_first_backward[part]
+            room.pending[stage_id] -= holdings.with_first_backward[part]
         left -= 1
         heapq.heappush(moments, (end, stage_id))
         other = part + 1 - 2 * kind

@@ -147,18 +147,6 @@ class PricedNodes:
         kind, part, unit = self.split(node)
         return Action(KINDS[kind], *self.units[unit], part, self.place_of_part[part][1])
 
-    def peak_live(self, order: Sequence[int]) -> int:
-        """Return the most live slices of a stage's order."""
-        per_kind, last = self.num_parts * self.num_units, self.num_kinds - 1
-        live = peak = 0
-        for node in order:
-            if node < per_kind:
-                live += 1
-                peak = max(peak, live)
-            elif node >= last * per_kind:
-                live -= 1
-        return peak
-
     def lower_bound(self) -> float:
         """Return a time that no order beats: of each stage its work, after its fastest fill and before its drain."""
         seconds = np.array(self.seconds).reshape(self.num_kinds, self.num_parts, self.num_units)

@@ -7,6 +7,7 @@ bidirectional   K parts, two places for each  chimera, chimera-seq; K even
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_cou
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
+from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, best_order
 from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Pipeline
-from terapipe_ds.planner.search.search import BUDGET, Problem
-from terapipe_ds.schedule import build
+from terapipe_ds.planner.search.problem import BUDGET, Problem
+from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.replay import Plans
 
@@ -106,17 +108,20 @@ def best_schedule(
     memory_limit_bytes: float | None = None,
     chunks_per_stage: int = 1,
     placement: Mapping[tuple[int, int], int] | None = None,
+    with_order: bool = True,
 ) -> PlanResult:
     """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
 
-    It compares all schedules that `ranked_schedules` names. No other plan is tried, so the bound is 0.
+    It compares all schedules that `ranked_schedules` names, and `with_order` one that is found for the costs. No other
+    plan is tried, so the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.
     """
     num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
     layout = _Layout(chunks_per_stage, num_parts, costs, memory)
-    return _replay_each(layout, plan, num_stages, num_micro_batches, memory_limit_bytes, placement).best
+    counts = num_stages, num_micro_batches, memory_limit_bytes
+    return _replay_each(layout, plan, *counts, placement, with_order).best
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ def _replay_each(
     num_micro_batches: int,
     memory_limit_bytes: float | None,
     placement: Mapping[tuple[int, int], int] | None = None,
+    with_order: bool = True,
 ) -> Ranking:
     """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
@@ -173,6 +179,14 @@ def _replay_each(
             chunks_per_stage=sliced.chunks_per_stage,
         )
         results.append(result)
+    where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
+    has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
+    is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
+    if with_order and results and has_parts and is_small:
+        limits = {"memory": layout.memory, "memory_limit_bytes": memory_limit_bytes}
+        with contextlib.suppress(PlannerError):  # what the named ones hold fits, but no order that it found
+            order = {"chunks_per_stage": chunks, "budget": SHARE_OF_ORDER, **limits}
+            results.append(best_order(costs, plans, num_stages, num_micro_batches, **order))
     return Ranking.of(results, refused)
 
 

@@ -61,6 +61,8 @@ class IncomingBatches:
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
         how, plans = self._plans.for_batch(drawn, shapes)
+        if self._plans.orders_found:
+            self._source.also_agree_on("orders found", self._plans.orders_found)
         schedule = self._plans.schedule(how, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)

@@ -113,6 +113,11 @@ class Plans:
                 f"for each of the {count} micro-batches of a step, all for one length"
             )
 
+    @property
+    def orders_found(self) -> str:
+        """Return checksums of the orders that were found, which ranks compare; "" without any."""
+        return "" if self._planner is None else self._planner.orders_found
+
     def require(self, lengths: Sequence[int], training: bool) -> None:
         """Raise an error of the config where it has no slices or no schedule for micro-batches of these lengths.
 

@@ -33,6 +33,11 @@ class Choice:
         return self.plans[micro_batch_id % len(self.plans)]
 
     @property
+    def plan(self) -> SlicePlan | None:
+        """Return the one plan of all micro-batches; None where they differ."""
+        return self.plans[0] if len(self.plans) == 1 else None
+
+    @property
     def sequence_length(self) -> int:
         """Return the tokens of the sequences."""
         return self.plans[0].sequence_length

@@ -11,7 +11,8 @@ import pytest
 
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.orders.find import NAMED, find_order, find_order_and_slices
+from terapipe_ds.planner.orders.find import NAMED, find_order
+from terapipe_ds.planner.orders.ramps import find_order_and_slices
 from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, validate
 from terapipe_ds.schedule.placement import v_shape
 
@@ -242,12 +243,12 @@ def test_more_slices_at_the_ends_are_never_slower() -> None:
         return SlicePlan.equal(LENGTH, count)
 
     same = find_order(Costs(), cut(3), 4, 6, 12, evaluations=60)
-    ramp = find_order_and_slices(Costs(), cut, 3, 4, 6, 12, evaluations=60)
+    ramp = find_order_and_slices(Costs(), cut, [3], 4, 6, most_slices=8, max_live_slices=12, evaluations=120)
     assert ramp.makespan_s <= same.makespan_s
     assert isinstance(ramp.schedule, Schedule)
     validate(ramp.schedule)
 
 
 def test_a_limit_below_a_micro_batch_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="raise them"):
+    with pytest.raises(ScheduleError, match="raise it"):
         find_order(Costs(), SlicePlan.equal(LENGTH, 4), 2, 2, 3, evaluations=20)

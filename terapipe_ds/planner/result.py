@@ -142,6 +142,8 @@ class Ranking:
         rows = [{name: result.to_dict()[name] for name in names} for result in self.results]
         for row in rows:
             row["peak_bytes"] = row["peak_bytes"] and list(row["peak_bytes"])
+        for row, result in zip(rows, self.results, strict=True):
+            row |= {"plans": [list(plan.lengths) for plan in result.plans]} if result.plan is None else {}
         return rows + [
             {name: getattr(refusal, name) for name in (*names[:2], "need_bytes")} for refusal in self.refused
         ]

@@ -192,22 +192,21 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     few = (*SMALL, "--max-slices", "2", "--memory-limit-gb", "14")
     found = as_json(capsys, *few)
     ranking = {one["schedule"]: one for one in found["ranking"]}
-    assert ranking.keys() == set(SCHEDULE_NAMES) - {"dapple"} and found["ranking"][0]["schedule"] == found["schedule"]
+    assert (
+        ranking.keys() - {"search"} == set(SCHEDULE_NAMES) - {"dapple"}
+        and found["ranking"][0]["schedule"] == found["schedule"]
+    )
     assert ranking["chimera"].keys() == {"schedule", "chunks_per_stage", "need_bytes"}  # both copies of 2 x 6 layers
     assert ranking["chimera"]["need_bytes"] > 14e9
-    for one in found["ranking"][:4]:
+    for one in [each for each in found["ranking"] if each["schedule"] != "search"][:4]:
         chunks, plan = one["chunks_per_stage"], SlicePlan(tuple(one["plan"]))
         schedule = build(one["schedule"], 4, 2, plan.num_slices, chunks_per_stage=chunks)
         costs = analytic_costs("gpt3-1b", "v100", num_stages=schedule.num_parts)
         assert simulate(schedule, plan, costs).makespan_s == pytest.approx(one["predicted_s"], rel=1e-9)
-    assert (
-        found["terapipe"].get("chunks_per_stage", 1)
-        == found["chunks_per_stage"]
-        == ranking[found["schedule"]]["chunks_per_stage"]
-    )
+    assert found["terapipe"].get("chunks_per_stage", 1) == found["chunks_per_stage"] == best["chunks_per_stage"]
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
-    assert [row for row in rows if row in ranking] == list(ranking)
+    assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
     assert f"needs {ranking['chimera']['need_bytes'] / 1e9:.2f} GB" in text
 
 

@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
         write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
+    if options.order:
+        _write_order(result, setup, options.order)
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
@@ -94,11 +96,11 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     """Return the best plan of one schedule; the planner refuses an unknown one."""
     from terapipe_ds.planner import num_parts_of, plan_slices
-    from terapipe_ds.schedule import SCHEDULE_NAMES
+    from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
     options = setup.options
     chunks, num_parts = options.chunks_per_stage or 1, options.stages
-    if options.schedule in SCHEDULE_NAMES:
+    if options.schedule in (*SCHEDULE_NAMES, SEARCH):
         num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
     if (costs := setup.costs_of(num_parts)) is None:
         problem = f"the layers cannot be cut in {num_parts} parts"
@@ -117,11 +119,22 @@ def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     return result
 
 
+def _write_order(result: PlanResult, setup: PlanSetup, path: str) -> None:
+    from terapipe_ds.files.atomic import write_text
+    from terapipe_ds.schedule import to_csv
+
+    write_text(path, to_csv(result.build(**setup.options.schedule_options)))
+
+
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
-    """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal."""
+    """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
+
+    The order is the one in the file of `--order`, where there is one; that of "search" is else found again.
+    """
     from terapipe_ds.plan import SlicePlan
 
-    plan, section = result.plan, {"enabled": True, "schedule": result.schedule}
+    options = setup.options
+    plan, section = result.plan, {"enabled": True, "schedule": options.order or result.schedule}
     lists = [list(each.lengths) for each in result.plans]
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
@@ -132,7 +145,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
         section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
         section["slices"] = lists[0]
-    if setup.options.schedule_options:
+    if setup.options.schedule_options and not options.order:
         section["schedule_options"] = setup.options.schedule_options
     return section
 

@@ -1,4 +1,4 @@
-"""What orders that are found for the costs at hand gain: `python -m studies.orders` prints the tables of docs/schedules.md.
+"""Show what orders found for the costs at hand gain: `python -m studies.orders` prints what docs/schedules.md has.
 
 Costs are seconds of a stage for a whole micro-batch, what each slice costs on top, and what a message takes. Makespans
 are over the work of one stage without slices. Everything is simulated; nothing is measured but the search itself.
@@ -7,11 +7,14 @@ are over the work of one stage without slices. Everything is simulated; nothing 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
@@ -59,62 +62,103 @@ SHORT_W = Costs(weight=0.07, slope=0.3)
 MODELS = {"F 100, B 200 (W 100) ms": EQUAL, "W 70 ms, later tokens cost up to 30 % more": SHORT_W}
 
 
+COUNTS = (1, 2, 3, 4, 6, 8)
+
+
 @dataclass(frozen=True)
 class Row:
-    """One schedule: its makespan over the work, the bound over the work, its most live slices, seconds of search."""
+    """One schedule: its makespan and bound over the work, the most live sequences of a stage, seconds of search."""
 
     name: str
+    slices: str
     ratio: float
     bound: float | None
-    live: int
+    live: float
     found_in_s: float | None = None
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f"{self.bound:.4f}"
         seconds = "" if self.found_in_s is None else f"{self.found_in_s:.1f}"
-        return f"| {self.name} | {self.ratio:.4f} | {bound} | {self.live} | {seconds} |"
+        return f"| {self.name} | {self.slices} | {self.ratio:.4f} | {bound} | {self.live:.3g} | {seconds} |"
 
 
 def work_s(costs: Costs, num_micro_batches: int) -> float:
-    """Return what a stage takes for unsliced micro-batches, without what slices cost on top."""
-    return num_micro_batches * (costs.forward + costs.backward)
+    """Return what a stage takes for unsliced micro-batches."""
+    return num_micro_batches * (costs.forward_s(LENGTH, 0) + costs.backward_s(LENGTH, 0))
 
 
-def rows(costs: Costs, stages: int, micro_batches: int, slices: int, budget: float = 1.0) -> list[Row]:
-    """Return the named schedules and the orders found, all from `slices` equal slices; `budget` as of `find_order`."""
-    plan, unit = SlicePlan.equal(LENGTH, slices), work_s(costs, micro_batches)
-    table = []
-    for name in ("seq1f1b-zb", "seq1f1b", "zbv"):
-        schedule = build(name, stages, micro_batches, slices)
-        own = costs.half() if schedule.chunks_per_stage > 1 else costs
-        makespan_s = simulate(schedule, plan, own).makespan_s
-        table.append(Row(name, makespan_s / unit, None, max(schedule.peak_live_slices())))
-    limit = table[0].live
-    counts = stages, micro_batches
+class Table:
+    """The rows of one case, all of a multiple of the live slices of `seq1f1b-zb` at `slices` slices."""
 
-    def found_row(name: str, found: FoundOrder, begin_s: float) -> Row:
-        live = max(found.schedule.peak_live_slices())
-        return Row(name, found.makespan_s / unit, found.lower_bound_s / unit, live, time.perf_counter() - begin_s)
+    def __init__(self, costs: Costs, stages: int, micro_batches: int, slices: int, budget: float) -> None:
+        self.costs, self.counts, self.slices, self.budget = costs, (stages, micro_batches), slices, budget
+        self.unit, self.plan = work_s(costs, micro_batches), SlicePlan.equal(LENGTH, slices)
+        self.limit = max(build("seq1f1b-zb", *self.counts, slices).peak_live_slices())
 
-    for times in (1, 3):
+    def named(self, name: str, slices: int) -> Row:
+        """Return a named schedule with equal slices."""
+        schedule, plan = build(name, *self.counts, slices), SlicePlan.equal(LENGTH, slices)
+        own = self.costs.half() if schedule.chunks_per_stage > 1 else self.costs
+        ratio = simulate(schedule, plan, own).makespan_s / self.unit
+        return Row(name, str(slices), ratio, None, live_sequences(schedule, [plan] * self.counts[1]))
+
+    def found(self, name: str, find: Callable[[], FoundOrder]) -> Row:
+        """Return what `find` finds, with its seconds."""
         begin_s = time.perf_counter()
-        found = find_order(costs, plan, *counts, times * limit, budget=budget)
-        table.append(found_row(f"search, {times} x the live slices", found, begin_s))
-    begin_s = time.perf_counter()
-    options = {"most_slices": 2 * slices, "max_live_slices": 3 * limit, "budget": budget}
-    ramp = find_order_and_slices(costs, lambda n: SlicePlan.equal(LENGTH, n), [slices], *counts, **options)
-    numbers = " ".join(str(plan.num_slices) for plan in ramp.plans)
-    table.append(found_row(f"search, 3 x, slices {numbers}", ramp, begin_s))
-    begin_s = time.perf_counter()
-    found = find_order(costs.half(), plan, *counts, 6 * limit, chunks_per_stage=2, budget=budget)
-    table.append(found_row("search in a V, 3 x", found, begin_s))
-    return table
+        found = find()
+        seconds, live = time.perf_counter() - begin_s, live_sequences(found.schedule, found.plans)
+        numbers = [plan.num_slices for plan in found.plans]
+        runs = [(count, len(list(group))) for count, group in itertools.groupby(numbers)]
+        slices = " ".join(str(count) if times == 1 else f"{times}x{count}" for count, times in runs)
+        slices = str(numbers[0]) if len(runs) == 1 else slices
+        return Row(name, slices, found.makespan_s / self.unit, found.lower_bound_s / self.unit, live, seconds)
+
+    def rows(self) -> list[Row]:
+        """Return the named schedules, as given and with their best number of slices, and the orders found."""
+        names = ("seq1f1b-zb", "seq1f1b", "zbv")
+        table = [self.named(name, self.slices) for name in names]
+        for name in names:
+            best = min((self.named(name, count) for count in COUNTS), key=lambda row: row.ratio)
+            table.append(replace(best, name=f"{name}, best of 1 to 8 slices"))
+        options: dict[str, Any] = {"budget": self.budget}
+        for times in (1, 3):
+            counts = *self.counts, times * self.limit
+            find = functools.partial(find_order, self.costs, self.plan, *counts, **options)
+            table.append(self.found(f"search, {times} x", find))
+        sequences = 3 * self.limit / self.slices
+        ramps: dict[str, Any] = {"most_slices": 2 * self.slices, "max_live_sequences": sequences, **options}
+        starts = sorted({self.slices, max(1, self.slices // 2)}, reverse=True)
+        ramp = functools.partial(find_order_and_slices, self.costs, cut, starts, *self.counts, **ramps)
+        table.append(self.found("search, 3 x, slices of each micro-batch", ramp))
+        options |= {"chunks_per_stage": 2, "max_live_sequences": sequences}
+        in_a_v = functools.partial(find_order, self.costs.half(), self.plan, *self.counts, **options)
+        table.append(self.found("search in a V, 3 x", in_a_v))
+        return table
+
+
+def cut(num_slices: int) -> SlicePlan:
+    """Return equal slices."""
+    return SlicePlan.equal(LENGTH, num_slices)
+
+
+def live_sequences(schedule: Schedule, plans: Sequence[SlicePlan]) -> float:
+    """Return the most tokens of a stage between F and the last of B and W, in whole sequences of a whole stage."""
+    most = 0.0
+    for order in schedule.orders:
+        last = {(action.part_id, action.unit): index for index, action in enumerate(order)}
+        now = 0.0
+        for index, action in enumerate(order):
+            amount = plans[action.micro_batch_id].lengths[action.slice_id] / LENGTH * schedule.part_share
+            now += amount if action.kind is Kind.FORWARD else 0.0
+            most = max(most, now)
+            now -= amount if last[action.part_id, action.unit] == index else 0.0
+    return most
 
 
 def gain(table: Sequence[Row], times: int) -> tuple[float, float]:
     """Return how much less time an order takes than `seq1f1b-zb`, and how much less the bound allows."""
     named = next(row for row in table if row.name == "seq1f1b-zb")
-    found = next(row for row in table if row.name == f"search, {times} x the live slices")
+    found = next(row for row in table if row.name == f"search, {times} x")
     assert found.bound is not None
     return 1 - found.ratio / named.ratio, 1 - found.bound / named.ratio
 
@@ -208,9 +252,10 @@ def brute_force_s(costs: Sequence[Costs], plan: SlicePlan, micro_batches: int, l
 
 
 def print_table(title: str, costs: Costs, stages: int, micro_batches: int, slices: int, budget: float) -> None:
-    table = rows(costs, stages, micro_batches, slices, budget)
+    table = Table(costs, stages, micro_batches, slices, budget).rows()
     print(f"\n{title}: {stages} stages, {micro_batches} micro-batches, {slices} slices\n")
-    print("| schedule | makespan / work | bound / work | live slices | found in s |\n|---|---|---|---|---|")
+    print("| schedule | slices | makespan / work | bound / work | live sequences | found in s |")
+    print("|---|---|---|---|---|---|")
     print("\n".join(map(str, table)))
     for times in (1, 3):
         gained, most = gain(table, times)
@@ -226,8 +271,9 @@ def print_random(count: int, budget: float) -> None:
 
 
 def print_brute_force() -> None:
-    for lengths, micro_batches in (((1024,), 2), ((700, 324), 1), ((512, 384, 128), 1)):
-        for seed in range(3):
+    cases = ((1024,), 2, 3), ((700, 324), 1, 3), ((512, 384, 128), 1, 3), ((384, 256, 256, 128), 1, 1)
+    for lengths, micro_batches, seeds in cases:
+        for seed in range(seeds):
             costs, plan = random_model(seed).costs[:2], SlicePlan(lengths)
             limit = plan.num_slices + 1
             best_s = brute_force_s(costs, plan, micro_batches, limit)

@@ -46,11 +46,13 @@ class FoundOrder:
 class Limit:
     """What a stage may hold at once.
 
-    `live_slices` is one number, or one per stage; `num_bytes` goes with a `memory`. Without both, a stage may hold as
-    many tokens as unsliced 1F1B on its fullest stage: those of as many micro-batches as there are stages.
+    `live_slices` is one number, or one per stage; `live_sequences` counts tokens, so that slices of any length compare;
+    `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
+    fullest stage: as many as there are stages.
     """
 
     live_slices: int | Sequence[int] | None = None
+    live_sequences: float | None = None
     memory: Memory | None = None
     num_bytes: float | None = None
 
@@ -61,7 +63,8 @@ class Limit:
                 raise ScheduleError("a limit of bytes needs memory: give a MemoryModel, or leave the limit out")
             return live_bytes(nodes, self.memory, self.num_bytes)
         if self.live_slices is None:
-            return live_tokens(nodes, min(nodes.num_stages, len(nodes.plans)))
+            usual = min(nodes.num_stages, len(nodes.plans))
+            return live_tokens(nodes, usual if self.live_sequences is None else self.live_sequences)
         stages, given = nodes.num_stages, self.live_slices
         limits = (given,) * stages if isinstance(given, int) else tuple(given)
         if len(limits) != stages:
@@ -71,7 +74,9 @@ class Limit:
     def __str__(self) -> str:
         if self.num_bytes is not None:
             return f"{self.num_bytes:.4g} bytes"
-        return "of unsliced 1F1B" if self.live_slices is None else f"{self.live_slices} of live slices"
+        if self.live_slices is not None:
+            return f"{self.live_slices} live slices"
+        return "unsliced 1F1B" if self.live_sequences is None else f"{self.live_sequences:.4g} live sequences"
 
 
 def find_order(
@@ -81,6 +86,7 @@ def find_order(
     num_micro_batches: int,
     max_live_slices: int | Sequence[int] | None = None,
     *,
+    max_live_sequences: float | None = None,
     memory: Memory | None = None,
     memory_limit_bytes: float | None = None,
     chunks_per_stage: int = 1,
@@ -99,7 +105,10 @@ def find_order(
     if len(plans) != num_micro_batches:
         raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
     placement = placement_for("search", num_stages, chunks_per_stage)
-    nodes, limit = PricedNodes(placement, plans, costs), Limit(max_live_slices, memory, memory_limit_bytes)
+    nodes, limit = (
+        PricedNodes(placement, plans, costs),
+        Limit(max_live_slices, max_live_sequences, memory, memory_limit_bytes),
+    )
     evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
     search = _Search(nodes, limit.holdings(nodes), evaluations, random.Random(seed))
     named_s = search.start_from_named(names)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
+from studies.orders import brute_force_s, merged
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.orders.find import NAMED, find_order
@@ -72,51 +72,6 @@ def test_never_slower_than_the_named_schedules_with_the_same_limit(seed: int) ->
     assert found_s <= min(named_s) * (1 + 1e-12)
 
 
-def merged(
-    chains: list[list[tuple[Kind, int, int]]], with_weights: bool = True
-) -> Iterator[list[tuple[Kind, int, int]]]:
-    """Yield every order of a stage: F and B of a micro-batch as its chain says, W anywhere after its B."""
-
-    def extend(at: tuple[int, ...], weights: frozenset[tuple[int, int]], left: int) -> Iterator[list]:
-        if not left:
-            yield []
-        for i, chain in enumerate(chains):
-            if at[i] < len(chain):
-                kind, m, s = chain[at[i]]
-                more = weights | {(m, s)} if kind is Kind.BACKWARD and with_weights else weights
-                for rest in extend((*at[:i], at[i] + 1, *at[i + 1 :]), more, left - 1):
-                    yield [chain[at[i]], *rest]
-        for m, s in sorted(weights):
-            for rest in extend(at, weights - {(m, s)}, left - 1):
-                yield [(Kind.WEIGHT, m, s), *rest]
-
-    total = sum(len(chain) + with_weights * (len(chain) // 2) for chain in chains)
-    return extend((0,) * len(chains), frozenset(), total)
-
-
-def brute_force(costs: list[Costs], plan: SlicePlan, micro_batches: int, limit: int) -> float:
-    """Return the least simulated makespan of all valid orders of two stages."""
-    slices = range(plan.num_slices)
-    chains = [
-        [(Kind.FORWARD, m, s) for s in slices] + [(Kind.BACKWARD, m, s) for s in reversed(slices)]
-        for m in range(micro_batches)
-    ]
-    model = build("seq1f1b-zb", 2, micro_batches, plan.num_slices)
-    actions = [{(a.kind, a.micro_batch_id, a.slice_id): a for a in order} for order in model.orders]
-    every = list(merged(chains))
-    best = float("inf")
-    for first, second in product(every, every):
-        orders = tuple(tuple(actions[k][key] for key in order) for k, order in enumerate((first, second)))
-        schedule = replace(model, orders=orders)
-        try:
-            validate(schedule)
-        except ScheduleError:
-            continue
-        if max(schedule.peak_live_slices()) <= limit:
-            best = min(best, simulate(schedule, plan, costs).makespan_s)
-    return best
-
-
 @pytest.mark.parametrize(
     ("lengths", "micro_batches"), [((1024,), 2), ((700, 324), 1), ((512, 384, 128), 1)], ids=["1x2", "2x1", "3x1"]
 )
@@ -125,7 +80,7 @@ def test_equal_to_brute_force(lengths: tuple[int, ...], micro_batches: int, seed
     costs, plan = random_case(seed)[0][:2], SlicePlan(lengths)
     limit = plan.num_slices + 1
     result = find_order(costs, plan, 2, micro_batches, limit)
-    assert result.makespan_s == pytest.approx(brute_force(costs, plan, micro_batches, limit), rel=1e-12)
+    assert result.makespan_s == pytest.approx(brute_force_s(costs, plan, micro_batches, limit), rel=1e-12)
 
 
 @dataclass(frozen=True)

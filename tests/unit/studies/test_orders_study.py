@@ -23,7 +23,7 @@ def test_the_rows_of_a_table() -> None:
         assert len(str(row).split("|")) == 8
     # the bound by hand: all work of the last stage, after the first slice has come (F and its message)
     assert same.bound == pytest.approx((4 * (0.3 + 2 * 0.004) + 0.05 + 0.004 / 3 + 0.0015) / 1.216)
-    gained, most = orders.gain(table, 3)
+    gained, most = orders.gain(table, "search, 3 x")
     assert gained == pytest.approx(1 - three.ratio * 1.216 / zb_s) and gained <= most + 1e-12
 
 

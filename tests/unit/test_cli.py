@@ -268,7 +268,8 @@ def test_simulate_takes_plans_in_several_forms(capsys: pytest.CaptureFixture[str
 
 def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["simulate", "--schedule", "search", "--stages", "3", "--micro-batches", "4", "--unit"]
-    words += ["--unit-send", "0.3", "--slices", "5,3", "--slices", "8", "--slices", "8", "--slices", "4,4"]
+    words += ["--unit-send", "0.3", "--sequence-length", "8"]
+    words += ["--slices", "5,3", "--slices", "1", "--slices", "1", "--slices", "4,4"]
     path = tmp_path / "found.csv"
     data = json.loads(shown(capsys, *words, "--order", str(path), "--json"))
     assert data["schedule"] == "search" and data["plans"] == [[5, 3], [8], [8], [4, 4]]
@@ -276,7 +277,7 @@ def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: P
     again = ["simulate", "--from-csv", str(path), "--unit", "--unit-send", "0.3", "--json", *words[10:]]
     assert json.loads(shown(capsys, *again))["makespan_s"] == data["makespan_s"]
     text = shown(capsys, *words)
-    assert "no order of these slices takes less than" in text and "named schedules within the limit: seq1f1b-zb" in text
+    assert "no order of these slices takes less than" in text and "named schedules within the limit: zb-h1" in text
     few = json.loads(shown(capsys, *words, "--live-slices", "3", "--json"))
     assert max(stage["peak_live_slices"] for stage in few["stages"]) == 3 and few["makespan_s"] >= data["makespan_s"]
     two = json.loads(shown(capsys, *words, "--chunks-per-stage", "2", "--order", str(path), "--json"))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
 from terapipe_ds.messages import show_key, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
@@ -74,7 +74,7 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
-    if name in SCHEDULE_NAMES:
+    if name in (*SCHEDULE_NAMES, SEARCH):
         shown = shown_value(chunks, "chunks_per_stage")
         try:
             placement_for(name, 2, chunks)

@@ -30,6 +30,22 @@ def list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def lists_to_tuples(value: Any) -> Any:
+    """Return a list, and the lists in it, as tuples, and anything else as it is."""
+    return tuple(map(list_to_tuple, value)) if isinstance(value, list) else value
+
+
+def tuples_to_lists(value: Any) -> Any:
+    """Return a tuple, and the tuples in it, as lists, as a person writes them."""
+    return list(map(tuples_to_lists, value)) if isinstance(value, tuple) else value
+
+
+def _same_sum(value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if len(set(map(sum, value))) > 1:
+        raise ValueError
+    return value
+
+
 def _bounds(value: tuple[int, ...]) -> tuple[int, ...]:
     if value[0] != 0 or any(start >= stop for start, stop in itertools.pairwise(value)):
         raise ValueError
@@ -48,9 +64,10 @@ Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
-ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
+ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
+LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), AfterValidator(_same_sum)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 Bounds = Annotated[tuple[Index, ...], Field(min_length=2), AfterValidator(_bounds)]
 Recompute = Literal["off", "full"] | Indices | None

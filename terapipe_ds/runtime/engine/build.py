@@ -76,11 +76,13 @@ class EngineSetup:
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
-        listed = config.slices if isinstance(config.slices, tuple) else ()
+        shortest = shortest_slice(engine.module)
+        problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
             problem_of_layers(engine.module, config, engine.has_moe_layers)
-            or problem_of_lengths("terapipe.slices", listed, multiple, shortest_slice(engine.module))
+            or next(filter(None, problems), None)
+            or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
         )
 

@@ -7,7 +7,7 @@ more micro-batch that is accumulated. Reduction and step come once per batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -134,21 +134,21 @@ class TeraPipeEngine(PipelineEngine):
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 
-    def slice_plan(self, sequence_length: int) -> SlicePlan:
+    def slice_plan(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
 
         With `"slices": "auto"` this is a ValueError until a batch with sequences of that length has come.
         """
-        return self._plans.plan(sequence_length)
+        return self._plans.plan(sequence_length, micro_batch_id)
 
-    def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
-        """Run sequences of `plan.sequence_length` tokens with this plan from the next batch on.
+    def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None = None) -> None:
+        """Run sequences of that length with this plan, or with one for each micro-batch, from the next batch on.
 
         With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; a
         rank that does not is an error on all. What is planned or configured for other lengths stays as it is.
 
         Raises:
-            PlanError: slices that are no multiples of the module's `slice_length_multiple`.
+            PlanError: slices that are no multiples of the module's `slice_length_multiple`, or too few plans.
         """
         self._incoming.use_slice_plan(plan, schedule)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -50,7 +51,7 @@ class IncomingBatches:
         with self._drawing():
             return self._engine._next_batch()
 
-    def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
+    def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
 
@@ -59,8 +60,10 @@ class IncomingBatches:
         engine = self._engine
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
-        name, plans = self._plans.for_batch(drawn, shapes)
-        schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
+        how, plans = self._plans.for_batch(drawn, shapes)
+        if self._plans.orders_found:
+            self._source.also_agree_on("orders found", self._plans.orders_found)
+        schedule = self._plans.schedule(how, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         return BatchInFlight(schedule, self._stage_id, training, micro_batches)

@@ -90,7 +90,8 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         ),
         *(("recompute", value) for value in (True, "on", "auto", [], [-1], [1, 1], [True], {})),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
-        *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
+        *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], {}, 10**30)),
+        *(("slices", value) for value in ([[]], [[512], []], [[512], 512], [512, [512]], [[512, 0]], [[2, 2], [2, 1]])),
         ("sequence_dim", -1),
         *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
         *(("granularity_tokens", value) for value in (0, 64.0)),
@@ -395,6 +396,22 @@ def test_plan_for_a_list() -> None:
     text = r"terapipe.slices = \[512, 384, 128\] adds up to 1024 tokens, but .* 1000"
     with pytest.raises(TeraPipeConfigError, match=text):
         config.plan_for(1000)
+
+
+def test_a_list_for_each_micro_batch() -> None:
+    config = read({"enabled": True, "slices": [[3, 2, 1], [4, 2]]}, gradient_accumulation_steps=2)
+    assert config.plans_for(6, 2) == (SlicePlan((3, 2, 1)), SlicePlan((4, 2)))
+    assert [config.plan_for(6, m).lengths for m in range(3)] == [(3, 2, 1), (4, 2), (3, 2, 1)], "in turns"
+    assert not config.is_one_slice and read({"slices": [[6], [6]]}).is_one_slice
+    with pytest.raises(
+        TeraPipeConfigError, match=r"slices = \[\[3, 2, 1\], \[4, 2\]\] each list adds up to 6 .* has 7:"
+    ):
+        config.plan_for(7)
+    with pytest.raises(TeraPipeConfigError, match="2 lists for 3 micro-batches .*gradient_accumulation_steps"):
+        config.plans_for(6, 3)
+    with pytest.raises(TeraPipeConfigError, match="2 lists for 4 micro-batches .* give one list for each, or one"):
+        read({"enabled": True, "slices": [[3, 2, 1], [4, 2]]}, gradient_accumulation_steps=4)
+    assert config.fingerprint() != read({"enabled": True, "slices": [[4, 2], [3, 2, 1]]}).fingerprint()
 
 
 def test_plan_for_names_the_key_at_fault() -> None:

@@ -1,8 +1,8 @@
 """Carry messages over links: the wires from one part to the next, one per direction.
 
 A link is two channels, a `SendChannel` on one stage and a `ReceiveChannel` on the other, on a process group that
-carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
-`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
+carries this direction only. Receives are posted ahead and sends do not block. What blocks is `ReceiveChannel.wait`, and
+`SendChannel.keep_at_most` where more messages are on their way than the schedule's budget allows. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
 each is asked for by its unit `(micro_batch_id, slice_id)`.
 
 Shapes are not sent with each slice. The first message of a signature (mode, rows, sequence length, slice length) is
@@ -181,15 +181,21 @@ class SendChannel(_Channel):
         super().__init__(wire)
         self.announced: dict[Signature, MessageSpec] = {}
         self._in_flight: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
+        self._announcements: list[tuple[Any, torch.Tensor]] = []  # that go before the next message, as a part of it
 
-    def announce(self, signature: Signature, spec: MessageSpec, consumed_at: int) -> None:
+    @property
+    def num_outstanding(self) -> int:
+        """Return how many messages keep their memory here: the peer is not known to have them."""
+        return len(self._in_flight)
+
+    def announce(self, signature: Signature, spec: MessageSpec) -> None:
         """Tell the receiver, once per signature, what its messages look like; later ones must look the same."""
         before = self.announced.get(signature)
         if before is None:
             self.announced[signature] = spec
             announcement = spec.encode()
             work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
-            self._in_flight.append((consumed_at, [work], [announcement]))
+            self._announcements.append((work, announcement))
         elif before != spec:
             raise LinkError(
                 f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {before} before; what a "
@@ -201,6 +207,10 @@ class SendChannel(_Channel):
         """Send without blocking. `consumed_at`: the index in the peer's order of the unit that waits for it."""
         ready = [self.wire.outgoing(t) for t in tensors]
         works = [self.wire.isend(t) for t in ready]
+        for work, announcement in self._announcements:
+            works.append(work)
+            ready.append(announcement)
+        self._announcements.clear()
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
@@ -209,7 +219,11 @@ class SendChannel(_Channel):
             self._wait_oldest()  # done already; waiting is how gloo gives the memory back
 
     def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest sends until at most `count` are on their way. Only where the peer never waits for us."""
+        """Wait for the oldest messages until at most `count` are outstanding.
+
+        Call it with what the schedule is proven to run with (`budget_of_sends`), or where the peer has all it waits
+        for.
+        """
         while len(self._in_flight) > count:
             self._wait_oldest()
 

@@ -267,8 +267,6 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
     of_store = store_rates(timer.store.layers_of(timer.part_id, 0), length)
-    # and what is sent back of a micro-batch: the stage before may be behind by as much
-    of_store["store_grad_bytes_per_token"] += timer.received_bytes(length) / length
     rate = middle.kept / tokens
     if tokens == length:
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
@@ -287,6 +285,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
         working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
         working_bytes_per_token=per_token + links / tokens,
         working_bytes_per_prefix_token=per_prefix,
+        working_sent_bytes_per_token=timer.received_bytes(length) / length,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
         weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,

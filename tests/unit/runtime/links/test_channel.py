@@ -87,7 +87,7 @@ def receiving_end() -> ReceiveChannel:
 
 def send(channel: SendChannel, unit: SliceKey, *tensors: Tensor, at: int = 0) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=len(tensors) > 1)
-    channel.announce(signature_of(unit), spec, consumed_at=at)
+    channel.announce(signature_of(unit), spec)
     channel.send(tensors, consumed_at=at)
 
 

@@ -21,8 +21,8 @@ Beside what is kept, while a slice runs (peaks in its backward, in which kept th
   a layer       begins with its MLP: the gradients of gate and up (GELU: of the product), and of the residual stream.
                 Attention comes when what MLP and its norm kept is gone; only what it needs beyond that counts
   head          begins with the gradients of log-probabilities and logits; the layers come when what it kept is gone
-  links         gradients or activations of two computations ahead, and a message on its way; gradients that were sent, until
-                the stage hears from the other end or waits for it (the budget of sends); what F sends is kept for B
+  links         gradients or activations of two computations ahead, and a message on its way; gradients that were
+                sent, until the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's

@@ -14,15 +14,9 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
-from terapipe_ds.runtime.links.channel import (
-    AnnouncedSpecs,
-    LinkError,
-    MessageSpec,
-    ReceiveChannel,
-    SendChannel,
-    Signature,
-)
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
@@ -168,7 +162,7 @@ class StageLinks:
         announced = channel.announced.get(signature)
         if announced is None or not announced.fits(tensors, is_tuple):
             channel.announce(signature, MessageSpec.of(tensors, is_tuple))
-        channel.send(tensors, consumed_at=needed_at)
+        channel.send(tensors, needed_at, channel.announced[signature])
         self._keep_budget(channel)
 
     def receive_gradients(self, action: Action) -> Tensors:
@@ -183,7 +177,10 @@ class StageLinks:
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
         needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
-        channel.send(gradients, consumed_at=needed_at)
+        announced = self._channels[action.chunk_id].announced_in
+        assert announced is not None
+        activations = announced.spec_of(action.unit)
+        channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)
 
     def _keep_budget(self, channel: SendChannel) -> None:

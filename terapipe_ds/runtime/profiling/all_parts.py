@@ -32,8 +32,9 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.links.channel import MessageSpec, Wire
+from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -223,7 +224,8 @@ def _measure_links(
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
-                    num_bytes = sum(t.num_bytes for t in spec.tensors) or None
+                    both_ways = [*(outgoing.packing(spec) or spec).tensors, *(incoming.packing(spec) or spec).tensors]
+                    num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)
     return times
@@ -236,7 +238,8 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    back = [incoming.buffer(t) for t in spec.tensors]
+    packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
+    back = [incoming.buffer(t) for t in (unpacks or spec).tensors]
     synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     works: list[Any] = [incoming.irecv(buffer) for buffer in back]
@@ -245,13 +248,14 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
         while works:
             works.pop(0).wait()
     again_s = time.perf_counter()
-    ready = [outgoing.outgoing(tensor) for tensor in there]
+    ready = [outgoing.outgoing(tensor) for tensor in (there if packs is None else [packs.pack(there)])]
     works += [outgoing.isend(tensor) for tensor in ready]
     called_s += time.perf_counter() - again_s
     for work in works:
         work.wait()
-    for buffer, tensor in zip(back, spec.tensors, strict=True):
-        incoming.incoming(buffer, tensor)
+    came = [incoming.incoming(*each) for each in zip(back, (unpacks or spec).tensors, strict=True)]
+    if unpacks is not None:
+        unpacks.unpack(*came)
     synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2

@@ -56,7 +56,7 @@ def plays_to_the_end(schedule: Schedule, budget: int) -> bool:
         at[k] += 1
         return True
 
-    while any([at[k] < len(actions[k]) and step(k) for k in stages]):
+    while any(at[k] < len(actions[k]) and step(k) for k in stages):
         pass
     return all(at[k] == len(actions[k]) for k in stages)
 

@@ -18,6 +18,7 @@ from terapipe_ds.commands.options import (
     option,
     switch,
 )
+from terapipe_ds.costs.wire_formats import FORMATS
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class SimulateOptions(ScheduleOptions):
     tensor_parallel: int = option("with --model: ranks per stage (default 1)", "N", default=1, ge=1)
     micro_batch_size: int = option("with --model: sequences (default 1)", "B", default=1, ge=1)
     dtype: Text = option("with --model: bf16, fp16 or fp32 (default: by the device)", "NAME", default="auto")
+    links: Text | None = option("with --model: terapipe.links, as fp8 or int8,bf16 (forward, backward)", "F[,B]")
     unit_send: float = option("with --unit: a whole sequence's message (0)", "S", default=0.0, ge=0)
     no_overlap: bool = switch("a stage does nothing else while it sends")
     as_json: bool = switch("print as JSON", "--json")
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     from terapipe_ds.timeline.picture import draw_timelines
 
     options = SimulateOptions.read(arguments)
-    options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype")
+    options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
     options.refuse_without("unit", "unit_send")
     if options.model is not None and options.device is None:
         raise CommandError("--model needs --device NAME: on which device shall it run?")
@@ -250,6 +252,16 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
     return SlicePlan.equal(length, numbers[0], options.granularity_tokens)
 
 
+def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
+    """Return the formats of activations and gradients."""
+    forward, _, backward = (text or "").partition(",")
+    if forward not in ("", *FORMATS) or backward not in ("", "bf16"):
+        raise CommandError(
+            f"--links {text!r}: give {', '.join(FORMATS)} for activations, then ,bf16 for gradients or not"
+        )
+    return forward or None, backward or None
+
+
 def _costs(
     options: SimulateOptions, num_parts: int, part_share: float, plans: list[SlicePlan]
 ) -> tuple[Any, MemoryModel | None]:
@@ -271,6 +283,8 @@ def _costs(
     device = str(options.device)
     shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
     shape["tensor_parallel"] = options.tensor_parallel
-    costs = analytic_costs(options.model, device, dtype=options.dtype, **shape)
+    costs = analytic_costs(
+        options.model, device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
+    )
     dtype = device_card(device).resolve_dtype(options.dtype)
     return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

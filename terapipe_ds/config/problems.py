@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
+from terapipe_ds.config.values import SECTION, LinksConfig, TeraPipeConfigError, shown_value
 from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
@@ -97,3 +97,10 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         if chunks not in (1, of_file):
             shown = shown_value(chunks, "chunks_per_stage")
             yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+
+
+def link_problems(links: LinksConfig) -> Iterator[str]:
+    """Yield what `links` says of messages that travel exactly anyway."""
+    if links.exact_until_part and links.is_exact:
+        shown = shown_value(links.exact_until_part, "links", "exact_until_part")
+        yield f"{shown}: all links are exact; give links.forward or links.backward a format, or leave this out"

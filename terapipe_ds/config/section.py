@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.conflicts import conflicts_in
 from terapipe_ds.config.problems import (
     Path,
+    link_problems,
     models_of,
     problems_of,
     refuse_misspelt_section,
@@ -35,6 +36,7 @@ from terapipe_ds.config.values import (
     Int64,
     Lengths,
     LengthsOfEach,
+    LinksConfig,
     NonEmpty,
     PlannerConfig,
     Positive,
@@ -103,6 +105,9 @@ class TeraPipeConfig(StrictModel):
     checkpoints: CheckpointsConfig = Field(
         CheckpointsConfig(), description=f"an object with the keys {', '.join(CheckpointsConfig.model_fields)}"
     )
+    links: LinksConfig = Field(
+        LinksConfig(), description=f"an object with the keys {', '.join(LinksConfig.model_fields)}"
+    )
     verify: Literal["off", "first_batch"] | None = Field(
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
     )
@@ -125,6 +130,7 @@ class TeraPipeConfig(StrictModel):
         described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
+        lines += () if problems else link_problems(self.links)
         if lines:
             raise TeraPipeConfigError(*lines)
 

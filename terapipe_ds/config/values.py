@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from terapipe_ds.costs.wire_formats import BackwardFormat, ForwardFormat
 from terapipe_ds.files.strict_json import STRICT
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -93,6 +94,23 @@ class CheckpointsConfig(StrictModel):
     """`terapipe.checkpoints`: what may be in the files that are loaded."""
 
     allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
+
+
+class LinksConfig(StrictModel):
+    """`terapipe.links`: in what formats activations and gradients travel between stages; null is exact."""
+
+    forward: ForwardFormat | None = Field(default=None, description='null (exact), "bf16", "fp8" or "int8"')
+    backward: BackwardFormat | None = Field(
+        default=None, description='null (exact) or "bf16": with less, gradients are too coarse to train with'
+    )
+    exact_until_part: Index = Field(
+        default=0, description="an integer >= 0: links that begin at an earlier part stay exact"
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether all messages travel as the layers gave them."""
+        return self.forward is None and self.backward is None
 
 
 def shown_value(value: Any, *path: Any) -> str:

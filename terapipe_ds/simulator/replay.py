@@ -6,7 +6,8 @@ on different stages. Transfers of one link run one at a time in the order in whi
 before the first cost, so a replay is one pass along a topological order: exact, without a clock that ticks.
 
 Not modelled: how far ahead receives are posted (a transfer starts when its tensor is there and its link is free),
-links that share one wire, reduces and the optimizer step.
+waits of a stage that is a whole budget of messages ahead of the next one, links that share one wire, reduces and the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Schedule, validate
 from terapipe_ds.schedule import nodes as numbered
 from terapipe_ds.schedule.lower import message
-from terapipe_ds.schedule.proofs import is_ordered
+from terapipe_ds.schedule.proofs import budget_of_sends, is_ordered
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,
@@ -231,9 +232,14 @@ class Replay:
 
     # --- what is made of it
 
+    @functools.cached_property
+    def _outstanding(self) -> int:
+        return budget_of_sends(self.schedule)
+
     def _bytes_of_stages(self, plans: Sequence[SlicePlan], memory: Memory) -> list[list[int]]:
         spans = [plan.spans() for plan in plans]
-        return [bytes_of_stage(self.schedule, k, spans, memory) for k in range(self.schedule.num_stages)]
+        stages = range(self.schedule.num_stages)
+        return [bytes_of_stage(self.schedule, k, spans, memory, self._outstanding) for k in stages]
 
     def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
         what = str(action), *action.unit, action.kind.code

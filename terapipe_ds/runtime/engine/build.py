@@ -29,6 +29,7 @@ from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.layout.topology import refuse_other_module
+from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
@@ -84,7 +85,10 @@ class EngineSetup:
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
+            or problem_of_links(config, self.layout, torch.device(engine.device))
         )
+        if engine.global_rank == 0:
+            warn_of_links(config)
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:

@@ -30,6 +30,7 @@ from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
+from terapipe_ds.runtime.links.formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile
@@ -84,7 +85,8 @@ class TeraPipeEngine(PipelineEngine):
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
-        self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)

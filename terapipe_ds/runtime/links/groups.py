@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
-from terapipe_ds.runtime.links.channel import LinkError, Wire
+from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
 
 logger = logging.getLogger("terapipe_ds")
@@ -39,6 +40,17 @@ class Wires:
     def gradients(self, ends: WireEnds) -> Wire:
         """Return the wire back from the second of the ends."""
         return self._both(ends)[1]
+
+    def packed(self, forward: str | None, backward: str | None, exact: Collection[WireEnds]) -> Wires:
+        """Return the same wires with the formats of activations and gradients, but for those that stay `exact`."""
+        return Wires(
+            {
+                ends: both
+                if ends in exact
+                else (replace(both[0], wire_format=forward), replace(both[1], wire_format=backward))
+                for ends, both in self._by_ends.items()
+            }
+        )
 
     @property
     def post_on_device(self) -> bool:

@@ -144,6 +144,7 @@ class AutoPlanner:
             "data_parallel": engine.dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
+            **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------

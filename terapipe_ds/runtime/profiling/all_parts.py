@@ -32,8 +32,9 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.links.channel import MessageSpec, Wire
+from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -223,7 +224,8 @@ def _measure_links(
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
-                    num_bytes = sum(t.num_bytes for t in spec.tensors) or None
+                    both_ways = [*(outgoing.packing(spec) or spec).tensors, *(incoming.packing(spec) or spec).tensors]
+                    num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)
     return times
@@ -236,7 +238,8 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    back = [incoming.buffer(t) for t in spec.tensors]
+    packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
+    back = [incoming.buffer(t) for t in (unpacks or spec).tensors]
     synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     works: list[Any] = [incoming.irecv(buffer) for buffer in back]
@@ -245,13 +248,14 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
         while works:
             works.pop(0).wait()
     again_s = time.perf_counter()
-    ready = [outgoing.outgoing(tensor) for tensor in there]
+    ready = [outgoing.outgoing(tensor) for tensor in (there if packs is None else [packs.pack(there)])]
     works += [outgoing.isend(tensor) for tensor in ready]
     called_s += time.perf_counter() - again_s
     for work in works:
         work.wait()
-    for buffer, tensor in zip(back, spec.tensors, strict=True):
-        incoming.incoming(buffer, tensor)
+    came = [incoming.incoming(*each) for each in zip(back, (unpacks or spec).tensors, strict=True)]
+    if unpacks is not None:
+        unpacks.unpack(*came)
     synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2
@@ -267,8 +271,6 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
     of_store = store_rates(timer.store.layers_of(timer.part_id, 0), length)
-    # and what is sent back of a micro-batch: the stage before may be behind by as much
-    of_store["store_grad_bytes_per_token"] += timer.received_bytes(length) / length
     rate = middle.kept / tokens
     if tokens == length:
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
@@ -287,6 +289,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
         working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
         working_bytes_per_token=per_token + links / tokens,
         working_bytes_per_prefix_token=per_prefix,
+        working_sent_bytes_per_token=timer.received_bytes(length) / length,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
         weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,

@@ -20,7 +20,7 @@ from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 

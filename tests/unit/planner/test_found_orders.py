@@ -1,28 +1,29 @@
-"""`plan_slices(..., schedule="search")`: orders with their plans, never slower than the named schedules, within limits."""
+"""`plan_slices(..., schedule="search")`: orders with their plans, within limits, never slower than named schedules."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
 import pytest
 
 from studies.orders import Costs
-from terapipe_ds import simulate
+from terapipe_ds import planner, simulate
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
     MemoryLimitError,
     MemoryModel,
     PartMemory,
     PlannerError,
-    best_order,
     describe,
-    plan_slices,
 )
 from terapipe_ds.schedule import ScheduleError, build, from_csv, validate
 from terapipe_ds.schedule.placement import v_shape
 
+plan_slices = functools.partial(planner.plan_slices, budget=500_000)
+best_order = functools.partial(planner.best_order, budget=0.05)
 SHORT_W = Costs(weight=0.07, slope=0.3)
 
 
@@ -80,7 +81,7 @@ def test_limits() -> None:
     assert max(fitting.peak_bytes or ()) <= limit and fitting.predicted_s >= free.predicted_s * (1 - 1e-9)
     with pytest.raises(MemoryLimitError, match="no plan fits"):
         plan_slices(SHORT_W, 1024, 3, 6, 128, "search", memory=memory, memory_limit_bytes=2000)
-    with pytest.raises(PlannerError, match="keeps the limit of 2e.03 bytes: raise it"):
+    with pytest.raises(PlannerError, match="keeps the limit of 2000 bytes: raise it"):
         best_order(SHORT_W, SlicePlan((1024,)), 3, 6, memory=memory, memory_limit_bytes=2000)
 
 

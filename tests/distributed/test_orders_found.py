@@ -17,6 +17,7 @@ from tests.distributed.engines import (
     engine_of,
     gpt_layers,
     logged,
+    raised_by,
     section,
     stock_run,
     train,
@@ -72,6 +73,9 @@ def test_a_second_start_searches_for_nothing(tmp_path: Path) -> None:
 def job_mixed() -> tuple[dict[str, float], list[str]]:
     whole, shorter = batches(1)[0][0], batches(1, length=LENGTH - 7)[0][1]
     with logged() as lines, engine_of(gpt_layers(), section(schedule="search", slices=3)) as engine:
+        assert (
+            "finds orders for planned slices" in raised_by(lambda: engine.use_slice_plan(SlicePlan((9,)), "search"))[1]
+        )
         engine.use_slice_plan(SlicePlan((LENGTH - 7,)))
         ours = train(engine, [[whole, shorter]])
     with engine_of(gpt_layers(), section(slices=1)) as engine:

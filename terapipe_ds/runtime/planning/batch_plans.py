@@ -20,7 +20,7 @@ from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
-from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
+from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -88,8 +88,11 @@ class Plans:
             if problem is not None:
                 raise PlanError(problem)
         self._check_count(plans)
+        if schedule == SEARCH:
+            fix = "leave the schedule out, or give a name, or the path of a CSV file"
+            raise PlanError(f"use_slice_plan: schedule {schedule!r} finds orders for planned slices only; {fix}")
         layout, schedule = self._layout, schedule or self._config.schedule
-        if schedule in ("auto", "search"):  # the first choice among the schedules that run on this layout
+        if schedule in ("auto", SEARCH):  # the first choice among the schedules that run on this layout
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
         try:
@@ -194,7 +197,7 @@ class Plans:
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
-        if not training and (name == "search" or name.endswith(".csv")):
+        if not training and (name == SEARCH or name.endswith(".csv")):
             schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         elif not name.endswith(".csv"):
             options = self._config.options_of(name)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.options import MAX_FORWARDS, Output, Panel, Picture, ScheduleOptions, Text, option, switch
-from terapipe_ds.costs.wire_formats import FORMATS
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 
 def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
     """Return the formats of activations and gradients."""
+    from terapipe_ds.costs.wire_formats import FORMATS
+
     forward, _, backward = (text or "").partition(",")
     if forward not in ("", *FORMATS) or backward not in ("", "bf16"):
         raise CommandError(

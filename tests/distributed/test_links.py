@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import terapipe_ds
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.links import formats
 from terapipe_ds.runtime.links.channel import SendChannel
 from tests.distributed.engines import (
@@ -18,6 +20,7 @@ from tests.distributed.engines import (
     config,
     differences,
     engine_of,
+    fp32_layers,
     gpt_layers,
     logged,
     pipeline_module,
@@ -193,3 +196,23 @@ def job_differing() -> tuple[str, str]:
 def test_ranks_that_differ_in_formats_hear_of_it() -> None:
     for kind, text in rank_pool(2).run(job_differing):
         assert "TeraPipeConfigError" in kind or "config" in text, (kind, text)
+
+
+def job_measured(folder: str, links: dict[str, Any]) -> int:
+    """Plan from measured costs; return how many profiles are kept then."""
+    terapipe = section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
+    with engine_of(fp32_layers(), terapipe) as engine:
+        train(engine, batches(1))
+    return len(list(Path(folder).iterdir()))
+
+
+def test_measured_links_carry_the_formats(tmp_path: Path) -> None:
+    """A sample is the mean of both ways, of two rows: 16 fp32 numbers a token, 20 bytes in int8, 32 in bf16."""
+    pool, seen = rank_pool(2), []
+    for index, links in enumerate(({}, {"forward": "int8"}, {"forward": "int8", "backward": "bf16"})):
+        assert pool.run(job_measured, folder=str(tmp_path), links=links)[0] == index + 1
+        (path,) = {*tmp_path.iterdir()} - {path for path, _ in seen}
+        seen.append((path, {link.tokens: link.num_bytes for link in Profile.load(path).links}))
+    of_token = {0: 2 * 64, 1: 2 * (20 + 64) // 2, 2: 2 * (20 + 32) // 2}
+    for index, (_, measured) in enumerate(seen):
+        assert measured and all(0 <= size - of_token[index] * tokens <= 16 for tokens, size in measured.items())

@@ -126,7 +126,7 @@ ERRORS = {
     f"{SIMULATE} --granularity-tokens 2": "--granularity-tokens goes with a number of slices",
     f"{SIMULATE} --tensor-parallel 2": "--tensor-parallel goes with --model only",
     f"{SIMULATE} --links fp8": "--links goes with --model only",
-    "simulate --schedule gpipe --stages 2 --slices 5,3 --model gpt3-1b --device v100 --links fp4": "give bf16, fp8, int8 for activations",
+    f"{SIMULATE.replace('--unit', '--model tiny --device v100')} --links f": "give bf16, fp8, int8 for activations",
     f"{SIMULATE} --unit-send -1": "--unit-send -1: give a number >= 0",
     f"{SIMULATE} --picture x.jpg": "end the name in .png",
     f"{SIMULATE} --trace no/such/dir.json": "there is no such folder",

@@ -21,14 +21,15 @@ def test_a_few_steps_count_the_bytes_of_each_format(tmp_path: Path, capsys: pyte
     scaled = tokens * (hidden + 4 * hidden // 128)
     assert {name: run["sent_bytes"] for name, run in runs.items()} == {
         "exact": [tokens * hidden * 4] * 2,
+        "again": [tokens * hidden * 4] * 2,
         "bf16": [tokens * hidden * 2] * 2,
         "int8": [scaled, tokens * hidden * 2],
         "fp8": [scaled, tokens * hidden * 2],
     }
     first = [run["losses"][0] for run in runs.values()]
-    assert first == pytest.approx([first[0]] * 4, rel=1e-3) and len(set(first)) == 4
+    assert first == pytest.approx([first[0]] * 5, rel=1e-3) and len(set(first)) >= 4
     assert picture.read_text().count("<path") > 8
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 @pytest.mark.parametrize(("held_back", "code"), [(2.019, 0), (2.021, 1)])

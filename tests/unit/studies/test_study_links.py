@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,13 +12,17 @@ from studies import links
 from studies.links import WORK, Run
 
 
-def test_a_few_steps_count_the_bytes_of_each_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_steps_count_the_bytes_of_each_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = dataclasses.replace(WORK, sequence_length=32, micro_batch=1, layers=2)
+    monkeypatch.setattr(links, "WORK", work)
     report, picture = tmp_path / "links.json", tmp_path / "links.svg"
     with pytest.raises(SystemExit) as ended:
         links.main(["--steps", "3", "--json", str(report), "--picture", str(picture)])
     assert ended.value.code == 0
     runs = {run["name"]: run for run in json.loads(report.read_text())["runs"]}
-    tokens, hidden = WORK.micro_batch * WORK.sequence_length, WORK.hidden
+    tokens, hidden = work.micro_batch * work.sequence_length, work.hidden
     scaled = tokens * (hidden + 4 * hidden // 128)
     assert {name: run["sent_bytes"] for name, run in runs.items()} == {
         "exact": [tokens * hidden * 4] * 2,

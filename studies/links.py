@@ -1,7 +1,9 @@
 """Links below fp32: bytes on the wire, and what becomes of the loss.
 
-Two stages, a process each, train one GPT in fp32 on the source text of Python's standard library, in slices. The only
-difference between the runs is `terapipe.links`: the same weights at first, the same data in the same order. Bytes are
+Two stages, a process each, train one GPT in fp32 on the source text of Python's standard library, in slices, with the
+optimizer of the demo (`configs/demo_sliced.json`). The only difference between the runs is `terapipe.links`: the same
+weights at first, the same data in the same order. "again" is the control: exact links with other slices, which changes
+no more than the rounding of fp32. What it is off is what a training amplifies by itself. Bytes are
 those of all tensors that a rank gives to `torch.distributed.isend` in a step. The loss after the last step is told in
 two ways: the mean over the last steps of training, and over text that is held back. An evaluation has exact messages,
 so that the second is of the weights alone.
@@ -23,7 +25,6 @@ from unittest import mock
 
 from studies.options import study_parser, write_report
 from terapipe_ds.bench.ranks import (
-    USUAL_SETTINGS,
     Workload,
     build_engine,
     finish_rank,
@@ -41,17 +42,20 @@ _EXAMPLES = """\
   python -m studies.links
   python -m studies.links --picture docs/pictures/links-loss.svg --json docs/results/links.json"""
 
-LINKS: dict[str, dict[str, str]] = {
-    "exact": {},
-    "bf16": {"forward": "bf16", "backward": "bf16"},
-    "int8": {"forward": "int8", "backward": "bf16"},
-    "fp8": {"forward": "fp8", "backward": "bf16"},
+RUNS: dict[str, tuple[int, dict[str, str]]] = {
+    "exact": (4, {}),
+    "again": (2, {}),
+    "bf16": (4, {"forward": "bf16", "backward": "bf16"}),
+    "int8": (4, {"forward": "int8", "backward": "bf16"}),
+    "fp8": (4, {"forward": "fp8", "backward": "bf16"}),
 }
-"""Of each run, the key `terapipe.links`."""
-WORK = Workload(stages=2, accumulation=1, sequence_length=256, micro_batch=4, hidden=256, layers=4, heads=4)
-SLICES, LAST = 4, 10
-_EVALUATIONS, _TEXT_BYTES, _LEARNING_RATE = 8, 2_000_000, 1e-3
-_COLORS = {"exact": "#1f2933", "bf16": "#2b6cb0", "int8": "#c96a12", "fp8": "#2f855a"}
+"""Of each run, the number of slices and the key `terapipe.links`."""
+WORK = Workload(stages=2, accumulation=1, sequence_length=128, micro_batch=4, hidden=256, layers=4, heads=4)
+LAST = 10  # steps of which the last loss is the mean
+_EVALUATIONS, _TEXT_BYTES = 16, 2_000_000
+_SETTINGS = Path(__file__).parents[1] / "configs" / "demo_sliced.json"
+_TAKEN = ("optimizer", "scheduler", "gradient_clipping")
+_COLORS = {"exact": "#1f2933", "again": "#b8c1ca", "bf16": "#2b6cb0", "int8": "#c96a12", "fp8": "#2f855a"}
 
 
 @dataclass(frozen=True)
@@ -74,27 +78,27 @@ def measure(work: Workload, steps: int) -> list[Run]:
     with tempfile.TemporaryDirectory() as folder:
         spawn_ranks(rank_main, work.stages, work, steps, folder)
         first, last = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (0, work.stages - 1))
-    return [Run(name, tuple(of[0]), of[1], (of[2], back[2])) for name, of, back in zip(LINKS, first, last, strict=True)]
+    return [Run(name, tuple(of[0]), of[1], (of[2], back[2])) for name, of, back in zip(RUNS, first, last, strict=True)]
 
 
 def rank_main(rank: int, rendezvous: str, work: Workload, steps: int, folder: str) -> None:
     """Train on one rank; leave losses and bytes in the folder."""
     prepare_rank(rank, work.stages, rendezvous)
-    bar = progress_bar(rank, steps * len(LINKS), "training")
+    bar = progress_bar(rank, steps * len(RUNS), "training")
     told = []
-    for links in LINKS.values():
-        told.append(_train(links, work, steps, bar))
+    for slices, links in RUNS.values():
+        told.append(_train(slices, links, work, steps, bar))
     bar.close()
     write_text(Path(folder) / f"{rank}.json", json.dumps(told))
     finish_rank([])
 
 
-def _train(links: dict[str, str], work: Workload, steps: int, bar: Any) -> tuple[list[float], float, int]:
+def _train(slices: int, links: dict[str, str], work: Workload, steps: int, bar: Any) -> tuple[list[float], float, int]:
     import torch.distributed as torch_dist
 
-    section = {"enabled": True, "slices": SLICES, "granularity_tokens": 1, "links": links}
-    optimizer = {"type": "Adam", "params": {"lr": _LEARNING_RATE, "torch_adam": True}}
-    engine = build_engine(section, work, ds_config=USUAL_SETTINGS | {"optimizer": optimizer})
+    section = {"enabled": True, "slices": slices, "granularity_tokens": 1, "links": links}
+    settings = json.loads(_SETTINGS.read_text())
+    engine = build_engine(section, work, ds_config={name: settings[name] for name in _TAKEN})
     training, held_back = _text(work)
     losses, sent, isend = [], [0], torch_dist.isend
 

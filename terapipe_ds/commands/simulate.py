@@ -18,7 +18,6 @@ from terapipe_ds.commands.options import (
     option,
     switch,
 )
-from terapipe_ds.costs.wire_formats import FORMATS
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -254,6 +253,8 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 
 def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
     """Return the formats of activations and gradients."""
+    from terapipe_ds.costs.wire_formats import FORMATS
+
     forward, _, backward = (text or "").partition(",")
     if forward not in ("", *FORMATS) or backward not in ("", "bf16"):
         raise CommandError(

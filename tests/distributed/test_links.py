@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import terapipe_ds
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.links import formats
 from terapipe_ds.runtime.links.channel import SendChannel
 from tests.distributed.engines import (
@@ -20,6 +20,7 @@ from tests.distributed.engines import (
     config,
     differences,
     engine_of,
+    fp32_layers,
     gpt_layers,
     logged,
     pipeline_module,
@@ -32,17 +33,12 @@ from tests.distributed.engines import (
 from tests.distributed.harness import rank_pool
 
 
-class Slow(nn.Module):
-    """Hand on what comes, later."""
-
-    def forward(self, inputs: Any) -> Any:
-        time.sleep(0.003)
-        return inputs
-
-
 def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
-    """Train with 23 slices of one token on a slow second stage; return the errors and what was on its way."""
-    layers, seen = [*gpt_layers(), Slow()], []
+    """Train with 23 slices of one token; return the errors, and what was outstanding where the budget was spent.
+
+    Stage 0 hears nothing before it has sent all activations, however fast stage 1 is.
+    """
+    seen: list[int] = []
     keep = SendChannel.keep_at_most
 
     def watched(self: SendChannel, count: int) -> None:
@@ -52,7 +48,7 @@ def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
 
     with (
         mock.patch.object(SendChannel, "keep_at_most", watched),
-        engine_of(layers, section(schedule="gpipe", slices=23)) as engine,
+        engine_of(gpt_layers(), section(schedule="gpipe", slices=23)) as engine,
     ):
         errors = differences(train(engine, batches(2)), stock_run())
         return errors, seen, engine._stage.links.outstanding_sends
@@ -200,3 +196,23 @@ def job_differing() -> tuple[str, str]:
 def test_ranks_that_differ_in_formats_hear_of_it() -> None:
     for kind, text in rank_pool(2).run(job_differing):
         assert "TeraPipeConfigError" in kind or "config" in text, (kind, text)
+
+
+def job_measured(folder: str, links: dict[str, Any]) -> int:
+    """Plan from measured costs; return how many profiles are kept then."""
+    terapipe = section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
+    with engine_of(fp32_layers(), terapipe) as engine:
+        train(engine, batches(1))
+    return len(list(Path(folder).iterdir()))
+
+
+def test_measured_links_carry_the_formats(tmp_path: Path) -> None:
+    """A sample is the mean of both ways, of two rows: 16 fp32 numbers a token, 20 bytes in int8, 32 in bf16."""
+    pool, seen = rank_pool(2), []
+    for index, links in enumerate(({}, {"forward": "int8"}, {"forward": "int8", "backward": "bf16"})):
+        assert pool.run(job_measured, folder=str(tmp_path), links=links)[0] == index + 1
+        (path,) = {*tmp_path.iterdir()} - {path for path, _ in seen}
+        seen.append((path, {link.tokens: link.num_bytes for link in Profile.load(path).links}))
+    of_token = {0: 2 * 64, 1: 2 * (20 + 64) // 2, 2: 2 * (20 + 32) // 2}
+    for index, (_, measured) in enumerate(seen):
+        assert measured and all(0 <= size - of_token[index] * tokens <= 16 for tokens, size in measured.items())

@@ -125,6 +125,8 @@ ERRORS = {
     f"{SIMULATE} --sequence-length 9": "--slices 5,3 has 8 tokens, --sequence-length is 9",
     f"{SIMULATE} --granularity-tokens 2": "--granularity-tokens goes with a number of slices",
     f"{SIMULATE} --tensor-parallel 2": "--tensor-parallel goes with --model only",
+    f"{SIMULATE} --links fp8": "--links goes with --model only",
+    f"{SIMULATE.replace('--unit', '--model tiny --device v100')} --links f": "give bf16, fp8, int8 for activations",
     f"{SIMULATE} --unit-send -1": "--unit-send -1: give a number >= 0",
     f"{SIMULATE} --picture x.jpg": "end the name in .png",
     f"{SIMULATE} --trace no/such/dir.json": "there is no such folder",
@@ -324,6 +326,23 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     text = shown(capsys, *options, "8")
     assert "peak GiB" in text and f"{eight / 2**30:.3f}" in text
     assert "peak GiB" not in shown(capsys, "simulate", *UNIT)
+
+
+def test_simulate_prices_formats_of_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt3-1b has 2048 features: in bf16 4096 bytes a token, in int8 2048 and 16 scales of 4."""
+    options = ["simulate", "--schedule", "gpipe", "--stages", "2", "--model", "gpt3-1b", "--device", "a100"]
+    options += ["--sequence-length", "2048", "--slices", "1", "--json"]
+
+    def sends(*more: str) -> list[float]:
+        events = json.loads(shown(capsys, *options, *more))["critical_path"]
+        return [event["end_s"] - event["start_s"] for event in events if event["action"].startswith(("SA", "SG"))]
+
+    (there, back), (packed, gradient) = sends(), sends("--links", "int8,bf16")
+    assert there == pytest.approx(back) and gradient == pytest.approx(back)
+    from terapipe_ds.costs.devices import device_card
+
+    link = device_card("a100").node_link
+    assert there - packed == pytest.approx(2048 * (4096 - 2048 - 64) / link.bandwidth_bytes_per_s, rel=1e-6)
 
 
 def test_a_timeline_is_compared_with_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
@@ -41,6 +42,7 @@ from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""
@@ -193,7 +195,8 @@ def _measure_part(
         progress=progress,
     )
     everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
-    memory = _part_memory(engine, timer, specs) if everyone_counts else None
+    wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
+    memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
     return times, memory, measured_layers(timer, times.layers, memory)
 
 
@@ -264,8 +267,11 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> PartMemory:
-    """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence."""
+def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_format: str | None) -> PartMemory:
+    """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence.
+
+    Where activations are packed in a `wire_format`, copies of them are on their way: as many as a link may have.
+    """
     lengths, length = sorted(specs), timer.sequence_length
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
@@ -278,6 +284,8 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
     links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
+    packing = Packing.of(wire_format, specs[tokens].tensors)
+    links += 0 if packing is None else OUTSTANDING_SENDS * packing.num_bytes
     parameters = parameters_of_part(engine.module)
     # half precision is taken to accumulate in fp32
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)

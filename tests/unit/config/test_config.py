@@ -20,7 +20,8 @@ DEFAULTS = {
     "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None,
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
-    "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "check_finite": "off",
+    "checkpoints": {"allow_pickle": False}, "links": {"forward": None, "backward": None, "exact_until_part": 0},
+    "verify": None, "attention": "intercept", "check_finite": "off",
     "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
@@ -60,6 +61,7 @@ def test_every_key() -> None:
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
+        "links": {"forward": "fp8", "backward": "bf16", "exact_until_part": 1},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
     }  # fmt: skip
     config = read(copy.deepcopy(section))
@@ -100,6 +102,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         *(("ignore_index", value) for value in ("none", True, 2**70)),
         *(("planner", value) for value in (None, "measure")),
         *(("checkpoints", value) for value in (None, True)),
+        *(("links", value) for value in (None, "int8")),
         *(("verify", value) for value in (True, "on")),
         *(("attention", value) for value in (True, "sdpa")),
         ("check_finite", True),
@@ -123,11 +126,25 @@ def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: st
     ("planner", "profile", "", ["mesure", None, ".json"]), ("planner", "cache_dir", "", ["", 1]),
     ("planner", "memory_limit_gb", "", [0, -1.0, True, float("nan"), float("inf"), "80", 10**400]),
     ("checkpoints", "allow_pickle", "true or false", [1, "true", None]),
+    ("links", "forward", 'null (exact), "bf16", "fp8" or "int8"', ["int4", "exact", True, 8]),
+    ("links", "backward", 'null (exact) or "bf16"', ["int8", "fp8", True]),
+    ("links", "exact_until_part", "an integer >= 0", [-1, True, 1.0, None]),
 ])  # fmt: skip
 def test_a_wrong_value_of_a_section_inside(section: str, key: str, allowed: str, values: list[Any]) -> None:
     for value in values:
         message = problem({section: {key: value}})
         assert message.startswith(f"terapipe.{section}.{key} = ") and f": must be {allowed}" in message
+
+
+def test_exact_links_have_no_links_to_leave_alone() -> None:
+    message = problem({"links": {"exact_until_part": 2}})
+    assert message.startswith("terapipe.links.exact_until_part = 2: all links are exact; give links.forward or")
+    assert read({"links": {"backward": "bf16", "exact_until_part": 2}}).links.forward is None
+
+
+def test_formats_of_links_are_a_part_of_what_ranks_agree_upon() -> None:
+    prints = {read({"links": links}).fingerprint() for links in ({}, {"forward": "fp8"}, {"forward": "int8"})}
+    assert len(prints) == 3
 
 
 def test_the_value_stands_in_the_message() -> None:
@@ -433,7 +450,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "9c326221b73a8919"  # in every process
+    assert fingerprint == "3f05b07ff154ecb2"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"},

@@ -16,6 +16,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.batch.loss import SliceLoss, slice_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
+_ALONE = SequenceRanks()
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -26,7 +27,7 @@ class BatchResults:
     `total_additional_losses` in training, `fwd_outputs` and `outputs`.
     """
 
-    def __init__(self, engine: PipelineEngine, sequence_dim: int, sequence: SequenceRanks) -> None:
+    def __init__(self, engine: PipelineEngine, sequence_dim: int, sequence: SequenceRanks = _ALONE) -> None:
         self._engine, self._sequence_dim, self._sequence = engine, sequence_dim, sequence
         self.begin(None)
 

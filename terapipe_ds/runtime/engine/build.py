@@ -28,7 +28,12 @@ from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.sequence_axis import problem_of_sequence_axis, sequence_size, take_sequence_axis
+from terapipe_ds.runtime.layout.sequence_axis import (
+    problem_of_sequence_axis,
+    sequence_size,
+    shortest_slice_on,
+    take_sequence_axis,
+)
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.layout.topology import refuse_other_module
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
@@ -40,7 +45,6 @@ from terapipe_ds.runtime.refusals import (
     problem_of_device_waits,
     problem_of_layers,
     problem_of_lengths,
-    shortest_slice,
     slice_length_multiple,
     with_multiple,
 )
@@ -86,7 +90,7 @@ class EngineSetup:
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
             problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
-            or problem_of_lengths("terapipe.slices", listed, multiple, shortest_slice(engine.module))
+            or problem_of_lengths("terapipe.slices", listed, multiple, shortest_slice_on(engine.module))
             or problem_of_copies(self.layout, engine.optimizer)
         )
 

@@ -29,6 +29,11 @@ class SequenceRanksEngine(PipelineEngine):
     def _reduce_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._reduce_outputs(mean_over_ranks(outputs, self._sequence), *args, **kwargs)
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as DeepSpeed does, the layers by one of the sequence ranks, which all have the same."""
+        with counted_as_replicas(self.grid, self._sequence):
+            return super().save_checkpoint(*args, **kwargs)
+
     def _exec_reduce_grads(self) -> None:
         with counted_as_replicas(self.grid, self._sequence):
             super()._exec_reduce_grads()

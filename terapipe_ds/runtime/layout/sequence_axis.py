@@ -1,10 +1,10 @@
 """Give DeepSpeed's grid the axis `sequence` of its topology, whose ranks divide the tokens of each slice.
 
-DeepSpeed (0.19.8) lets a topology have such an axis, but its grid makes no group for it: parameters, gradients and norms
-would be those of tensor-parallel ranks, each with a share of the layers. Here these ranks become replicas that train on
+DeepSpeed (0.19.8) lets a topology have such an axis, but its grid makes no group for it: gradients would not be summed,
+and norms would count each of its ranks as one with layers of its own. Here these ranks become replicas that train on
 the same rows: parameters are broadcast, gradients averaged and ZeRO's states divided over data and sequence, while the
-rows, the sizes of a batch and the sampler go by the data axis alone. As the average over sequence ranks is to be a
-sum, each of them multiplies its share of the loss by their number.
+rows, the sizes of a batch and the sampler go by the data axis alone. As the average over sequence ranks is to be a sum,
+each of them multiplies its share of the loss by their number.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.refusals import shortest_slice
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)
@@ -30,6 +31,12 @@ _AXES = ("pipe", "data", AXIS)
 def sequence_size(module: PipelineModule) -> int:
     """Return how many ranks divide the tokens of a slice, by the topology that the module was built on."""
     return max(1, int(module.topology().get_dim(AXIS)))
+
+
+def shortest_slice_on(module: PipelineModule) -> int:
+    """Return the fewest tokens of a slice that leave each sequence rank as many as the layers need."""
+    shortest = shortest_slice(module)
+    return shortest * sequence_size(module) if shortest > 1 else shortest
 
 
 def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> str | None:
@@ -47,8 +54,8 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
     shown = f"a topology with {size} ranks on the axis {AXIS!r}"
     if not set(axes) <= set(_AXES):
         return (
-            f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides the "
-            f"same heads. Take the axes {list(_AXES)}"
+            f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides "
+            f"the same heads. Take the axes {list(_AXES)}"
         )
     tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
     if tied and module.topology().get_dim("pipe") > 1:
@@ -79,7 +86,7 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     if size <= 1:
         return SequenceRanks()
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
-        return SequenceRanks(size, topology.get_coord(rank)._asdict()[AXIS], grid.sequence_group)
+        return SequenceRanks(size, topology.get_coord(rank).sequence, grid.sequence_group)
     sequence = _group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
     replicas = _group_of(rank, stages)

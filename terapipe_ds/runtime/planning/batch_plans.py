@@ -14,10 +14,11 @@ from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
+from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
+from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
@@ -31,7 +32,7 @@ class Plans:
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._layout, self._config = stage.layout, stage.config
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
-        self._shortest = shortest_slice(stage.engine.module)
+        self._shortest = shortest_slice_on(stage.engine.module)
         plans_itself = "auto" in (self._config.slices, self._config.schedule)
         self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}

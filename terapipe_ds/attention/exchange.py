@@ -13,19 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
 
 
+def _alone(received: Tensor, sent: Tensor) -> None:
+    received.copy_(sent)
+
+
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that divide the tokens of each slice, this one among them; `group` is None where it is alone."""
+    """The ranks that divide the tokens of each slice, this one among them.
+
+    `all_to_all(received, sent)` sends row r of a tensor to rank r, and receives a row from each. `group` is theirs for
+    other collectives, None where a rank is alone.
+    """
 
     size: int = 1
     rank: int = 0
+    all_to_all: Callable[[Tensor, Tensor], object] = _alone
     group: Any = None
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
@@ -145,7 +153,7 @@ def _exchange(tensors: Sequence[Tensor], ranks: SequenceRanks, split: int, join:
         shares = [x.chunk(ranks.size, dim=split) for x in tensors]
         sent = torch.stack([torch.cat([x[to].flatten() for x in shares]) for to in range(ranks.size)])
         received = torch.empty_like(sent)
-        torch_dist.all_to_all_single(received, sent, group=ranks.group)
+        ranks.all_to_all(received, sent)
         sizes = [x[0].numel() for x in shares]
         from_ranks = [row.split(sizes) for row in received]
         return tuple(

@@ -9,6 +9,7 @@ each of them multiplies its share of the loss by their number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,11 +83,10 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     its group of model parallelism holds the stages of one pipeline.
     """
     topology, rank = grid.topology(), grid.get_global_rank()
-    size = topology.get_dim(AXIS)
-    if size <= 1:
+    if topology.get_dim(AXIS) <= 1:
         return SequenceRanks()
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
-        return SequenceRanks(size, topology.get_coord(rank).sequence, grid.sequence_group)
+        return _ranks_in(grid.sequence_group)
     sequence = _group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
     replicas = _group_of(rank, stages)
@@ -97,7 +97,12 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     grid.ds_model_proc_group = grid.get_pipe_parallel_group()
     grid.ds_model_world_size, grid.ds_model_rank = len(grid.pp_group), grid.pp_group.index(rank)
     _leave_out_of_names(topology)
-    return SequenceRanks(size, torch_dist.get_rank(sequence), sequence)
+    return _ranks_in(sequence)
+
+
+def _ranks_in(group: Any) -> SequenceRanks:
+    exchange = functools.partial(torch_dist.all_to_all_single, group=group)
+    return SequenceRanks(torch_dist.get_world_size(group), torch_dist.get_rank(group), exchange, group)
 
 
 def peers_of(grid: PipelineParallelGrid) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import terapipe_ds
 from tests.distributed import compare, engines
 from tests.distributed.cases import Case
 from tests.distributed.compare import RankRecord
@@ -81,6 +82,12 @@ def train_llama() -> dict[str, float]:
     return train_family("llama", engines.section(slices=[8, 4, 4]), topology=topology(2))[0]
 
 
+def refusal_of_tied_embeddings() -> tuple[str, str]:
+    from tests.hugging_face_families import config_of
+
+    return engines.raised_by(lambda: terapipe_ds.from_config(config_of("gpt2"), topology=topology(2)))
+
+
 class Numbered(Dataset[Any]):
     """Rows that are known by their first token."""
 
@@ -100,9 +107,9 @@ def rows_of_the_loader(case: Case) -> tuple[int, list[int]]:
         return engine.train_batch_size(), tokens[:, 0].tolist()
 
 
-def refusal(changes: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
+def refusal(changes: dict[str, Any], options: dict[str, Any], case: Case = BASE) -> tuple[str, str]:
     def start() -> None:
-        with engine_on(BASE, changes, **options):
+        with engine_on(case, changes, **options):
             pass
 
     return engines.raised_by(start)
@@ -140,6 +147,11 @@ class TestSequenceRanks:
         pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
         assert not engines.violations(rank_pool(RANKS).run(train_llama))
 
+    def test_tied_embeddings_of_transformers_are_refused(self) -> None:
+        pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+        for kind, text in rank_pool(RANKS).run(refusal_of_tied_embeddings):
+            assert (kind, "makes wrong groups of tied layers" in text) == ("ModelRefusedError", True)
+
     @pytest.mark.parametrize("slices", [(6, 2, 4), (12,)], ids=["three", "one"])
     def test_logits_of_an_evaluation_are_those_of_whole_sequences(self, slices: tuple[int, ...]) -> None:
         whole = Whole(layers(BASE))
@@ -171,16 +183,10 @@ class TestSequenceRanks:
         ("changes", "options", "message"),
         [
             ({"slices": [7, 5]}, {}, r"slices of 7, 5 tokens are no multiples of 2"),
-            (
-                {"slices": "auto"},
-                {},
-                r"2 ranks on the axis 'sequence' cannot be combined with terapipe.slices = 'auto'",
-            ),
-            ({"schedule": "auto"}, {}, "cannot be combined with terapipe.schedule = 'auto'"),
             ({"verify": "first_batch"}, {}, "cannot be combined with terapipe.verify = 'first_batch'"),
             ({}, {"sequence_parallel_size": 4}, r"sequence_parallel_size = 4, but the topology.*sizes \[2, 1, 2\]"),
         ],
-        ids=["lengths", "auto", "schedule", "verify", "key"],
+        ids=["lengths", "verify", "key"],
     )
     def test_what_does_not_work_is_refused(
         self, changes: dict[str, Any], options: dict[str, Any], message: str
@@ -193,3 +199,14 @@ class TestSequenceRanks:
         for text in rank_pool(RANKS).run(error_of_other_rows, case=BASE):
             assert "ranks of one replica have drawn different data" in text
             assert "inputs of sequence ranks [0, 1] (stage 0, replica 0)" in text
+
+    @pytest.mark.parametrize(
+        "changes", [{"slices": "auto"}, {"slices": "auto", "schedule": "auto"}], ids=["slices", "schedule"]
+    )
+    def test_slices_are_planned_from_measured_shares(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        """Every slice is a multiple of the ranks, although the granularity is one token."""
+        planned = {**changes, "granularity_tokens": 1, "planner": {"cache_dir": str(tmp_path)}}
+        run = rank_pool(RANKS).run(train_on_sequence_ranks, case=BASE, **planned)
+        assert not compare.violations(compare.errors(run, train_alone(BASE)), compare.contract(BASE))
+        (profile,) = tmp_path.glob("profile-*.json")
+        assert "slices in multiples of 2 tokens" in profile.read_text()

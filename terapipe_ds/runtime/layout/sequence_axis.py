@@ -65,8 +65,6 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             "for them. Use LayerSpec in place of TiedLayerSpec"
         )
     for key, is_set, instead in (
-        ("slices", config.slices == "auto", "a number of slices, or their lengths from `terapipe plan`"),
-        ("schedule", config.schedule == "auto", "the name of a schedule"),
         ("strategy", config.planned is not None, "the topology, slices and schedule themselves"),
         ("verify", config.verify == "first_batch", "null or off; check the layers without the axis"),
     ):
@@ -86,21 +84,25 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     if topology.get_dim(AXIS) <= 1:
         return SequenceRanks()
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
-        return _ranks_in(grid.sequence_group)
-    sequence = _group_of(rank, topology.get_axis_comm_lists(AXIS))
+        return sequence_ranks_of(grid)
+    grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
     replicas = _group_of(rank, stages)
-    grid.sequence_group, grid.replicas_group = sequence, replicas
+    grid.replicas_group = replicas
     grid.get_sequence_data_parallel_group = lambda: replicas
     grid.get_sequence_data_parallel_world_size = lambda: torch_dist.get_world_size(replicas)
     grid.get_sequence_data_parallel_rank = lambda: torch_dist.get_rank(replicas)
     grid.ds_model_proc_group = grid.get_pipe_parallel_group()
     grid.ds_model_world_size, grid.ds_model_rank = len(grid.pp_group), grid.pp_group.index(rank)
     _leave_out_of_names(topology)
-    return _ranks_in(sequence)
+    return sequence_ranks_of(grid)
 
 
-def _ranks_in(group: Any) -> SequenceRanks:
+def sequence_ranks_of(grid: PipelineParallelGrid) -> SequenceRanks:
+    """Return the ranks that `take_sequence_axis` has made a group of; this one alone where there is no such axis."""
+    group = getattr(grid, "sequence_group", None)
+    if group is None:
+        return SequenceRanks()
     exchange = functools.partial(torch_dist.all_to_all_single, group=group)
     return SequenceRanks(torch_dist.get_world_size(group), torch_dist.get_rank(group), exchange, group)
 

@@ -27,7 +27,9 @@ class SequenceRanksEngine(PipelineEngine):
         return super()._aggregate_total_loss()
 
     def _reduce_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._reduce_outputs(mean_over_ranks(outputs, self._sequence), *args, **kwargs)
+        if self._compute_loss:  # else they are logits, of whole sequences on each rank
+            outputs = mean_over_ranks(outputs, self._sequence)
+        return super()._reduce_outputs(outputs, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does, the layers by one of the sequence ranks, which all have the same."""

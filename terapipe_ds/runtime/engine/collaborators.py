@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from terapipe_ds.attention import SliceStore
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.trace import ActionTracer
@@ -20,7 +21,8 @@ class Stage:
     """What the parts of one stage share.
 
     In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, and `flops`,
-    which counts operations, are there where the config asks for them.
+    which counts operations, are there where the config asks for them. `sequence` are the ranks that divide the tokens
+    of each slice.
     """
 
     stage_id: int
@@ -33,3 +35,4 @@ class Stage:
     tracer: ActionTracer
     finite: FiniteCheck | None = None
     flops: StageFlops | None = None
+    sequence: SequenceRanks = field(default_factory=SequenceRanks)

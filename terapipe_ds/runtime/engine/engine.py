@@ -25,6 +25,7 @@ from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
@@ -53,7 +54,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(PipelineEngine):
+class TeraPipeEngine(SequenceRanksEngine):
     """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
 
     Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
@@ -78,7 +79,7 @@ class TeraPipeEngine(PipelineEngine):
         """
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
-        self.slice_length_multiple = setup.slice_length_multiple
+        self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
         setup.refuse(self)

@@ -28,6 +28,7 @@ class IncomingBatches:
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
+        self._sequence = stage.sequence
         self._has_first = any(place.is_first for place in places)
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
@@ -38,7 +39,8 @@ class IncomingBatches:
             layout,
             plans.cuts,
             to_plan.token_multiple,
-            tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
+            # the first part may be on any rank
+            tells=layout.owner(0) == stage.stage_id and not any((*replica_ranks, stage.sequence.rank)),
             accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
@@ -78,5 +80,8 @@ class IncomingBatches:
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
-        weights = () if labels is None else weights_of(labels, plan, self._config, loss_fn)
-        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+        size, rank = self._sequence.size, self._sequence.rank
+        shares = SlicePlan(tuple(length // size for length in plan.lengths for _ in range(size)))
+        weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
+        own = tuple(weight * size for weight in weights[rank::size])  # the ranks are averaged, and have to be summed
+        return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)

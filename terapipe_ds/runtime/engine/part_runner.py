@@ -80,7 +80,7 @@ class PartRunner:
         return active
 
     def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
-        return ActiveSlice(
+        whole = ActiveSlice(
             *plan.span(action.slice_id),
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
@@ -90,6 +90,7 @@ class PartRunner:
             documents=documents,
             store=self._stage.store,
         )
+        return self._stage.sequence.part_of(whole)
 
     def forward(self, action: Action) -> None:
         """Run the layers of this part on one slice; the last part adds the slice's share of the loss."""

@@ -141,7 +141,7 @@ class AutoPlanner:
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
-            "data_parallel": engine.dp_world_size,
+            "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),

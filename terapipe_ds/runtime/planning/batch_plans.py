@@ -15,11 +15,12 @@ from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
+from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
+from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
@@ -33,7 +34,7 @@ class Plans:
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._layout, self._config, self._engine = stage.layout, stage.config, stage.engine
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
-        self._shortest = shortest_slice(stage.engine.module)
+        self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
         self._by_hand: dict[int, Choice] = {}
         self._configured: dict[int, Choice] = {}

@@ -32,6 +32,7 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.packing import Packing
@@ -143,6 +144,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         autocast=partial(autocast_if_enabled, engine),
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
+        sequence=sequence_ranks_of(engine.grid),
     )
 
 
@@ -338,7 +340,7 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
         return here
     name = str(engine.optimizer_name() or "adam").lower()
     states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
-    ranks = engine.dp_world_size if engine.zero_optimization() else 1
+    ranks = engine.seq_dp_world_size if engine.zero_optimization() else 1
     trained = [p for p in parameters if p.requires_grad]
     master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
     return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks

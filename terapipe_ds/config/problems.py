@@ -97,3 +97,24 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         if chunks not in (1, of_file):
             shown = shown_value(chunks, "chunks_per_stage")
             yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+
+
+def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have beside `"recompute": "auto"`."""
+    if section.get("recompute") != "auto":
+        return
+    shown, planner = 'terapipe.recompute = "auto"', section.get("planner", {})
+    if not isinstance(planner, Mapping):
+        planner = planner.model_dump()
+    if planner.get("memory_limit_gb") is None:
+        fix = "set terapipe.planner.memory_limit_gb to what a device may use"
+        yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'
+    if planner.get("profile", "measure") != "measure":
+        fix = 'set it to "measure"'
+        yield f"{shown}: the memory of layers is measured in the job, and planner.profile names a file; {fix}"
+    chunks, schedule = section.get("chunks_per_stage", 1), section.get("schedule", "seq1f1b")
+    several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, chunks)) > 2
+    if several or chunks != 1 or schedule.endswith(".csv"):
+        what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
+        fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
+        yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"

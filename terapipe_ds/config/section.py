@@ -19,6 +19,7 @@ from terapipe_ds.config.problems import (
     Path,
     models_of,
     problems_of,
+    recompute_problems,
     refuse_misspelt_section,
     schedule_problems,
     take_known,
@@ -69,7 +70,8 @@ class TeraPipeConfig(StrictModel):
         "and the number of layers",
     )
     recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
-        None, description='null, "off", "full", or a list of different stage ids >= 0 with at least one entry'
+        None,
+        description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"
@@ -120,6 +122,9 @@ class TeraPipeConfig(StrictModel):
         described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
+        lines += (
+            recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
+        )
         if lines:
             raise TeraPipeConfigError(*lines)
 
@@ -249,6 +254,8 @@ class TeraPipeConfig(StrictModel):
 
     def recomputing_stages(self, num_stages: int) -> frozenset[int] | None:
         """Return the stages that recompute each layer in its backward; None where the config leaves it to the module.
+
+        With "auto" none does until the planner has chosen its layers.
 
         Raises:
             TeraPipeConfigError: stages beyond `num_stages`.

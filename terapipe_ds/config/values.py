@@ -53,7 +53,7 @@ _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 Bounds = Annotated[tuple[Index, ...], Field(min_length=2), AfterValidator(_bounds)]
-Recompute = Literal["off", "full"] | Indices | None
+Recompute = Literal["off", "full", "auto"] | Indices | None
 
 
 class StrictModel(BaseModel):

@@ -44,8 +44,8 @@ class Unit:
         known, profile = layer.profile.memory, layer.profile
         memory = None if known is None else PartMemory(**known)  # type: ignore[arg-type]
         counts = profile.parameters, profile.trained_parameters
-        ends = layer.send_s, layer.step_s, memory, profile.output_bytes_per_token
-        return cls(layer.costs, *counts, layer.overhead, *ends)
+        sent_bytes = profile.output_bytes_per_token
+        return cls(layer.costs, *counts, layer.overhead, layer.send_s, layer.step_s, memory, sent_bytes)
 
 
 class MeasuredPart:

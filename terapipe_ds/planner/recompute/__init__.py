@@ -11,6 +11,14 @@ from __future__ import annotations
 from .frontier import Layer
 from .plans import plan_with_recompute
 from .sources import measured_layers
-from .stages import PartLayers, RecomputeChoice, choose_layers
+from .stages import PartLayers, RecomputeChoice, choose_layers, costs_of
 
-__all__ = ["Layer", "PartLayers", "RecomputeChoice", "choose_layers", "measured_layers", "plan_with_recompute"]
+__all__ = [
+    "Layer",
+    "PartLayers",
+    "RecomputeChoice",
+    "choose_layers",
+    "costs_of",
+    "measured_layers",
+    "plan_with_recompute",
+]

@@ -89,7 +89,7 @@ class _Question:
 
         found = []
         for start in self._starts(name, length, granularity, slices):
-            choice, tried = start, set()
+            choice, tried = start, set[tuple[tuple[int, ...], ...]]()
             while choice.layers not in tried and len(tried) < _ROUNDS:
                 tried.add(choice.layers)
                 result = slices(choice, self.limit_bytes)
@@ -125,7 +125,7 @@ class _Question:
         """Return the prediction of one plan; `like` is that of the same plan where more layers recompute."""
         schedule = self._schedule(name, plan.num_slices)
         timeline = Replay.of(schedule).run(plan, list(choice.costs), memory=choice.memory)
-        new = {
+        new: dict[str, Any] = {
             "predicted_s": timeline.makespan_s,
             "peak_bytes": timeline.peak_bytes,
             "bubble_fraction": timeline.bubble_fraction,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,13 @@ def choose_layers(
         else:
             raise _does_not_fit(schedule, plan, stage_id, min(needs), limit_bytes)
     return RecomputeChoice.of(parts, chosen, exact)
+
+
+def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Any]:
+    """Return the costs of the parts where these layers of the model recompute."""
+    chosen = [[one for one in part.layers if one.layer_id in ids] for part, ids in zip(parts, layers, strict=True)]
+    both = zip(parts, chosen, strict=True)
+    return [RecomputedCosts(part.costs, again) if again else part.costs for part, again in both]
 
 
 def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:

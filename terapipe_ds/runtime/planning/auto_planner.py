@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,11 @@ from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.planning.recompute_choice import best_with_recompute
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
@@ -48,10 +51,12 @@ class Choice:
 
     plan: SlicePlan
     schedule: str
+    recompute: frozenset[int] | None = None  # layers of the model; None: as configured
 
     def described(self) -> dict[str, Any]:
         """Return the choice as checkpoints hold it."""
-        return {"slices": list(self.plan.lengths), "schedule": self.schedule}
+        described: dict[str, Any] = {"slices": list(self.plan.lengths), "schedule": self.schedule}
+        return described if self.recompute is None else described | {"recompute": sorted(self.recompute)}
 
 
 class AutoPlanner:
@@ -94,6 +99,8 @@ class AutoPlanner:
         return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        if self._config.recompute == "auto":  # layers are measured as they are without
+            recompute_layers(self._engine.module, ())
         self._from_rank_0(lambda: self._config.check_granularity(length))
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
@@ -165,11 +172,16 @@ class AutoPlanner:
             )
         cuts = Cuts(engine.module, layout, parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
-        result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
-        self._write_prediction(result, cuts.costs(layout.num_parts))
+        costs, more = cuts.costs(layout.num_parts), list[str]()
+        if config.recompute == "auto":
+            result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
+        else:
+            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+        self._write_prediction(result, costs)
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
-        return Choice(result.plan, result.schedule), "\n  ".join(lines)
+        again = None if result.recompute is None else frozenset(itertools.chain(*result.recompute))
+        return Choice(result.plan, result.schedule, again), "\n  ".join(lines)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
         """Return what rank 0 gets from `ask` within a batch, on every rank; all raise its errors."""

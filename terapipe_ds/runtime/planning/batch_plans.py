@@ -16,6 +16,7 @@ from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
+from terapipe_ds.runtime.planning.recompute_choice import recompute_for
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
 from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
@@ -32,7 +33,8 @@ class Plans:
         self._layout, self._config = stage.layout, stage.config
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice(stage.engine.module)
-        plans_itself = "auto" in (self._config.slices, self._config.schedule)
+        self._module = stage.engine.module
+        plans_itself = "auto" in (self._config.slices, self._config.schedule, self._config.recompute)
         self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}
         self._configured: dict[int, SlicePlan] = {}
@@ -111,9 +113,16 @@ class Plans:
             self._planner.choose_all(drawn, shapes, besides=self._by_hand)
         plans = [self.plan(shape.length) for shape in shapes]
         name = self._schedule_for(max(shape.length for shape in shapes))
-        for plan in plans:
-            self._note_run(Choice(plan, name))
+        choices = [Choice(plan, name, self._recompute_for(plan.sequence_length)) for plan in plans]
+        for choice in choices:
+            self._note_run(choice)
+        if self._config.recompute == "auto":
+            recompute_for(self._module, choices)
         return name, plans
+
+    def _recompute_for(self, length: int) -> frozenset[int] | None:
+        choice = self._by_hand.get(length) or (self._planner and self._planner.known(length))
+        return choice.recompute if choice else None
 
     def _schedule_for(self, length: int) -> str:
         choice = self._by_hand.get(length) or (self._planner and self._planner.known(length))

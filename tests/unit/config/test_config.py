@@ -88,7 +88,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             ("partition", value)
             for value in (0, "uniform", True, [], [0], [1, 3], [0, 3, 3], [0, 4, 2], [0, True], [0, 2.0], [0, 10**30])
         ),
-        *(("recompute", value) for value in (True, "on", "auto", [], [-1], [1, 1], [True], {})),
+        *(("recompute", value) for value in (True, "on", "some", [], [-1], [1, 1], [True], {})),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
         *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
         ("sequence_dim", -1),
@@ -438,3 +438,21 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
             "terapipe.documents = 1: DeepSpeed's own engine mixes documents; "
             'set terapipe.enabled to true, or documents to "off"'
         )
+
+
+@pytest.mark.parametrize(
+    ("section", "messages"),
+    [
+        ({}, ["no memory limit", "set terapipe.planner.memory_limit_gb"]),
+        ({"planner": {"memory_limit_gb": 1, "profile": "a.json"}}, ["planner.profile names a file", '"measure"']),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "zbv"}, ["'zbv' has several parts per stage", "[0, 1]"]),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "auto", "chunks_per_stage": 2}, ["several parts per stage"]),
+    ],
+)
+def test_layers_are_chosen_under_a_measured_limit_and_on_one_part_per_stage(
+    section: dict[str, Any], messages: list[str]
+) -> None:
+    text = problem({"enabled": True, "recompute": "auto", **section})
+    assert text.startswith('terapipe.recompute = "auto": ') and all(message in text for message in messages)
+    read({"enabled": False, "recompute": "auto", **section})
+    read({"enabled": True, "recompute": "auto", "planner": {"memory_limit_gb": 1}})

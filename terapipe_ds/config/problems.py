@@ -106,6 +106,8 @@ def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
     shown, planner = 'terapipe.recompute = "auto"', section.get("planner", {})
     if not isinstance(planner, Mapping):
         planner = planner.model_dump()
+    if section.get("offload_activations") is True:
+        yield f"{shown}: it does not know of offload_activations; leave one of the two out"
     if planner.get("memory_limit_gb") is None:
         fix = "set terapipe.planner.memory_limit_gb to what a device may use"
         yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'

@@ -32,6 +32,7 @@ from terapipe_ds.runtime.layout.topology import refuse_other_module
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
+from terapipe_ds.runtime.memory.offload import ActivationOffload
 from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
@@ -149,6 +150,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages),
         finite,
         flops,
+        ActivationOffload(module, torch.device(engine.device)) if config.offload_activations else None,
     )
 
 

@@ -13,14 +13,15 @@ from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.stage_links import StageLinks
+from terapipe_ds.runtime.memory.offload import ActivationOffload
 
 
 @dataclass
 class Stage:
     """What the parts of one stage share.
 
-    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, and `flops`,
-    which counts operations, are there where the config asks for them.
+    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, `flops`, which
+    counts operations, and `offload`, which brings saved tensors to the host, are there where the config asks for them.
     """
 
     stage_id: int
@@ -33,3 +34,4 @@ class Stage:
     tracer: ActionTracer
     finite: FiniteCheck | None = None
     flops: StageFlops | None = None
+    offload: ActivationOffload | None = None

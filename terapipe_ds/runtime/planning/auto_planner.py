@@ -170,7 +170,7 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        cuts = Cuts(engine.module, layout, parts)
+        cuts = Cuts(engine.module, layout, parts, config.offload_activations)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         costs, more = cuts.costs(layout.num_parts), list[str]()
         if config.recompute == "auto":

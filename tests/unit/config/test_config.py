@@ -17,7 +17,7 @@ from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "recompute": None,
-    "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None,
+    "offload_activations": False, "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None,
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "check_finite": "off",
@@ -56,6 +56,7 @@ def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
+        "offload_activations": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "check_finite": "every_step",
@@ -89,6 +90,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             for value in (0, "uniform", True, [], [0], [1, 3], [0, 3, 3], [0, 4, 2], [0, True], [0, 2.0], [0, 10**30])
         ),
         *(("recompute", value) for value in (True, "on", "some", [], [-1], [1, 1], [True], {})),
+        *(("offload_activations", value) for value in (None, 1, "true")),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
         *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
         ("sequence_dim", -1),
@@ -445,6 +447,7 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
     [
         ({}, ["no memory limit", "set terapipe.planner.memory_limit_gb"]),
         ({"planner": {"memory_limit_gb": 1, "profile": "a.json"}}, ["planner.profile names a file", '"measure"']),
+        ({"planner": {"memory_limit_gb": 1}, "offload_activations": True}, ["does not know of offload_activations"]),
         ({"planner": {"memory_limit_gb": 1}, "schedule": "zbv"}, ["'zbv' has several parts per stage", "[0, 1]"]),
         ({"planner": {"memory_limit_gb": 1}, "schedule": "auto", "chunks_per_stage": 2}, ["several parts per stage"]),
     ],

@@ -18,13 +18,13 @@ LEAVES_AFTER = 1
 def offloaded_until(order: Sequence[Action]) -> dict[tuple[int, SliceKey], int]:
     """Return, for each slice (part, unit) that is offloaded, the computation of the order at whose start it comes back.
 
-    A slice whose B comes sooner stays: copies in both directions would meet.
+    A slice stays that would be away for no whole computation.
     """
     forwards = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     until = {}
     for index, action in enumerate(order):
         key = action.part_id, action.unit
-        if action.kind is Kind.BACKWARD and index - OFFLOAD_AHEAD > forwards[key] + LEAVES_AFTER:
+        if action.kind is Kind.BACKWARD and index - OFFLOAD_AHEAD > forwards[key] + LEAVES_AFTER + 1:
             until[key] = index - OFFLOAD_AHEAD
     return until
 

@@ -54,7 +54,7 @@ CASES = [
     ("terapipe", 4, {}),
     ("seq1f1b", 4, {}),
     ("seq1f1b-zb", 2, {}),
-    ("gpipe", 1, {}),
+    ("1f1b", 1, {}),
     ("zbv", 2, {}),
     ("terapipe", 4, {"recompute": "full"}),
 ]
@@ -69,7 +69,7 @@ def test_the_same_bits_in_fewer_bytes(schedule: str, slices: int, changes: dict[
         assert len(one.numbers) == len(other.numbers) > 5
         assert all(torch.equal(a, b) for a, b in zip(one.numbers, other.numbers, strict=True))
         assert one.host_bytes == 0
-    if schedule in ("terapipe", "gpipe") and not changes:
+    if schedule == "terapipe" and not changes:  # elsewhere few slices are live, or little is saved
         assert all(
             other.host_bytes > 0 and other.grown_bytes < 0.8 * one.grown_bytes
             for one, other in zip(plain, ours, strict=True)

@@ -76,6 +76,8 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
     from terapipe_ds.planner import rank_schedules
 
     options, progress = setup.options, _progress if sys.stderr.isatty() else None
+    if options.recompute:
+        return _search_recompute(setup.options), None
     limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
     if options.schedule != "auto":
         return _search_one(setup, limits), None
@@ -91,6 +93,30 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
         **limits,
     )
     return ranking.best, ranking
+
+
+def _search_recompute(options: PlanOptions) -> PlanResult:
+    """Return the best plan with the layers of a measured model that recompute."""
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+    from terapipe_ds.planner.recompute import measured_layers, plan_with_recompute
+
+    if options.profile is None or options.memory_limit_gb is None:
+        raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
+    if options.chunks_per_stage not in (None, 1):
+        raise CommandError(
+            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+        )
+    parts = MeasuredParts.of_profile(Profile.load(options.profile))
+    return plan_with_recompute(
+        measured_layers(parts, parts.bounds(options.stages) or ()),
+        options.sequence_length,
+        options.micro_batches,
+        options.granule,
+        options.schedule,
+        options.memory_limit_gb * 1e9,
+        schedule_options=options.schedule_options,
+    )
 
 
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
@@ -145,6 +171,9 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
         section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
         section["slices"] = lists[0]
+    if result.recompute is not None:
+        limit_gb = setup.options.memory_limit_gb
+        section |= {"recompute": "auto", "planner": {"memory_limit_gb": limit_gb}}
     if setup.options.schedule_options and not options.order:
         section["schedule_options"] = setup.options.schedule_options
     return section

@@ -78,6 +78,10 @@ class PlanOptions(Options):
     micro_batch_size: int = _BATCH.option("sequences per micro-batch (default 1)", "B", default=1, ge=1)
     dtype: Text = _BATCH.option("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
     activation_checkpointing: bool = _BATCH.switch("of the decoder layers")
+    recompute: bool = _SEARCH.switch(
+        "choose the layers that recompute under --memory-limit-gb; of a measured model (--profile)",
+        "--choose-recompute",
+    )
     zero_stage: int = _BATCH.option("default 0", "{0,1}", default=0, ge=0, le=1)
     config: Text | None = _BATCH.option("a DeepSpeed JSON for all of these that are not given", "FILE")
     schedule: Text = _SEARCH.option(

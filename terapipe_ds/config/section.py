@@ -20,6 +20,7 @@ from terapipe_ds.config.problems import (
     link_problems,
     models_of,
     problems_of,
+    recompute_problems,
     refuse_misspelt_section,
     schedule_problems,
     take_known,
@@ -74,8 +75,10 @@ class TeraPipeConfig(StrictModel):
         "and the number of layers",
     )
     recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
-        None, description='null, "off", "full", or a list of different stage ids >= 0 with at least one entry'
+        None,
+        description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
+    offload_activations: bool = Field(False, description="true or false")
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"
     )
@@ -131,6 +134,9 @@ class TeraPipeConfig(StrictModel):
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
         lines += () if problems else link_problems(self.links)
+        lines += (
+            recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
+        )
         if lines:
             raise TeraPipeConfigError(*lines)
 
@@ -297,7 +303,7 @@ class TeraPipeConfig(StrictModel):
     @property
     def needs_costs(self) -> bool:
         """Return whether slices or schedule are planned from costs."""
-        return "auto" in (self.slices, self.schedule) or self.schedule == "search"
+        return "auto" in (self.slices, self.schedule, self.recompute) or self.schedule == "search"
 
     @property
     def is_one_slice(self) -> bool:
@@ -306,6 +312,8 @@ class TeraPipeConfig(StrictModel):
 
     def recomputing_stages(self, num_stages: int) -> frozenset[int] | None:
         """Return the stages that recompute each layer in its backward; None where the config leaves it to the module.
+
+        With "auto" none does until the planner has chosen its layers.
 
         Raises:
             TeraPipeConfigError: stages beyond `num_stages`.

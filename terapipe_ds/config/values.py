@@ -71,7 +71,7 @@ Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), AfterValidator(_same_sum)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 Bounds = Annotated[tuple[Index, ...], Field(min_length=2), AfterValidator(_bounds)]
-Recompute = Literal["off", "full"] | Indices | None
+Recompute = Literal["off", "full", "auto"] | Indices | None
 
 
 class StrictModel(BaseModel):

@@ -27,6 +27,8 @@ class MemoryModel:
     """The parts of a pipeline, in bytes; what the simulator and the search ask for memory."""
 
     parts: tuple[PartMemory, ...]
+    offloads: bool = False  # what slices keep goes to the host meanwhile (`simulator.offload`)
+    host_bytes_per_s: float | None = None  # of a device's link to the host, one way; None: copies take no time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))

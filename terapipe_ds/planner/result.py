@@ -43,6 +43,8 @@ class PlanResult:
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
     extra_s: float | None = 0.0  # on top of predicted_s; 0 unless parts have two places, None: not known
+    recompute: tuple[tuple[int, ...], ...] | None = None  # layers, per stage, where these were chosen as well
+    recompute_s: tuple[float, ...] | None = None  # what they take of the time of each stage
 
     order: Schedule | None = None
     order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Protocol
 
 from terapipe_ds.schedule import Action, Kind, Schedule
+from terapipe_ds.simulator.offload import LEAVES_AFTER, offloaded_until
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """`spans[micro_batch_id][slice_id]` is (start, stop)."""
@@ -67,6 +68,8 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
             size = memory.sent_bytes(action.part_id + (action.kind is Kind.FORWARD), stop - start)
             after[index] += size
             after[until] -= size
+    if getattr(memory, "offloads", False):
+        _offload(order, spans, memory, gained, after)
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
         after[index] += memory.gradient_bytes(part_id)
@@ -105,6 +108,22 @@ def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[
                 given_back.append((sent[0][0], index, order[sent.popleft()[0]]))
     last = len(order) - 1
     return given_back + [(index, last, order[index]) for sent in links.values() for index, _ in sent]
+
+
+def offloaded_bytes(part_id: int, unit: tuple[int, int], spans: Spans, memory: Memory) -> int:
+    """Return what goes to the host of a slice: all that it keeps, with keys and values where it is a whole sequence."""
+    size = _size(("slice_bytes", part_id, *unit), spans, memory)
+    is_whole = len(spans[unit[0]]) == 1
+    return size + (_size(("whole_bytes", part_id, unit[0], -1), spans, memory) if is_whole else 0)
+
+
+def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Counter[int], after: Counter[int]) -> None:
+    """Take from what a stage holds what is on the host meanwhile."""
+    places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
+    for (part_id, unit), index in offloaded_until(order).items():
+        size = offloaded_bytes(part_id, unit, spans, memory)
+        after[places[part_id, unit] + LEAVES_AFTER] -= size
+        gained[index] += size
 
 
 def _held_for(action: Action, is_whole: bool, is_evaluation: bool) -> list[_Held]:

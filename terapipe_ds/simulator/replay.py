@@ -37,7 +37,8 @@ from terapipe_ds.simulator.costs import (
     plan_per_micro_batch,
     tabulate,
 )
-from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, over_time
+from terapipe_ds.simulator.offload import HostCopies
+from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, offloaded_bytes, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
 Plans = SlicePlan | Sequence[SlicePlan]
@@ -119,7 +120,7 @@ class Replay:
     def run(self, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True) -> Timeline:
         """Return what `simulate` does."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
-        times = self._pass(seconds, sends, overlap)
+        times = self._pass(seconds, sends, overlap, self._copies(plans, memory))
         computed = [self._event(i, action, times.starts[i], times.ends[i]) for i, action in enumerate(self._actions)]
         sent = {
             i: self._event(i, send, times.send_starts[i], times.sent[i])
@@ -205,7 +206,19 @@ class Replay:
         takes_time = table[:, SEND:].max(axis=(1, 2)) > 0
         return plans, takes_time[self._parts].tolist(), seconds, sends
 
-    def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:
+    def _copies(self, plans: Sequence[SlicePlan], memory: Memory | None) -> HostCopies | None:
+        """Return the copies between stages and their hosts, where there are any and they take time."""
+        rate = getattr(memory, "host_bytes_per_s", None)
+        if memory is None or rate is None or not getattr(memory, "offloads", False) or self.schedule.forward_only:
+            return None
+        spans = [plan.spans() for plan in plans]
+        return HostCopies(
+            self._actions, self._stages, lambda part, unit: offloaded_bytes(part, unit, spans, memory) / rate
+        )
+
+    def _pass(
+        self, seconds: list[float], sends: list[float], overlap: bool, copies: HostCopies | None = None
+    ) -> _Times:
         """Find the longest path to every node. Ends and arrivals are sums along it, so equal times are equal floats."""
         stage_free = [0.0] * self.schedule.num_stages
         link_free = [0.0] * (self._num_links + 1)
@@ -215,7 +228,11 @@ class Replay:
             start = stage_free[stage_id]
             if arrivals[needs] > start:
                 start = arrivals[needs]
+            if copies is not None:
+                start = copies.start_s(i, start)
             send_start = end = start + seconds[i]
+            if copies is not None:
+                copies.ends(i, end)
             starts.append(start)
             ends.append(end)
             stage_free[stage_id] = end

@@ -28,6 +28,7 @@ from terapipe_ds.costs.profile import (
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
+from tests.unit.planner.layers.test_measured import profile as measured_profile
 from tests.unit.test_cli import refused as refused_command
 from tests.unit.test_cli import shown
 
@@ -340,3 +341,18 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, options = tmp_path / "layers.json", ("--choose-recompute", "--granularity", "64", "--micro-batches", "4")
+    measured_profile().save(path)
+    given = "--profile", str(path), "--schedule", "seq1f1b", *options
+    assert "--memory-limit-gb" in refused(capsys, *given)
+    roomy = as_json(capsys, *given, "--memory-limit-gb", "1")
+    assert roomy["recompute"] == [[], []] and roomy["terapipe"]["recompute"] == "auto"
+    limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
+    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
+    assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0
+    assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
+    assert "one part per stage" in refused(capsys, *given, "--memory-limit-gb", "1", "--chunks-per-stage", "2")
+    assert "give --profile" in refused(capsys, *options, "--model", "gpt3-1b", "--device", "v100", "--stages", "2")

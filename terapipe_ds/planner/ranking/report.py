@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from terapipe_ds.planner.result import PlanResult, Ranking
 
@@ -24,6 +25,7 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
         *_order_lines(result),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
         *_memory_lines(result),
+        *_recompute_lines(result),
     ]
 
 
@@ -89,6 +91,30 @@ def _memory_lines(result: PlanResult) -> list[str]:
     text = f"memory    {_bytes(most)} on stage {peaks.index(most)}"
     text += f", {_bytes(least)} on stage {peaks.index(least)}" if least < most else ""
     return [text + (f"; the limit is {_bytes(limit)}" if limit is not None else "")]
+
+
+def _recompute_lines(result: PlanResult) -> list[str]:
+    """Return which layers run again in their backward, one line per stage, and what that takes of its time."""
+    if result.recompute is None or result.recompute_s is None:
+        return []
+    if not any(result.recompute):
+        return ["recompute nothing: every stage fits without"]
+    lines: list[str] = []
+    for stage_id, (layers, seconds) in enumerate(zip(result.recompute, result.recompute_s, strict=True)):
+        what = f"layers {shown_runs(layers)}, {_time(seconds)} more" if layers else "nothing"
+        lines.append(f"{'' if lines else 'recompute':<9} stage {stage_id}: {what}")
+    return lines
+
+
+def shown_runs(numbers: Sequence[int]) -> str:
+    """Return rising numbers in words, neighbours together: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _bytes(number: float) -> str:

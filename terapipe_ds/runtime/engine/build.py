@@ -40,6 +40,7 @@ from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
+from terapipe_ds.runtime.memory.offload import ActivationOffload
 from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
@@ -166,6 +167,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         finite,
         flops,
         setup.sequence,
+        ActivationOffload(module, torch.device(engine.device)) if config.offload_activations else None,
     )
 
 

@@ -14,15 +14,16 @@ from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.stage_links import StageLinks
+from terapipe_ds.runtime.memory.offload import ActivationOffload
 
 
 @dataclass
 class Stage:
     """What the parts of one stage share.
 
-    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, and `flops`,
-    which counts operations, are there where the config asks for them. `sequence` are the ranks that divide the tokens
-    of each slice.
+    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, `flops`, which
+    counts operations, and `offload`, which brings saved tensors to the host, are there where the config asks for them.
+    `sequence` are the ranks that divide the tokens of each slice.
     """
 
     stage_id: int
@@ -36,3 +37,4 @@ class Stage:
     finite: FiniteCheck | None = None
     flops: StageFlops | None = None
     sequence: SequenceRanks = field(default_factory=SequenceRanks)
+    offload: ActivationOffload | None = None

@@ -26,17 +26,19 @@ from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.kept_orders import KeptOrder
+from terapipe_ds.runtime.planning.recompute_choice import best_with_recompute
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
-from terapipe_ds.schedule import SEARCH, build, to_csv
+from terapipe_ds.schedule import SEARCH, build
 from terapipe_ds.simulator import simulate
 
 T = TypeVar("T")
@@ -88,6 +90,8 @@ class AutoPlanner:
         return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        if self._config.recompute == "auto":  # layers are measured as they are without
+            recompute_layers(self._engine.module, ())
         self._from_rank_0(lambda: self._config.check_granularity(length))
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
@@ -158,21 +162,25 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        cuts = Cuts(engine.module, layout, parts)
+        cuts = Cuts(engine.module, layout, parts, config.offload_activations)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         kept = self._kept_order(length, profile, limit_bytes) if config.schedule == SEARCH else None
         known = None if kept is None else kept.read()
+        costs, more = cuts.costs(layout.num_parts), list[str]()
         if known is not None and kept is not None:
             choice, lines = known
             lines = [*lines, f"          found before, kept in {kept.path}"]
         else:
-            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+            if config.recompute == "auto":
+                result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
+            else:
+                result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
             lines = [*describe(result, schedule_chosen=config.schedule == "auto"), *more]
-            choice = Choice(result.plans, result.schedule, None if result.order is None else to_csv(result.order))
+            choice = Choice.of(result)
             if kept is not None:
                 kept.write(choice, [list(plan.lengths) for plan in result.plans], lines)
-        self._write_prediction(choice, cuts.costs(layout.num_parts))
+        self._write_prediction(choice, costs)
         return choice, "\n  ".join([head, *lines])
 
     def _kept_order(self, length: int, profile: Profile, limit_bytes: float | None) -> KeptOrder | None:

@@ -19,6 +19,7 @@ from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice
+from terapipe_ds.runtime.planning.recompute_choice import recompute_for
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
@@ -142,9 +143,11 @@ class Plans:
             self._planner.choose_all(drawn, shapes, besides=self._by_hand)
         plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
         how = self._choice(max(shape.length for shape in shapes))
-        for length in dict.fromkeys(shape.length for shape in shapes):
-            of_length = self._choice(length)
-            self._note_run(replace(of_length, schedule=how.schedule))
+        choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]
+        for choice in choices:
+            self._note_run(replace(choice, schedule=how.schedule))
+        if self._config.recompute == "auto":
+            recompute_for(self._engine.module, choices)
         return how, plans
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

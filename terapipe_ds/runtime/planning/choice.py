@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Kind, Schedule, from_csv
+from terapipe_ds.planner import PlanResult
+from terapipe_ds.schedule import Kind, Schedule, from_csv, to_csv
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,21 @@ class Choice:
     """Say what runs for sequences of one length.
 
     `plans` has the plan of each micro-batch of a step, or one for all; other batches take them in turns. `order_csv` is
-    the order of `"schedule": "search"`, as `schedule.to_csv` writes it.
+    the order of `"schedule": "search"`, as `schedule.to_csv` writes it. `recompute` are the layers of the model that
+    `"recompute": "auto"` chose; None without it.
     """
 
     plans: tuple[SlicePlan, ...]
     schedule: str
     order_csv: str | None = None
+    recompute: frozenset[int] | None = None
+
+    @classmethod
+    def of(cls, result: PlanResult) -> Choice:
+        """Return what the planner chose."""
+        order = None if result.order is None else to_csv(result.order)
+        again = None if result.recompute is None else frozenset(itertools.chain(*result.recompute))
+        return cls(result.plans, result.schedule, order, again)
 
     def __post_init__(self) -> None:
         if len(set(self.plans)) == 1:
@@ -50,13 +61,14 @@ class Choice:
     def joined(self, fewest_tokens: int) -> Choice:
         """Return the choice without slices of fewer tokens (see `SlicePlan.joined`)."""
         plans = tuple(plan.joined(fewest_tokens) for plan in self.plans)
-        return self if plans == self.plans else Choice(plans, self.schedule, self.order_csv)
+        return self if plans == self.plans else replace(self, plans=plans)
 
     def described(self) -> dict[str, Any]:
         """Return the choice as checkpoints hold it."""
         slices = [list(plan.lengths) for plan in self.plans]
         order = {"order": self.order_digest} if self.order_csv is not None else {}
-        return {"slices": slices[0] if len(slices) == 1 else slices, "schedule": self.schedule, **order}
+        again = {"recompute": sorted(self.recompute)} if self.recompute is not None else {}
+        return {"slices": slices[0] if len(slices) == 1 else slices, "schedule": self.schedule, **order, **again}
 
     @property
     def order_digest(self) -> str:

@@ -138,8 +138,8 @@ class Cuts:
     Without layers `parts` were measured with the cut of `module`.
     """
 
-    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts) -> None:
-        self.parts = parts
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, offloads: bool = False) -> None:
+        self.parts, self.offloads = parts, offloads
         self._module, self._layout = module, layout
         self._dry_runs: dict[int, list[int] | None] = {}
 
@@ -166,7 +166,8 @@ class Cuts:
     def memory(self, num_parts: int) -> MemoryModel | None:
         """Return the memory of so many parts; None where it or the cut is not known."""
         bounds = self._bounds(num_parts)
-        return None if bounds is None else self.parts.memory(num_parts, bounds)
+        memory = None if bounds is None else self.parts.memory(num_parts, bounds)
+        return memory if memory is None else dataclasses.replace(memory, offloads=self.offloads)
 
     @property
     def has_memory(self) -> bool:

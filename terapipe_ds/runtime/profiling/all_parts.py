@@ -185,7 +185,7 @@ def _measure_part(
         place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
     # for costs of another cut: the ranking of all schedules, and readers of the profile's file
-    with_layers = config.schedule == "auto" or config.planner.cache_dir is not None
+    with_layers = "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None
     times = time_part(
         timer,
         granularity,

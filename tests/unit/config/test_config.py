@@ -17,7 +17,8 @@ from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "recompute": None,
-    "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None,
+    "offload_activations": False, "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1,
+    "sliced_inputs": None,
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "links": {"forward": None, "backward": None, "exact_until_part": 0},
@@ -57,6 +58,7 @@ def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
+        "offload_activations": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "check_finite": "every_step",
@@ -90,7 +92,8 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             ("partition", value)
             for value in (0, "uniform", True, [], [0], [1, 3], [0, 3, 3], [0, 4, 2], [0, True], [0, 2.0], [0, 10**30])
         ),
-        *(("recompute", value) for value in (True, "on", "auto", [], [-1], [1, 1], [True], {})),
+        *(("recompute", value) for value in (True, "on", "some", [], [-1], [1, 1], [True], {})),
+        *(("offload_activations", value) for value in (None, 1, "true")),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
         *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], {}, 10**30)),
         *(("slices", value) for value in ([[]], [[512], []], [[512], 512], [512, [512]], [[512, 0]], [[2, 2], [2, 1]])),
@@ -452,7 +455,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     assert fingerprint == "3f05b07ff154ecb2"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
-        {"documents": 1}, {"documents": "position_ids"},
+        {"documents": 1}, {"documents": "position_ids"}, {"offload_activations": True}, {"recompute": "full"},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
@@ -471,3 +474,22 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
             "terapipe.documents = 1: DeepSpeed's own engine mixes documents; "
             'set terapipe.enabled to true, or documents to "off"'
         )
+
+
+@pytest.mark.parametrize(
+    ("section", "messages"),
+    [
+        ({}, ["no memory limit", "set terapipe.planner.memory_limit_gb"]),
+        ({"planner": {"memory_limit_gb": 1, "profile": "a.json"}}, ["planner.profile names a file", '"measure"']),
+        ({"planner": {"memory_limit_gb": 1}, "offload_activations": True}, ["does not know of offload_activations"]),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "zbv"}, ["'zbv' has several parts per stage", "[0, 1]"]),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "auto", "chunks_per_stage": 2}, ["several parts per stage"]),
+    ],
+)
+def test_layers_are_chosen_under_a_measured_limit_and_on_one_part_per_stage(
+    section: dict[str, Any], messages: list[str]
+) -> None:
+    text = problem({"enabled": True, "recompute": "auto", **section})
+    assert text.startswith('terapipe.recompute = "auto": ') and all(message in text for message in messages)
+    read({"enabled": False, "recompute": "auto", **section})
+    read({"enabled": True, "recompute": "auto", "planner": {"memory_limit_gb": 1}})

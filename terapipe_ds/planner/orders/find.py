@@ -17,6 +17,7 @@ from terapipe_ds.planner.orders.holdings import Holdings, live_bytes, live_slice
 from terapipe_ds.planner.orders.play import Policy, play
 from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
 from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.peak_memory import Memory
 
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
@@ -71,6 +72,11 @@ class Limit:
             raise ScheduleError(f"{len(limits)} limits of live slices for {stages} stages: give one, or one per stage")
         return live_slices(nodes, limits)
 
+    def keeps(self, schedule: Schedule, plans: Sequence[SlicePlan]) -> bool:
+        """Return whether a whole schedule keeps a limit of bytes, with the messages that are then on their way."""
+        assert self.memory is not None and self.num_bytes is not None
+        return max(Replay.of(schedule).peak_bytes(plans, self.memory)) <= self.num_bytes
+
     def __str__(self) -> str:
         if self.num_bytes is not None:
             return f"{self.num_bytes:.4g} bytes"
@@ -110,13 +116,13 @@ def find_order(
         Limit(max_live_slices, max_live_sequences, memory, memory_limit_bytes),
     )
     evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
-    search = _Search(nodes, limit.holdings(nodes), evaluations, random.Random(seed))
+    search = _Search(nodes, limit, evaluations, random.Random(seed))
     named_s = search.start_from_named(names)
     search.play_policies()
     search.move_nodes()
-    if search.best_s == STUCK:
+    schedule = search.schedule()
+    if schedule is None:
         raise ScheduleError(f"no order found keeps the limit of {limit}: raise it, or give shorter slices")
-    schedule = search.nodes.to_schedule(search.best)
     validate(schedule)
     return FoundOrder(schedule, plans, search.best_s, search.nodes.lower_bound(), named_s, search.used)
 
@@ -132,17 +138,17 @@ def looks_for(num_computations: int, share: float) -> int:
 
 
 class _Search:
-    def __init__(self, nodes: PricedNodes, holdings: Holdings, budget: int, chance: random.Random) -> None:
-        self.nodes, self.holdings, self.budget, self.chance = nodes, holdings, budget, chance
+    def __init__(self, nodes: PricedNodes, limit: Limit, budget: int, chance: random.Random) -> None:
+        self.nodes, self.limit, self.budget, self.chance = nodes, limit, budget, chance
+        self.holdings = holdings = limit.holdings(nodes)
         most = nodes.num_units * nodes.num_parts // nodes.num_stages
         # policies count slices, whatever the limit is in; what holdings do not allow they never run
-        least = [
-            min(gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0)
-        ] * nodes.num_stages
+        least = min((gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0), default=0.0)
         room = [limit - base for limit, base in zip(holdings.limits, holdings.base, strict=True)]
-        self.limits = tuple(max(0, min(most, int(has / one + 1e-9))) for has, one in zip(room, least, strict=True))
+        self.limits = tuple(max(0, min(most, int(has / least + 1e-9))) if least else most for has in room)
         self.best: Orders = []
         self.best_s = STUCK
+        self.best_named: tuple[Orders, float] = [], STUCK
         self.bound_s = nodes.lower_bound() * (1 + 1e-12)
         self.used = 0
         first = [sum(plan.num_slices for plan in nodes.plans[:m]) for m in range(len(nodes.plans))]
@@ -158,12 +164,32 @@ class _Search:
         slices = [plan.num_slices for plan in nodes.plans]
         in_a_v = ("zbv",) if nodes.is_split else ()
         for name in names if nodes.num_parts == nodes.num_stages else in_a_v:
-            orders = nodes.of_schedule(build(name, nodes.num_stages, len(slices), slices))
-            if all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders)):
+            schedule = build(name, nodes.num_stages, len(slices), slices)
+            orders = nodes.of_schedule(schedule)
+            if self._keeps(schedule, orders):
                 self.used += 1
                 seconds[name] = nodes.makespan(orders)
                 self._offer(orders, seconds[name])
+        self.best_named = self.best, self.best_s
         return seconds
+
+    def _keeps(self, schedule: Schedule, orders: Orders) -> bool:
+        if self.limit.num_bytes is not None:  # holdings count more messages than there are
+            return self.limit.keeps(schedule, self.nodes.plans)
+        return all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders))
+
+    def schedule(self) -> Schedule | None:
+        """Return the best order, if there is one.
+
+        Holdings count `OUTSTANDING_SENDS` messages; an order that cannot run with so few is not known to fit in bytes.
+        """
+        if self.best_s == STUCK:
+            return None
+        schedule = self.nodes.to_schedule(self.best)
+        if self.limit.num_bytes is None or self.limit.keeps(schedule, self.nodes.plans):
+            return schedule
+        self.best, self.best_s = self.best_named
+        return None if self.best_s == STUCK else self.nodes.to_schedule(self.best)
 
     def play_policies(self) -> None:
         """Play a grid of policies, then change the best one while half of the budget lasts."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.planner.orders.priced_nodes import PricedNodes
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.simulator.peak_memory import Memory
 
 
@@ -79,7 +80,10 @@ def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequenc
 
 
 def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
-    """Return the bytes of a memory model, as the simulator counts them."""
+    """Return the bytes of a memory model, as the simulator counts them, but for messages on their way.
+
+    How many there are depends on the orders of other stages. Here they are always `OUTSTANDING_SENDS`, the largest.
+    """
     gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
     for part in range(nodes.num_parts):
         for unit, (m, s) in enumerate(nodes.units):
@@ -109,6 +113,9 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
         base[stage_id] += memory.static_bytes(part)
+        if part > 0 and nodes.stage_of_part[part - 1] != stage_id:
+            largest = max(length for plan in nodes.plans for length in plan.lengths)
+            base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
     limits = (limit_bytes,) * nodes.num_stages
     return Holdings(nodes, limits, tuple(base), gain, after, working, gradients_of)

@@ -31,7 +31,12 @@ def test_bytes_are_those_of_the_simulator(name: str, chunks: int) -> None:
     nodes = PricedNodes(placement_for(name, stages, chunks), PLANS, Costs())
     holdings = live_bytes(nodes, memory, 1e12)
     peaks = [holdings.peak(k, order) for k, order in enumerate(nodes.of_schedule(schedule))]
-    assert peaks == list(simulate(schedule, PLANS, Costs(), memory=memory).peak_bytes or ())
+    senders = [part for (stage, _), part in placement_for(name, stages, chunks).items() if part > 0]
+    stage_of = {part: stage for (stage, _), part in placement_for(name, stages, chunks).items()}
+    for k, simulated in enumerate(simulate(schedule, PLANS, Costs(), memory=memory).peak_bytes or ()):
+        parts = [part for part in senders if stage_of[part] == k != stage_of[part - 1]]
+        messages = sum(8 * memory.sent_bytes(part, LENGTH) for part in parts)
+        assert 0 <= peaks[k] - simulated <= messages, "all but what is on its way, at most eight messages a link"
 
 
 def test_live_slices_are_those_of_the_schedule() -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -88,6 +89,16 @@ def refusal_of_tied_embeddings() -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of("gpt2"), topology=topology(2)))
 
 
+def refusal_of_tied_layers() -> tuple[str, str]:
+    """Build a module of one's own, whose constructor waits for ever where nothing stops it."""
+    tied = [TiedLayerSpec("one weight", torch.nn.Linear, 4, 4) for _ in range(2)]
+    terapipe_ds.register()
+    try:
+        return engines.raised_by(lambda: PipelineModule(tied, topology=topology(2), partition_method="uniform"))
+    finally:
+        terapipe_ds.unregister()
+
+
 class Numbered(Dataset[Any]):
     """Rows that are known by their first token."""
 
@@ -151,6 +162,10 @@ class TestSequenceRanks:
         pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
         for kind, text in rank_pool(RANKS).run(refusal_of_tied_embeddings):
             assert (kind, "makes wrong groups of tied layers" in text) == ("ModelRefusedError", True)
+
+    def test_tied_layers_of_a_module_are_refused_while_it_is_built(self) -> None:
+        for kind, text in rank_pool(RANKS).run(refusal_of_tied_layers):
+            assert (kind, "tied layers (one weight)" in text) == ("TeraPipeConfigError", True)
 
     @pytest.mark.parametrize("slices", [(6, 2, 4), (12,)], ids=["three", "one"])
     def test_logits_of_an_evaluation_are_those_of_whole_sequences(self, slices: tuple[int, ...]) -> None:

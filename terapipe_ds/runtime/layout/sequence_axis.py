@@ -58,12 +58,8 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides "
             f"the same heads. Take the axes {list(_AXES)}"
         )
-    tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-    if tied and module.topology().get_dim("pipe") > 1:
-        return (
-            f"{shown} cannot be combined with tied layers ({', '.join(tied)}): DeepSpeed (0.19.8) makes wrong groups "
-            "for them. Use LayerSpec in place of TiedLayerSpec"
-        )
+    if problem := problem_of_tied_layers(module):
+        return problem
     for key, is_set, instead in (
         ("strategy", config.planned is not None, "the topology, slices and schedule themselves"),
         ("verify", config.verify == "first_batch", "null or off; check the layers without the axis"),
@@ -72,6 +68,22 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             value = getattr(config, key)
             return f"{shown} cannot be combined with terapipe.{key} = {value!r} yet: give {instead}"
     return None
+
+
+def problem_of_tied_layers(module: PipelineModule) -> str | None:
+    """Return why these layers cannot be tied; None where they can. A module whose layers have no stages yet will do.
+
+    The constructor of DeepSpeed's module would wait for ever: it makes groups that differ among the sequence ranks.
+    """
+    topology = module.topology()
+    tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
+    size = topology.get_dim(AXIS)
+    if not tied or size <= 1 or topology.get_dim("pipe") == 1:
+        return None
+    return (
+        f"a topology with {size} ranks on the axis {AXIS!r} cannot be combined with tied layers ({', '.join(tied)}): "
+        "DeepSpeed (0.19.8) makes wrong groups for them. Use LayerSpec in place of TiedLayerSpec"
+    )
 
 
 def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:

@@ -216,7 +216,11 @@ class TestSequenceRanks:
             assert "inputs of sequence ranks [0, 1] (stage 0, replica 0)" in text
 
     @pytest.mark.parametrize(
-        "changes", [{"slices": "auto"}, {"slices": "auto", "schedule": "auto"}], ids=["slices", "schedule"]
+        "changes",
+        [
+            pytest.param({"slices": "auto"}, marks=pytest.mark.full, id="slices"),
+            pytest.param({"slices": "auto", "schedule": "auto"}, id="schedule"),
+        ],
     )
     def test_slices_are_planned_from_measured_shares(self, changes: dict[str, Any], tmp_path: Path) -> None:
         """Every slice is a multiple of the ranks, although the granularity is one token."""

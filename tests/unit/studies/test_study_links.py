@@ -12,6 +12,7 @@ from studies import links
 from studies.links import WORK, Run
 
 
+@pytest.mark.full
 def test_a_few_steps_count_the_bytes_of_each_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ def limit_of(parts: Sequence[PartLayers], schedule: str, plan: SlicePlan, share:
     return share * max(Replay.of(build(schedule, 4, 4, plan.num_slices)).peak_bytes(plan, model))
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "auto"])
+@pytest.mark.parametrize("schedule", ["seq1f1b", pytest.param("auto", marks=pytest.mark.full)])
 def test_slices_and_layers_are_found_together(schedule: str) -> None:
     parts, plan = pipeline(), SlicePlan.equal(32, 4, 2)
     limit = limit_of(parts, "seq1f1b", plan, 0.6)

@@ -28,7 +28,7 @@ RINGS = {
 # In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.
 WINGS = {
     "runtime": (
-        "register", "engine", "checkpoints", "verify", "planning", "profiling", "memory", "layers", "links", "batch",
+        "register", "engine", "checkpoints", "verify", "planning", "profiling", "layers", "links", "batch",
         "layout", "failures",
     ),
 }  # fmt: skip

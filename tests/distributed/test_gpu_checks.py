@@ -131,6 +131,7 @@ def test_dry_runs_have_a_folder_of_their_own() -> None:
 # -- what the parts see -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_wrong_is_seen(tmp_path: Path) -> None:
     real = CpuFlash.run_backward
 

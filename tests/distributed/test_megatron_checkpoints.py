@@ -217,7 +217,7 @@ def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: str, univers
         # from four replicas, whose partitions cut through parameters, to TP2 x PP2
         pytest.param(replace(TIED, layout="dp4"), BASE.layout, marks=pytest.mark.full),
         (replace(BASE, block="moe"), "pp2_dp2"),
-        (replace(BASE, attention="latent, window, sinks"), "pp2_dp2"),
+        pytest.param(replace(BASE, attention="latent, window, sinks"), "pp2_dp2", marks=pytest.mark.full),
     ],
     ids=["and back", "experts", "latents and sinks"],
 )

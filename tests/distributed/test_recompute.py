@@ -138,6 +138,7 @@ def job_with_profile(path: str, recompute: Any) -> str:
     return raised_by(lambda: engine_of(gpt_layers(), terapipe).__enter__().destroy())[1]
 
 
+@pytest.mark.full
 def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: Path) -> None:
     pool, kept, path = rank_pool(2), tmp_path / "kept", tmp_path / "profile.json"
     counts = [

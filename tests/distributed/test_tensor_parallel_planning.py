@@ -80,7 +80,7 @@ def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tupl
 @pytest.mark.parametrize(
     ("case", "how"), [("tp2-pp2", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp1", "noisy clock")]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: str) -> None:
     ranks, grid = GRIDS[case]
     results = rank_pool(ranks).run(_planned, grid=grid, how=how, disturbed=[1])

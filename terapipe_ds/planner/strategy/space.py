@@ -75,13 +75,13 @@ class Space:
         if tensor is not None and (why := self.layers.refuse_tensor(tensor)) is not None:
             fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
             nearest = min(fits, key=lambda degree: abs(degree - tensor), default=1)
-            return f"{asked}: {why}. The nearest that works here is tensor_parallel = {nearest}"
+            return f"{asked}: {why}. Give tensor_parallel = {nearest}, the nearest that works here"
         if tensor is not None and cluster.devices_per_node % tensor:
             fits = _divisors(cluster.devices_per_node)
             nearest = min(fits, key=lambda degree: abs(degree - tensor))
             return (
                 f"{asked}: tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a "
-                f"node; the nearest that does is {nearest}"
+                f"node; give {nearest}, the nearest that does"
             )
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):
@@ -92,14 +92,14 @@ class Space:
                     why = self.layers.refuse_micro_batch(tensor or 1, 1) or (
                         f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
                     )
-                    return f"{asked}: {why}; the nearest that works is global_batch_size = {other}"
+                    return f"{asked}: {why}; give global_batch_size = {other}, the nearest that works"
         for name, value in vars(self.choices).items():
             if value is not None and name in _AXES:
                 free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, **{name: None}))
                 others = {getattr(candidate.grid, _AXES[name]) for candidate in free.candidates()}
                 if others:
                     nearest = min(others, key=lambda other: (abs(other - value), other))
-                    return f"{asked}: no strategy has {name} = {value}; the nearest that works is {nearest}"
+                    return f"{asked}: no strategy has {name} = {value}; give {nearest}, the nearest that works"
         fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 

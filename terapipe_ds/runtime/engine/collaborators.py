@@ -12,9 +12,9 @@ from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
+from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.memory.offload import ActivationOffload
 
 
 @dataclass

@@ -35,6 +35,7 @@ def test_the_settings_are_those_of_table_1() -> None:
     assert len({setting.question for setting in settings.values()}) == 5
 
 
+@pytest.mark.full
 def test_a_small_setting_is_ranked_and_what_is_found_is_no_slower() -> None:
     small = PublishedSetting(0, "gpt3-1b", 16, 8, 2048, 8, 2, 1, ((704, 688, 656),), None)
     unknown = PublishedSetting(1, "gpt3-1b", 16, 8, 2048, 4, 1, 4, (1, 4), 9.0)

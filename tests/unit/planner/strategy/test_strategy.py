@@ -280,9 +280,12 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ({"tensor_parallel": 3}, "num_heads = 8 of mini does not divide by it.*nearest that works here is tensor_par"),
-        ({"stages": 3}, "no strategy has stages = 3; the nearest that works is 2"),
-        ({"data_parallel": 4, "global_batch_size": 7}, "the nearest that works is global_batch_size = 8"),
+        (
+            {"tensor_parallel": 3},
+            "num_heads = 8 of mini does not divide by it.*Give tensor_parallel = .*, the nearest that works here",
+        ),
+        ({"stages": 3}, "no strategy has stages = 3; give 2, the nearest that works"),
+        ({"data_parallel": 4, "global_batch_size": 7}, "give global_batch_size = 8, the nearest that works"),
         ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
         ({"memory_limit_gb": -1}, "memory_limit_gb = -1: give a number > 0"),
         ({"schedule": "chimera"}, "schedule = 'chimera': strategies have"),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Key
-from terapipe_ds.runtime.memory.host_buffers import HostBuffers
+from terapipe_ds.runtime.layers.host_buffers import HostBuffers
 from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
 

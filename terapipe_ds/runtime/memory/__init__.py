@@ -1,1 +1,0 @@
-"""Where saved tensors of live slices are while no action needs them."""

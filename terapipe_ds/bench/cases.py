@@ -9,7 +9,7 @@ from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
-from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, V_SHAPED
+from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED
 
 
 class BenchError(ValueError):
@@ -20,10 +20,10 @@ PLAN = "plan"
 """Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
 
 AUTO = "auto"
-"""The planner's choice of a schedule, here among those with one part per stage."""
+"""The planner's choice of a schedule with a name, here among those with one part per stage."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
-TERAPIPE = tuple(name for name in SCHEDULE_NAMES if name != "dapple")  # which is 1f1b by another name
+TERAPIPE = (*(name for name in SCHEDULE_NAMES if name != "dapple"), SEARCH)  # dapple is 1f1b by another name
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
 SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
 """What each system can run, by the names used here."""
@@ -98,7 +98,7 @@ class Case:
     @property
     def needs_costs(self) -> bool:
         """Return whether the planner chooses slices or schedule from measured costs."""
-        return self.system == "terapipe" and (self.planned or self.schedule == AUTO)
+        return self.system == "terapipe" and (self.planned or self.schedule in (AUTO, SEARCH))
 
     @property
     def max_slices(self) -> int | None:
@@ -125,6 +125,8 @@ class Case:
             return f"{schedule} needs an even number of stages, this is {stages}"
         if isinstance(self.slices, int) and self.slices > length:
             return f"{self.slices} slices are more than the {length} tokens of a sequence; give fewer"
+        if schedule == SEARCH and not self.planned:
+            return f"{SEARCH} chooses slices and order together; give {PLAN}, or {PLAN}:8 for at most eight slices"
         return f"{schedule} cuts the model in {parts} parts, it has {layers} layers" if parts > layers else None
 
 
@@ -197,7 +199,8 @@ def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
     """Return every schedule of every system; ours in each of `slices`, or in one if they run whole micro-batches."""
     stock = [Case("deepspeed", name) for name in DEEPSPEED]
     sliced = [name for name in TERAPIPE if name == "1f1b" or name not in WHOLE]
-    ours = [Case("terapipe", name, given) for name in sliced for given in slices]
+    planned = [given for given in slices if isinstance(given, str)]  # an order is found for the slices that it has
+    ours = [Case("terapipe", name, given) for name in sliced for given in (planned if name == SEARCH else slices)]
     whole = [Case("terapipe", name, 1) for name in WHOLE]
     return (*stock, *whole, *ours, *(Case("torch", name) for name in TORCH))
 
@@ -218,6 +221,7 @@ PRESETS = {
         Case("terapipe", "seq1f1b", "plan:8", (1,)),
         Case("terapipe", "seq1f1b", PLAN),
         Case("terapipe", "seq1f1b-zb", PLAN),
+        Case("terapipe", SEARCH, PLAN, (4,)),
         Case("terapipe", "chimera-seq", PLAN, (4,)),
         Case("torch", "gpipe", accumulations=(1,)),
         Case("torch", "zbv", accumulations=(4,)),

@@ -5,6 +5,7 @@ This is pure arithmetic without torch, so that every definition is tested on han
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,10 @@ class Recorded(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch_id}.{self.slice_id}" + f"c{self.chunk_id}" * bool(self.chunk_id)
+
+
+Plans = tuple[SlicePlan, ...]
+"""The slices of each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,9 @@ class SliceMeasurements:
 
 def ideal_bubble(schedule: Schedule) -> float:
     """Return the bubble with equal parts, equal slices, a backward of two forwards, and free messages."""
-    plans = [SlicePlan((1,) * count) for count in schedule.num_slices]
-    return simulate(schedule, plans, UnitCosts(max(schedule.num_slices))).bubble_fraction
+    length = math.lcm(*schedule.num_slices)
+    plans = [SlicePlan((length // count,) * count) for count in schedule.num_slices]
+    return simulate(schedule, plans, UnitCosts(length)).bubble_fraction
 
 
 def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closing_s: float) -> float:
@@ -166,14 +172,12 @@ class ActionCosts:
         return self.links.get(tokens, 0.0)
 
 
-def action_costs(
-    trace: StepTrace, schedule: Schedule, plan: SlicePlan, links: Mapping[int, float]
-) -> list[ActionCosts]:
+def action_costs(trace: StepTrace, schedule: Schedule, plans: Plans, links: Mapping[int, float]) -> list[ActionCosts]:
     """Return for each part the CPU time of its actions in one step: the mean over the micro-batches."""
     parts: dict[int, dict[tuple[str, int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for stage_id, events in enumerate(trace.computations()):
         for event in events:
-            start, stop = plan.span(event.slice_id)
+            start, stop = plans[event.micro_batch_id].span(event.slice_id)
             part_id = schedule.placement[stage_id, event.chunk_id]
             parts[part_id][event.kind, stop - start, start].append(event.cpu_s)
     return [
@@ -183,12 +187,17 @@ def action_costs(
 
 
 def replay_s(
-    trace: StepTrace, schedule: Schedule, plan: SlicePlan, links: Mapping[int, float], *, blocking: bool = False
+    trace: StepTrace,
+    schedule: Schedule,
+    plans: Plans,
+    links: Mapping[int, float],
+    *,
+    blocking: bool = False,
 ) -> tuple[float, Timeline]:
     """Return the step as it would be with a core for each stage, and its timeline.
 
     That is the schedule with every action's own CPU time and the measured links, then reduce and optimizer of the
     slowest stage. `blocking`: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
     """
-    timeline = simulate(schedule, plan, action_costs(trace, schedule, plan, links), overlap=not blocking)
+    timeline = simulate(schedule, plans, action_costs(trace, schedule, plans, links), overlap=not blocking)
     return timeline.makespan_s + max(trace.closing_s("cpu")), timeline

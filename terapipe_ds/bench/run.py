@@ -16,6 +16,7 @@ from typing import Any
 from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import AUTO, BenchError, Job
 from terapipe_ds.bench.metrics import (
+    Plans,
     SliceMeasurements,
     StepTrace,
     bound_s,
@@ -29,7 +30,6 @@ from terapipe_ds.bench.metrics import (
 )
 from terapipe_ds.bench.ranks import RankError, finish_rank, gpt_config, keep_memory, machine, prepare_rank, spawn_ranks
 from terapipe_ds.files.atomic import write_atomically
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 from terapipe_ds.timeline import Timeline
@@ -119,7 +119,7 @@ class MeasuredRun:
         def by_step(key: str) -> list[tuple[Any, ...]]:
             return list(zip(*(record[key] for record in records), strict=True))
 
-        self.plan = SlicePlan(first["slices"])
+        self.plans: Plans = first["plans"]
         self.schedule: Schedule = first["schedule"]
         self.traces = list(map(StepTrace, by_step("events")))
         self.losses = [next(loss for loss in reversed(ranks) if loss is not None) for ranks in by_step("losses")]
@@ -127,7 +127,7 @@ class MeasuredRun:
         self.static_bytes = [record["static_bytes"] for record in records]
         # of work on a device, the CPU time of the process says nothing
         recorded = self.traces if job.device == "cpu" else []
-        replays = [replay_s(t, self.schedule, self.plan, measured.links, blocking=self.is_stock) for t in recorded]
+        replays = [replay_s(t, self.schedule, self.plans, measured.links, blocking=self.is_stock) for t in recorded]
         self.replayed_s = statistics.median(seconds for seconds, _ in replays) if replays else None
         # with fewer cores than stages the wall clock means nothing
         self.step_s_all = [s for s, _ in replays] if job.replayed else list(map(max, by_step("seconds")))
@@ -143,16 +143,20 @@ class MeasuredRun:
     @property
     def is_unsliced(self) -> bool:
         """Return whether each F and B takes a whole micro-batch through a whole stage."""
-        return self.plan.num_slices == 1 and self.schedule.chunks_per_stage == 1
+        return max(self.schedule.num_slices) == 1 and self.schedule.chunks_per_stage == 1
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that name the run, even a failed one."""
-        slices = list(self.plan.lengths) if self.error is None else []
+        plans = self.plans if self.error is None else ()
+        most = max(plans, key=lambda plan: plan.num_slices, default=None)
+        slices: dict[str, Any] = {"slices": [] if most is None else list(most.lengths)}
+        if len(set(plans)) > 1:  # else the one above is that of all micro-batches
+            slices["plans"] = [list(plan.lengths) for plan in plans]
         name, label = self.case.schedule, self.case.label
         if name == AUTO and self.error is None:
             name = f"{AUTO} ({self.schedule.name})"
             label = label.replace(AUTO, name, 1)
-        sizes = {"slices": slices, "accumulation": self.accumulation, "stages": self.job.work.stages}
+        sizes = {**slices, "accumulation": self.accumulation, "stages": self.job.work.stages}
         kinds = {"planned": self.case.planned, "replayed": self.job.replayed}
         return {"system": self.case.system, "schedule": name, "label": label, **sizes, **kinds}
 
@@ -170,7 +174,7 @@ class MeasuredRun:
         costs = self.measured.costs.get(self.case.cut)
         if costs is None or self.case.system != "terapipe":
             return None
-        return float(simulate(self.schedule, self.plan, costs).makespan_s) + self.closing_s
+        return float(simulate(self.schedule, self.plans, costs).makespan_s) + self.closing_s
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """Return what the schedule, or the stock engine's order, needs by the memory model of our engine's slices."""
@@ -179,7 +183,7 @@ class MeasuredRun:
         memory = self.measured.memory.get(cut)
         if memory is None or self.case.system == "torch" or not is_ours:
             return None
-        return list(Replay.of(self.schedule).peak_bytes(self.plan, memory))
+        return list(Replay.of(self.schedule).peak_bytes(self.plans, memory))
 
     def figures(self, stock: MeasuredRun | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
         """Return all figures of its row."""

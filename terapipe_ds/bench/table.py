@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 WORTH_SAYING = 0.02
@@ -64,12 +64,19 @@ def _line(row: Mapping[str, Any]) -> str:
     low, high = row["spread_s"]
     stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
+    slices = counts_text(row["slices"], row.get("plans", ()))
     return (
-        f"{head}{len(row['slices']):>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
+        f"{head}{slices:>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
         f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
         f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
     )
+
+
+def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
+    """Return how many slices micro-batches have: "8", or "1-3" where they differ."""
+    counts = [len(plan) for plan in plans] or [len(slices)]
+    return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
 
 
 def _seconds(*times: float) -> str:

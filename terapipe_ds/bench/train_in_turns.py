@@ -25,18 +25,20 @@ from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches
 from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
 from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
-from terapipe_ds.bench.metrics import SliceMeasurements
+from terapipe_ds.bench.metrics import Plans, SliceMeasurements
 from terapipe_ds.bench.ranks import Agreement, build_engine, gpt_config, micro_batches, progress_bar
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import best_schedule, plan_slices
+from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
 from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.slice_timer import synchronize
+from terapipe_ds.schedule import SEARCH, to_csv
 
 _PINGS = 5
 _DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {
@@ -55,7 +57,7 @@ def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[st
     runs = [run for accumulation in job.accumulations for run in turns.measure(accumulation)]
     turns.bar.close()
     position.at()
-    lengths = sorted({n for run in runs for n in run.get("slices", ())})
+    lengths = sorted({n for run in runs for plan in run.get("plans", ()) for n in plan.lengths})
     measured = SliceMeasurements(turns.planned.costs, turns.planned.memory, measure_links(job, lengths))
     record: dict[str, Any] = {"runs": runs, "measured": measured}
     if job.device != "cpu":
@@ -78,7 +80,7 @@ class _Turns:
         self.data = micro_batches(job.work, most, int(gpt_config(job.work, job.gpt).vocab_size))
         for index, driver in self.drivers.items():  # the first step allocates and compiles
             self._begin(index, "warm-up")
-            driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
+            driver.prepare(driver.fewest, (SlicePlan((job.work.sequence_length,)),) * driver.fewest)
             driver.step(self.data[: driver.fewest])
             self.bar.update()
         # beside what is there while steps run
@@ -117,9 +119,8 @@ class _Turns:
                 if turn:
                     _timed_step(run, driver, batch)
                 else:
-                    plan = SlicePlan(run["slices"])
-                    driver.prepare(accumulation, plan, run["order"])
-                    run["schedule"] = driver.schedule(accumulation, plan)
+                    driver.prepare(accumulation, run["plans"], run["order"])
+                    run["schedule"] = driver.schedule(accumulation, run["plans"])
                     _memory_step(run, driver, batch)
                 self.bar.update()
         return runs
@@ -132,23 +133,27 @@ class _Turns:
             return {**run, "error": problem}
         self.position.at(case=index, accumulation=accumulation)
         try:
-            plan = self._plan(case, accumulation)
+            plans, name = self._choice(case, accumulation)
         except (ValueError, ZeroDivisionError) as error:
             what = "no plan" if case.planned else f"{case.slices} slices of {self.job.work.sequence_length} tokens"
             return {**run, "error": f"{what}: {error}"}
-        name = self.planned.schedule(case, accumulation, plan)
         self.drivers[index].restart()
-        return {**run, "slices": plan.lengths, "order": name, "seconds": [], "losses": [], "events": []}
+        return {**run, "plans": plans, "order": name, "seconds": [], "losses": [], "events": []}
 
-    def _plan(self, case: Case, accumulation: int) -> SlicePlan:
+    def _choice(self, case: Case, accumulation: int) -> tuple[Plans, str]:
+        """Return the slices of each micro-batch, and the name of the schedule or the path of its order."""
         length = self.job.work.sequence_length
+        if case.schedule == SEARCH:
+            return self.planned.found(case, accumulation)
         if isinstance(case.slices, str):
-            return self.planned.plan(case, accumulation)
-        if isinstance(case.slices, int):
-            return SlicePlan.equal(length, case.slices, min(self.job.granularity, length // case.slices))
-        if sum(case.slices) != length:
+            plan = self.planned.plan(case, accumulation)
+        elif isinstance(case.slices, int):
+            plan = SlicePlan.equal(length, case.slices, min(self.job.granularity, length // case.slices))
+        elif sum(case.slices) != length:
             raise ValueError(f"their lengths sum to {sum(case.slices)}")
-        return SlicePlan(case.slices)
+        else:
+            plan = SlicePlan(case.slices)
+        return (plan,) * accumulation, self.planned.schedule(case, accumulation, plan)
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
@@ -231,6 +236,7 @@ class PlannedCases:
     """
 
     job: Job
+    folder: Path
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
     memory: dict[str, MemoryModel] = field(default_factory=dict)
 
@@ -240,7 +246,7 @@ class PlannedCases:
 
         Engines run whole stages, and each other cut for which some of `cases` (all can be built) need a plan.
         """
-        planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
+        planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
         left_out = {failed.cut for failed in job.left_out}
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
             if cut in left_out:
@@ -269,11 +275,24 @@ class PlannedCases:
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
         """Return the planner's plan, the same on all ranks, or raise `ValueError` on all of them. A collective."""
+        return from_rank_0(lambda: self._result(case, accumulation).plans[0])
+
+    def found(self, case: Case, accumulation: int) -> tuple[Plans, str]:
+        """Return the plans and the file of an order that is found for the costs, as `plan` does. A collective."""
+
+        def find() -> tuple[Plans, str]:
+            result, path = self._result(case, accumulation), self.folder / f"order-{accumulation}.csv"
+            write_text(path, to_csv(result.build()))
+            return result.plans, str(path)
+
+        return from_rank_0(find)
+
+    def _result(self, case: Case, accumulation: int) -> PlanResult:
         work, costs = self.job.work, self.costs[case.cut]
         sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
         options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
-        options["with_order"] = False  # what runs is named in the table
-        return from_rank_0(lambda: plan_slices(costs, *sizes, **options).plans[0])
+        options["with_order"] = False  # what "auto" runs is named in the table; "search" has a row of its own
+        return plan_slices(costs, *sizes, **options)
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
         """Return the case's schedule; for "auto", the best for `plan` with one part per stage."""

@@ -18,7 +18,7 @@ from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
 from terapipe_ds.commands.user_model import DeepSpeedJson, model_of
 from terapipe_ds.messages import show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Case, Job
@@ -46,7 +46,9 @@ Schedules of each system:
   deepspeed: 1f1b, dualpipev
   torch: gpipe, 1f1b, interleaved1f1b, zbv
 """ + textwrap.fill(
-    f"  terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, subsequent_indent="    "
+    f"  terapipe: {', '.join((*(name for name in SCHEDULE_NAMES if name != 'dapple'), SEARCH))}",
+    118,
+    subsequent_indent="    ",
 )
 
 REPLAY_TOLERANCE = 0.05

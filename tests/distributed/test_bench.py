@@ -24,7 +24,11 @@ from tests.distributed.harness import RankPool
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=64, micro_batch=1, hidden=16, layers=4, heads=2)
 # every schedule once, and some of them planned: halves are measured for that as well
-OWN = (Case("terapipe", "dapple", 3, options=(("policy", "B"),)), Case("terapipe", "auto", PLAN))
+OWN = (
+    Case("terapipe", "dapple", 3, options=(("policy", "B"),)),
+    Case("terapipe", "auto", PLAN),
+    Case("terapipe", "search", PLAN),
+)
 PLANNED = tuple(
     Case("terapipe", name, PLAN) for name in (("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq") if FULL else ("zbv",))
 )
@@ -79,7 +83,8 @@ def test_every_row_has_every_figure(rows: list[dict[str, Any]]) -> None:
         assert all(peak > static / 2 for peak, static in zip(row["peak_bytes"], row["static_bytes"], strict=True))
         assert (row["predicted_s"] is not None) == (row["system"] == "terapipe")
         kinds = [event["kind"] for event in row["timeline"]["events"]]
-        units = 4 * len(row["slices"]) * (2 if row["schedule"] in TWO_PARTS else 1)
+        counts = [len(plan) for plan in row.get("plans", ())] or [len(row["slices"])] * 4
+        units = sum(counts) * (2 if row["schedule"] in TWO_PARTS else 1)
         assert kinds.count("F") == kinds.count("B") == 2 * units
     assert [row["planned"] for row in rows] == [case.slices == PLAN for case in CASES]
 

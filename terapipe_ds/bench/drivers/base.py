@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.bench.drivers.recorder import Recorder
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.schedule import Action, Schedule
 from terapipe_ds.schedule.placement import Placement
 
@@ -26,15 +26,15 @@ class Driver:
     optimizer: Any
     fewest = 1  # micro-batches of a step
 
-    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
-        """Set the micro-batches of the next steps, their slices and, where there is a choice, their order."""
+    def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
+        """Set the micro-batches of the next steps, the slices of each and, where there is a choice, their order."""
         raise NotImplementedError
 
     def step(self, micro_batches: MicroBatches) -> float | None:
         """Make one optimizer step; return the mean loss of its micro-batches, on ranks that know it."""
         raise NotImplementedError
 
-    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+    def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         """Return the order in which the driver runs, as one of our schedules."""
         raise NotImplementedError
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import EngineRecorder, InstructionRecorder
+from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import build_engine
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Schedule, build
-from terapipe_ds.schedule.placement import v_shape
+from terapipe_ds.schedule import Schedule, build, load
+from terapipe_ds.schedule.placement import SEARCH, v_shape
 
 
 class _EngineDriver(Driver):
@@ -22,7 +22,7 @@ class _EngineDriver(Driver):
         self._engine = build_engine(section, self._work, ds_config=job.ds_config, gpt=job.gpt, dualpipe=dualpipe)
         self.optimizer = self._engine.optimizer
 
-    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
+    def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
         self._engine.set_train_batch_size(self._work.micro_batch * accumulation)
 
     def step(self, micro_batches: MicroBatches) -> float | None:
@@ -44,7 +44,7 @@ class StockDriver(_EngineDriver):
         super().__init__(job, None, self._dualpipe)
         self.recorder = InstructionRecorder(self._engine)
 
-    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+    def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         if self._dualpipe:
             return of_dualpipev(self._work.stages, accumulation)
         return build("1f1b", self._work.stages, accumulation, 1)
@@ -60,20 +60,23 @@ class TeraPipeDriver(_EngineDriver):
 
     def __init__(self, case: Case, job: Job) -> None:
         self._case = case
-        self._schedule = case.schedule if case.schedule != AUTO else CUTS[case.cut][-1]  # until one is chosen
+        self._schedule = CUTS[case.cut][-1] if case.schedule in (AUTO, SEARCH) else case.schedule  # until one is chosen
         options = {"schedule_options": case.schedule_options, "chunks_per_stage": case.chunks_per_stage}
         section = {**(job.ds_config or {}).get("terapipe", {}), "schedule": self._schedule, **options}
         super().__init__(job, {**section, "enabled": True, "slices": 1, "granularity_tokens": 1})
         self.recorder = self._engine.tracer = EngineRecorder()
 
-    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
-        super().prepare(accumulation, plan)
+    def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
+        super().prepare(accumulation, plans)
         self._schedule = schedule or self._schedule
-        self._engine.use_slice_plan(plan, self._schedule)
+        self._engine.use_slice_plan(plans, self._schedule)
 
-    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+    def schedule(self, accumulation: int, plans: Plans) -> Schedule:
+        if self._schedule.endswith(".csv"):
+            return load(self._schedule)
         options = {"chunks_per_stage": self._case.chunks_per_stage, **self._case.schedule_options}
-        return build(self._schedule, self._work.stages, accumulation, plan.num_slices, **options)
+        counts = [plan.num_slices for plan in plans]
+        return build(self._schedule, self._work.stages, accumulation, counts, **options)
 
     def forget(self) -> None:
         self._engine.slice_store.drop_free()

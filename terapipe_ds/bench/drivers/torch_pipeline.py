@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
+from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
 from terapipe_ds.schedule.placement import Placement, loop, v_shape
@@ -119,7 +119,7 @@ class TorchDriver(Driver):
         self.optimizer = torch.optim.AdamW(self._masters.weights, **adam_options(ds_config))
         self._pipeline: Any = None
 
-    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
+    def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
         self._pipeline = None  # with its receive buffers, before there are new ones
         stages = [self._stage(chunk_id, part_id) for chunk_id, part_id in enumerate(self._modules)]
         given = stages if self._case.schedule in TWO_PARTS else stages[0]
@@ -170,7 +170,7 @@ class TorchDriver(Driver):
         self.optimizer.zero_grad(set_to_none=not self._masters.sums_in_fp32)
         return float(sum(loss.detach() for loss in losses)) if has_last else None
 
-    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+    def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         if self._case.schedule not in TWO_PARTS:  # as ours; what torch prints of its 1F1B is not what it runs
             return build(self._case.schedule, self._work.stages, accumulation, 1)
         return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)

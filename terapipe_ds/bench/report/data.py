@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
+from terapipe_ds.bench.table import counts_text
 from terapipe_ds.files.strict_json import JsonError, parse_as
 from terapipe_ds.timeline import Timeline
 
@@ -59,6 +60,7 @@ class Run(_AnyRun):
     """A run with its figures; docs/bench.md says what they mean. A figure that is not known is None."""
 
     slices: tuple[_Count, ...]
+    plans: tuple[tuple[_Count, ...], ...] = ()  # one per micro-batch where they differ; then the above has the most
     step_s: _Seconds
     step_s_all: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
     tokens_per_s: _Amount | None
@@ -88,8 +90,13 @@ class Run(_AnyRun):
         """Return the run's name in tables, plots and prose: system, schedule and slices."""
         name = f"{self.system} {self.schedule}"
         if self.system == "terapipe" and self.slices:
-            name += f", {len(self.slices)} slice{'s' * (len(self.slices) > 1)}"
+            name += f", {self.slice_counts} slice{'s' * (len(self.slices) > 1)}"
         return name + ", planned" * self.planned + " (replayed)" * self.replayed
+
+    @property
+    def slice_counts(self) -> str:
+        """Return the number of slices, or the fewest and the most of a micro-batch."""
+        return counts_text(self.slices, self.plans)
 
     @property
     def largest_peak_bytes(self) -> float | None:

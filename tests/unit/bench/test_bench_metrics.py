@@ -81,12 +81,12 @@ def test_ratios_are_taken_turn_by_turn() -> None:
 
 def test_a_replay_puts_cpu_times_and_links_in_the_schedule() -> None:
     links = {3: 0.25, 5: 0.5}
-    seconds, timeline = replay_s(TRACE, SCHEDULE, SlicePlan((5, 3)), links)
+    seconds, timeline = replay_s(TRACE, SCHEDULE, (SlicePlan((5, 3)),) * SCHEDULE.num_micro_batches, links)
     # stage 1: F0 waits for 0.9 + 0.5, F1 for 1.7 + 0.25 but stage 1 is busy until 2.4; then F1, B1, B0 end at 4.7
     # stage 0: B1 waits for B1 of stage 1 (4.1) + 0.25 = 4.35, ends at 6.25; B0 is there at 4.7 + 0.5, ends at 8.05
     assert timeline.makespan_s == pytest.approx(8.05)
     assert seconds == pytest.approx(8.05 + 0.2)  # and the slowest stage's closing
-    blocking, _ = replay_s(TRACE, SCHEDULE, SlicePlan((5, 3)), links, blocking=True)
+    blocking, _ = replay_s(TRACE, SCHEDULE, (SlicePlan((5, 3)),) * SCHEDULE.num_micro_batches, links, blocking=True)
     # now F1 of stage 0 starts at 1.4 and is sent by 2.45: F1 of stage 1 ends at 3.45, B1 is sent by 4.4
     assert blocking == pytest.approx(4.4 + 1.9 + 1.8 + 0.2)
 
@@ -96,7 +96,7 @@ def test_a_replay_takes_the_mean_over_micro_batches() -> None:
         return Recorded(kind, micro_batch_id, 0, 0, 0.0, 1.0, cpu_s)
 
     trace = StepTrace([[unit(0, "F", 1.0), unit(0, "B", 2.0), unit(1, "F", 3.0), unit(1, "B", 6.0)]])
-    seconds, _ = replay_s(trace, build("1f1b", 1, 2, 1), SlicePlan((8,)), {})
+    seconds, _ = replay_s(trace, build("1f1b", 1, 2, 1), (SlicePlan((8,)),) * 2, {})
     assert seconds == pytest.approx(2 * (2.0 + 4.0))
 
 

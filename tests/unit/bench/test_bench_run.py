@@ -21,7 +21,7 @@ from terapipe_ds.bench.train_in_turns import PlannedCases
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import build, to_csv
+from terapipe_ds.schedule import build, load, to_csv
 from terapipe_ds.simulator import UnitCosts, simulate
 from terapipe_ds.timeline import Timeline
 
@@ -37,7 +37,8 @@ def record(case: int, stage_id: int, name: str, slices: list[int], scale: float,
         events.append(Recorded(action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds))
     events.append(Recorded("ST", -1, -1, 0, 500.0, 500.5, 0.5))
     return {
-        "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
+        "case": case, "accumulation": 1, "plans": (SlicePlan(slices),),
+        "seconds": [8.0 * scale, 6.0 * scale + stage_id],
         "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
         "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": schedule,
     }  # fmt: skip
@@ -140,7 +141,7 @@ def test_the_usual_competitors() -> None:
     labels = cases_of()
     assert labels[:5] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", *sliced]
     assert any(label.startswith("torch") for label in labels)
-    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
+    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 1 + 4
 
 
 def test_the_help_lists_every_schedule() -> None:
@@ -212,10 +213,11 @@ def test_plans_with_a_limit() -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> PlannedCases:
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PlannedCases:
     """Costs of two stages in which slices cost nothing but their tokens, for one rank alone."""
     monkeypatch.setattr("terapipe_ds.bench.train_in_turns.from_rank_0", lambda ask: ask())
-    return PlannedCases(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
+    costs: Any = {"whole stages": [UnitCosts(2048)] * 2}
+    return PlannedCases(command.job_of(arguments()), tmp_path, costs)
 
 
 def test_the_limit_of_a_plan_holds(planned: PlannedCases) -> None:
@@ -268,6 +270,21 @@ def test_auto_is_the_best_schedule_for_the_slices_at_hand(planned: PlannedCases)
     makespans = {name: simulate(build(name, 2, 2, 8), plan, UnitCosts(2048)).makespan_s for name in names}
     assert makespans[chosen] == pytest.approx(min(makespans.values())) and makespans[chosen] < max(makespans.values())
     assert planned.schedule(Case("terapipe", "1f1b", 8), 2, plan) == "1f1b"
+
+
+def test_an_order_is_found_for_the_slices_of_each_micro_batch(planned: PlannedCases) -> None:
+    plans, path = planned.found(Case("terapipe", "search", "plan:4"), 4)
+    order, best = load(path), planned.plan(Case("terapipe", "seq1f1b-zb", "plan:4"), 4)
+    assert [plan.num_slices for plan in plans] == list(order.num_slices) and max(order.num_slices) <= 4
+    named_s = simulate(build("seq1f1b-zb", 2, 4, best.num_slices), best, UnitCosts(2048)).makespan_s
+    assert simulate(order, plans, UnitCosts(2048)).makespan_s <= named_s * (1 + 1e-9)
+
+
+def test_slices_that_are_given_have_no_order_to_be_found() -> None:
+    assert "give plan" in (Case("terapipe", "search", 8).problem(WORK, 4) or "")
+    assert Case("terapipe", "search", PLAN).problem(WORK, 4) is None
+    searched = [case.slices for case in all_cases([8, PLAN]) if case.schedule == "search"]
+    assert searched == [PLAN]
 
 
 def test_a_row_names_the_schedule_that_auto_has_chosen() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from terapipe_ds.attention import carry
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, documents, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
+from terapipe_ds.attention.opaque import running_layer
 from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
     PlainAttentionError,
@@ -32,6 +33,7 @@ __all__ = [
     "documents",
     "guard_plain_attention",
     "push_slice",
+    "running_layer",
     "set_backend",
     "sliced_attention",
 ]

@@ -55,6 +55,15 @@ def sliced_attention(
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
     where slices run in an order that cannot give the right result, or without a store.
     """
+    if torch.compiler.is_compiling():  # `layer` is not read here: each one would have a graph of its own
+        q, k, v = _autocast(q, k, v)
+        kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        needs_grad = kv_needs_grad or (
+            torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad))
+        )
+        of_call = scale, dropout_p, window, softcap, needs_grad, kv_needs_grad
+        compiled_out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *of_call)[0]
+        return compiled_out
     active = active_slice()
     is_whole = active is None or active.is_whole
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
@@ -62,6 +71,31 @@ def sliced_attention(
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
+    call, q, k, v = prepare(q, k, v, layer, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        needs_grad = (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        )
+        if torch.is_grad_enabled() and needs_grad:
+            return _SlicedAttention.apply(q, k, v, sinks, call)
+        return call.forward(q, k, v, sinks)[0]
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Hashable,
+    scale: float | None,
+    dropout_p: float,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Call, Tensor, Tensor, Tensor]:
+    """Return the call that `sliced_attention` makes, and q, k, v as it takes them. Raises as that does."""
+    active = active_slice()
+    is_whole = active is None or active.is_whole
     q, k, v = _autocast(q, k, v)
     if active is None:
         tokens = q.shape[2] if q.dim() == 4 else 1
@@ -81,14 +115,7 @@ def sliced_attention(
     value_dim = None if v.shape[3] == q.shape[3] else v.shape[3]
     need = Need(dropout_p > 0, reach.window is not None, softcap is not None, reach.starts is not None, value_dim)
     store = _Whole() if is_whole or active.store is None else active.store
-    call = _Call(active, store, layer, choose_backend(q, need), reach, options)
-    with torch.autocast(q.device.type, enabled=False):
-        needs_grad = (
-            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        )
-        if torch.is_grad_enabled() and needs_grad:
-            return _SlicedAttention.apply(q, k, v, sinks, call)
-        return call.forward(q, k, v, sinks)[0]
+    return Call(active, store, layer, choose_backend(q, need), reach, options), q, k, v
 
 
 class _Options(NamedTuple):
@@ -133,7 +160,7 @@ class _Whole:
         return dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Call:
+class Call:
     """What one call has besides tensors, and what its backward needs of the store."""
 
     def __init__(
@@ -150,6 +177,18 @@ class _Call:
         self.is_limited = reach.is_limited
         self.entry: Entry | None = None
         self.states: list[tuple[Any, ...]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the slice is the whole sequence, so that keys and values are the caller's to keep."""
+        return isinstance(self.store, _Whole)
+
+    def keep(self, kv_needs_grad: bool, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Note that a backward will come; where the slice is the whole sequence, hold its keys and values for it."""
+        assert self.entry is not None
+        self.entry.record(kv_needs_grad)
+        if isinstance(self.entry, _Whole):
+            self.entry.keys_values_of_slice = keys_values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Append k and v to the store and attend; return the output and the log-sum-exp, with that of the sinks."""
@@ -250,7 +289,7 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         q = _own_memory(q)
         out, lse = call.forward(q, k, v, sinks)
         assert call.entry is not None

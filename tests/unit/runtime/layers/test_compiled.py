@@ -1,0 +1,138 @@
+"""Compiled layers on slices against the same layers, not compiled, on whole sequences; and how many graphs they need."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, carry, opaque, push_slice
+from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
+from terapipe_ds.runtime.layers.compiled import compile_layer
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class CountedGraphs:
+    """A backend of torch.compile that counts the graphs with operations in them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.count += any(node.op.startswith("call_") for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+
+class Recurrent(nn.Module):
+    """A running mean with a weight: it reads its state first and writes it last."""
+
+    def __init__(self, width: int, index: int) -> None:
+        super().__init__()
+        self.project, self.index = nn.Linear(width, width), index
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        before = carry.read(self.index, "sum")
+        sums = self.project(hidden).cumsum(1)
+        if before is not None:
+            sums = sums + before
+        return carry.write(self.index, "sum", sums[:, -1:], hidden + sums.tanh())
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not opaque._calls and not opaque._running
+
+
+def stack(kind: str, **options: Any) -> nn.ModuleList:
+    torch.manual_seed(1)
+    if kind == "recurrent":
+        return nn.ModuleList([Recurrent(32, index) for index in range(3)])
+    config = GPTConfig(hidden_size=32, num_heads=4, num_kv_heads=2, init_std=0.3, **options)
+    return nn.ModuleList([DecoderLayer(config, index) for index in range(3)])
+
+
+def run(layers: nn.ModuleList, x: Tensor, recompute: bool) -> Tensor:
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+    return x
+
+
+def gradients(layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
+    return [x.grad, *(p.grad for p in layers.parameters())]  # type: ignore[list-item]
+
+
+def train_in_slices(layers: nn.ModuleList, x: Tensor, lengths: list[int], recompute: bool = False) -> Tensor:
+    """Run forwards of all slices of two micro-batches, then the backwards in reverse; return the outputs."""
+    store, total, outs, begun = SliceStore(), sum(lengths), [], []
+    for micro_batch, rows in enumerate(x.split(len(x) // 2)):
+        start = 0
+        for length in lengths:
+            active = ActiveSlice(start, start + length, total, micro_batch_id=micro_batch, store=store)
+            with push_slice(active):
+                out = run(layers, rows[:, start : start + length].clone(), recompute)
+            begun.append((active, out))
+            start += length
+        outs.append(torch.cat([out for _, out in begun[-len(lengths) :]], 1))
+    for active, out in reversed(begun):
+        with push_slice(active.replace(mode="recompute")):
+            out.backward(weights_of(out, active))
+    for micro_batch in range(2):
+        store.release(0, micro_batch)
+    return torch.cat(outs).detach()
+
+
+def weights_of(out: Tensor, active: ActiveSlice) -> Tensor:
+    return torch.arange(active.start, active.stop, dtype=out.dtype)[None, :, None].sin().expand_as(out)
+
+
+def compile_all(layers: nn.ModuleList, backend: str | Callable[..., Any]) -> None:
+    for index, layer in enumerate(layers):
+        compile_layer(layer, f"layer {index}", backend)
+
+
+def compare(
+    kind: str, cuts: list[list[int]], backend: str | Callable[..., Any], recompute: bool = False, **options: Any
+) -> None:
+    plain = stack(kind, **options)
+    layers = copy.deepcopy(plain)
+    compile_all(layers, backend)
+    for lengths in cuts:
+        total = sum(lengths)
+        x = torch.randn(4, total, 32)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out = train_in_slices(layers, ours, lengths, recompute)
+        expected = run(plain, theirs, False)
+        expected.backward(weights_of(expected, ActiveSlice(0, total, total)))
+        torch.testing.assert_close(out, expected.detach(), **TOLERANCE)
+        # sums over all tokens of a batch: their size says what 1e-5 is
+        for got, want in zip(gradients(layers, ours), gradients(plain, theirs), strict=True):
+            assert (got - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max()))
+        for each in (layers, plain):
+            each.zero_grad()
+
+
+CUTS = [[8, 5, 3], [2, 9, 4, 6], [16], [3, 4]]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", ["gpt", "recurrent"])
+def test_slices_of_any_length_and_all_layers_of_a_kind_share_two_graphs(kind: str, recompute: bool) -> None:
+    graphs = CountedGraphs()
+    compare(kind, CUTS, graphs, recompute)
+    assert 1 <= graphs.count <= 2
+
+
+def test_inductor_gives_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    compare("gpt", CUTS[:2], "inductor")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
 from terapipe_ds.messages import show_key, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
@@ -74,6 +74,10 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
+    if section.get("compile") is True and name in ("auto", *SPLIT_SCHEDULES):
+        why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
+        why = "schedules are not compared by the times of compiled layers" if name == "auto" else why
+        yield f"{shown_value(True, 'compile')} with schedule = {file}: {why}; give seq1f1b, or set compile to false"
     if name in SCHEDULE_NAMES:
         shown = shown_value(chunks, "chunks_per_stage")
         try:

@@ -102,6 +102,7 @@ class TeraPipeConfig(StrictModel):
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
     )
     attention: Literal["intercept", "explicit"] = Field("intercept", description='"intercept" or "explicit"')
+    compile: bool = Field(False, description="true or false")
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: Timeout = Field(300.0, description=TIMEOUT_FORM)
     data_timeout_s: Timeout = Field(1800.0, description=TIMEOUT_FORM)

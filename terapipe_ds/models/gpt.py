@@ -208,6 +208,8 @@ class PositionEmbedding(nn.Module):
 class DecoderLayer(nn.Module):
     """One Transformer layer, [B, T, hidden_size] -> the same; `index` counts the decoder layers from 0."""
 
+    compile_safe = True
+
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         generator = config.generator(1 + index)
@@ -269,6 +271,8 @@ class FeedForward(nn.Module):
 
 class FinalNorm(nn.Module):
     """The norm before the output matrix, [B, T, hidden_size] -> the same."""
+
+    compile_safe = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

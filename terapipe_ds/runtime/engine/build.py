@@ -22,9 +22,10 @@ from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_nor
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
+from terapipe_ds.runtime.layers.compiled import compile_layers
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
-from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
@@ -125,7 +126,9 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not _may_overflow(engine), is_collected)
-    weights = accumulate_in_products(module, engine.optimizer)
+    weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
+    if config.compile:
+        compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
     watchdog = Watchdog(

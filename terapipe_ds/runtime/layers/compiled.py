@@ -2,10 +2,13 @@
 
 The forward of each layer is compiled by itself, as is usual for pipelines; hooks run outside of it. Lengths are dynamic
 from the first call, and what differs between slices and layers is read by the operators of `attention/opaque.py`.
+A layer that asks for the active slice in another way would be compiled again for each slice, or keep what it read: only
+layers whose class says `compile_safe = True` are compiled, and the others run as they are.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +17,26 @@ from torch import nn
 
 from terapipe_ds.attention import running_layer
 
+logger = logging.getLogger("terapipe_ds")
+
 
 def compile_layers(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> list[str]:
-    """Compile the layers that `module` runs, of all parts that the stage holds; return their names."""
-    names = []
+    """Compile the layers that `module` runs, of all parts that the stage holds; return the kinds, and log the others."""
+    kinds, others = set(), set()
     for part_id, part in enumerate(getattr(module, "held_parts", (module,))):
         for index, layer in enumerate(getattr(part, "forward_funcs", ())):
             if isinstance(layer, nn.Module):
-                compile_layer(layer, f"layer {index} of chunk {part_id}", backend)
-                names.append(type(layer).__name__)
-    return names
+                is_safe = getattr(type(layer), "compile_safe", False)
+                (kinds if is_safe else others).add(type(layer).__name__)
+                if is_safe:
+                    compile_layer(layer, f"layer {index} of chunk {part_id}", backend)
+    logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
+    if others:
+        logger.warning(
+            "terapipe.compile: layers of %s run as they are, because their class does not say compile_safe = True",
+            ", ".join(sorted(others)),
+        )
+    return sorted(kinds)
 
 
 def compile_layer(layer: nn.Module, name: str, backend: str | Callable[..., Any] = "inductor") -> None:

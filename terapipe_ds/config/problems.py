@@ -74,6 +74,9 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
+    if section.get("compile") is True and section.get("slices", "auto") == "auto":
+        why = "compiled layers are not measured; give a number of equal slices, or a list of lengths"
+        yield f'terapipe.slices = "auto" with compile = true: {why}'
     if section.get("compile") is True and name in ("auto", *SPLIT_SCHEDULES):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
         why = "schedules are not compared by the times of compiled layers" if name == "auto" else why

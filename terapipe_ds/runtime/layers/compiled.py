@@ -58,4 +58,4 @@ def compile_layer(layer: nn.Module, name: str, backend: str | Callable[..., Any]
             else:
                 vars(layer)["forward"] = own
 
-    layer._compiled_call_impl = call  # noqa: SLF001 (as Module.compile does)
+    layer._compiled_call_impl = call

@@ -21,6 +21,7 @@ DEFAULTS = {
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "check_finite": "off",
+    "compile": False,
     "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
@@ -58,6 +59,7 @@ def test_every_key() -> None:
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
+        "compile": True,
         "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
@@ -438,3 +440,22 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
             "terapipe.documents = 1: DeepSpeed's own engine mixes documents; "
             'set terapipe.enabled to true, or documents to "off"'
         )
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [({"schedule": "seq1f1b-zb"}, "nothing is left for W"), ({"schedule": "auto"}, "not compared"), ({}, None)],
+    ids=["split", "auto", "unsplit"],
+)
+def test_compiled_layers_take_schedules_without_weight_passes(others: dict[str, str], told: str | None) -> None:
+    section = {"enabled": True, "slices": 4, "compile": True, **others}
+    if told is None:
+        assert read(section).compile
+        return
+    with pytest.raises(TeraPipeConfigError, match=told):
+        read(section)
+
+
+def test_compiled_layers_are_not_measured() -> None:
+    with pytest.raises(TeraPipeConfigError, match="not measured"):
+        read({"enabled": True, "compile": True})

@@ -1,4 +1,4 @@
-"""Compiled layers on slices against the same layers, not compiled, on whole sequences; and how many graphs they need."""
+"""Compare compiled layers on slices with the same layers uncompiled on whole sequences, and count their graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CountedGraphs:
 
 
 class Recurrent(nn.Module):
-    """A running sum: it reads its state first and writes it last, and is its own name, which is no number in a graph."""
+    """A running sum that reads its state first and writes it last; its name is itself, no number in a graph."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def attend(
     """
     if not _running:
         raise SliceStoreError(
-            "sliced_attention runs in a layer that was compiled outside of the engine, so that the name of the layer is "
+            "sliced_attention runs in a layer that was compiled outside of the engine, so that its name is "
             "not known; leave torch.compile out and set terapipe.compile to true"
         )
     name = _running[-1].next_call()

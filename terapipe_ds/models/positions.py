@@ -56,7 +56,8 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn x [B, T, H, D] by `turns` [T, 1, D/2] (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
     Neighbours (2i, 2i + 1) are one complex number and a turn is one complex product: on a CPU that takes a
-    third of the time of the same rotation written in real numbers, which compiled layers take. Half precision is turned in fp32.
+    third of the time of the same rotation written in real numbers, which compiled layers take. Half precision is turned
+    in fp32.
     """
     if not turns.is_complex():
         (even, odd), (cos, sin) = x.to(turns.dtype).unflatten(-1, (-1, 2)).unbind(-1), turns.unbind(-1)

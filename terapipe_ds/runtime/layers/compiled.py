@@ -22,7 +22,8 @@ logger = logging.getLogger("terapipe_ds")
 
 def compile_layers(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> list[str]:
     """Compile the layers that `module` runs, of all parts that the stage holds; return their kinds."""
-    kinds, others = set(), set()
+    kinds: set[str] = set()
+    others: set[str] = set()
     for part_id, part in enumerate(getattr(module, "held_parts", (module,))):
         for index, layer in enumerate(getattr(part, "forward_funcs", ())):
             if isinstance(layer, nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,8 @@ def test_slices_of_any_length_and_all_layers_of_a_kind_share_two_graphs(kind: st
     assert 1 <= graphs.count <= 2
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor_gives_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    compare("gpt", CUTS[:2], "inductor")
+    compare("gpt", CUTS[:1], "inductor")

@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE.json", help="DeepSpeed's configuration")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it
     parser.add_argument("--pipeline-stages", type=int, help="default: as many as ranks, no data parallelism")
+    parser.add_argument("--sequence-parallel", type=int, default=1, metavar="N", help="ranks that divide each slice")
     parser.add_argument("--partition-method", default="type:DecoderLayer", help="how layers are shared out to stages")
     parser.add_argument("--seed", type=int, default=1234, help="of weights, samples and dropout")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")
@@ -72,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step: loss and seconds")
     run.add_argument("--plot", default="out/loss.png", metavar="FILE.png", help="loss curves, drawn at the end")
     args = parser.parse_args()
+    if args.tied_embedding and args.sequence_parallel > 1:
+        parser.error("--sequence-parallel: DeepSpeed makes no groups of tied layers there; leave --tied-embedding out")
     if args.resume and not args.save_dir:
         parser.error("--resume needs --save-dir, the directory with the checkpoints")
     return args
@@ -100,6 +103,15 @@ def planned_topology(config: dict[str, Any]) -> ProcessTopology | None:
     """The grid of the strategy that a config names; None where it names none."""
     path = config.get("terapipe", {}).get("strategy")
     return None if path is None else terapipe_ds.topology_of(Strategy.from_json(Path(path).read_bytes()))
+
+
+def sequence_topology(args: argparse.Namespace, world_size: int) -> ProcessTopology | None:
+    """The grid with ranks that divide each slice (docs/sequence_parallel.md); None without them."""
+    size = args.sequence_parallel
+    if size == 1:
+        return None
+    stages = args.pipeline_stages or world_size // size
+    return ProcessTopology(axes=["pipe", "data", "sequence"], dims=[stages, world_size // (stages * size), size])
 
 
 def build_engine(config: dict[str, Any], model: PipelineModule) -> deepspeed.PipelineEngine:
@@ -142,7 +154,8 @@ def main() -> None:
 
     corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
     config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-    engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, planned_topology(config)))
+    topology = planned_topology(config) or sequence_topology(args, world_size)
+    engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, topology))
     state = None
     if args.resume:
         _, state = engine.load_checkpoint(args.save_dir)  # a new run begins where there is no checkpoint yet

@@ -152,7 +152,9 @@ def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
     chosen = {
         (schedule, accumulation): plan_slices(
             costs, arguments.sequence_length, engine.num_stages, accumulation, arguments.granularity, schedule
-        ).plan.lengths
+        )
+        .plans[0]
+        .lengths
         for schedule in arguments.schedules
         for accumulation in arguments.accumulation
     }

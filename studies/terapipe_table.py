@@ -146,13 +146,14 @@ def _is_of(strategy: Strategy, setting: PublishedSetting) -> bool:
         Included(setting.stages, setting.tensor, setting.data, 1, slices).plan(setting.sequence_length).lengths
         for slices in setting.slices
     ]
-    return strategy.grid == degrees and strategy.micro_batch_size == 1 and tuple(strategy.slices) in plans
+    return strategy.grid == degrees and strategy.micro_batch_size == 1 and strategy.plans[0].lengths in plans
 
 
 def shape(strategy: Strategy) -> str:
     """Return stages x replicas x tensor ranks, the rows of a micro-batch, and the slices."""
-    count = len(strategy.slices)
-    equal = "" if count == 1 or max(strategy.slices) - min(strategy.slices) <= 1 else ", planned"
+    lengths = strategy.plans[0].lengths
+    count = len(lengths)
+    equal = "" if count == 1 or max(lengths) - min(lengths) <= 1 else ", planned"
     degrees = " x ".join(str(strategy.grid[axis]) for axis in ("pipe", "data", "model"))
     return f"{degrees}, {strategy.micro_batch_size} row{'s' * (strategy.micro_batch_size > 1)}, {count} sl.{equal}"
 

@@ -28,8 +28,8 @@ RINGS = {
 # In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.
 WINGS = {
     "runtime": (
-        "register", "engine", "checkpoints", "verify", "planning", "profiling", "layers", "links", "batch", "layout",
-        "failures",
+        "register", "engine", "checkpoints", "verify", "planning", "profiling", "memory", "layers", "links", "batch",
+        "layout", "failures",
     ),
 }  # fmt: skip
 MOST_NAMES = {"runtime": 14}

@@ -8,7 +8,7 @@ the process and not to a thread: autograd runs CUDA backward passes in a thread 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -61,6 +61,14 @@ class Store(AppendingStore, Protocol):
     def carried(self) -> CarriedStore: ...
 
 
+class Exchange(Protocol):
+    """The method of `exchange.HeadExchange` that sliced attention calls; it is described there."""
+
+    def attend(
+        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layer: Hashable, sinks: Tensor | None
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class ActiveSlice:
     """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, as one part runs them.
@@ -73,6 +81,8 @@ class ActiveSlice:
       probe      a measurement: any slice may run at any time, even before its prefix
     `documents` says where documents begin in packed rows; None where each row is one document.
     `extras` carries what else the engine knows about the tokens.
+    `exchange` is there where sequence ranks divide the tokens of a slice: [start, stop) are those of this rank, and
+    `sliced_attention` reaches the others by it.
     """
 
     start: int
@@ -85,6 +95,7 @@ class ActiveSlice:
     documents: Documents | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.sequence_length:

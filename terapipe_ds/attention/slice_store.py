@@ -124,7 +124,7 @@ class SliceEntry:
                 self.grads.reserve(0, self.sequence_length)
                 for total in self.grads.at(0, self.sequence_length):
                     total.zero_()
-            # later slices never ran; adding to their share costs what it does in training
+            # later slices never ran; adding to their share costs the same
             self.touched = 0 if stop < self.sequence_length or self.reach.is_limited else stop
             return
         first = self.reach.first_key(start)
@@ -158,6 +158,11 @@ class SliceStore:
         SliceStoreError where the slice does not continue the forward frontier (modes train and eval), has not run yet
         (recompute, weight), or has another shape, dtype or reach than those before it.
         """
+        if active.exchange is not None:
+            raise SliceStoreError(
+                f"layer {layer!r}: attention by code of its own sees the tokens of one sequence rank only: use "
+                "sliced_attention, which exchanges them, or a topology without a 'sequence' axis"
+            )
         entry = self._lookup(active, layer, (k, v), reach_of(active, window))
         self._advance(entry, active)
         if active.mode != "weight":
@@ -269,8 +274,7 @@ class SliceStore:
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        left = [str(entry) for entry in (*self._all(), *self.carried)]
-        if left:
+        if left := [str(entry) for entry in (*self._all(), *self.carried)]:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
                 f"the slice store is not drained at the end of the batch: {', '.join(left[:4])}{more}; release() every "

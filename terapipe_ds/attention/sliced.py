@@ -51,6 +51,7 @@ def sliced_attention(
     softmax. Where the active slice has documents, a token sees those of its own document only.
 
     Without an active slice, and where the slice is the whole sequence, it attends to those tokens and keeps nothing.
+    Where sequence ranks divide the slice, T are the tokens of this rank, and heads are exchanged for tokens meanwhile.
 
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
     where slices run in an order that cannot give the right result, or without a store.
@@ -65,6 +66,12 @@ def sliced_attention(
         compiled_out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *of_call)[0]
         return compiled_out
     active = active_slice()
+    if active is not None and active.exchange is not None:
+
+        def of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            return sliced_attention(q, k, v, layer, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
+
+        return active.exchange.attend(of_heads, q, k, v, layer, sinks)
     is_whole = active is None or active.is_whole
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     if is_whole and asks_nothing and (active is None or reach_of(active, window).starts is None):

@@ -272,10 +272,11 @@ class PlannedCases:
         work, costs = self.job.work, self.costs[case.cut]
         sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
         options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
-        return from_rank_0(lambda: plan_slices(costs, *sizes, **options).plan)
+        options["with_order"] = False  # what runs is named in the table
+        return from_rank_0(lambda: plan_slices(costs, *sizes, **options).plans[0])
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
         """Return the case's schedule; for "auto", the best for `plan` with one part per stage."""
         if case.schedule != AUTO:
             return case.schedule
-        return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation).schedule
+        return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation, with_order=False).schedule

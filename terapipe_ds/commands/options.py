@@ -48,6 +48,14 @@ def _writable(path: str, info: Any) -> str:
     return path
 
 
+def _order(path: str, info: Any) -> str:
+    if Path(path).suffix != ".csv":
+        raise CommandError(
+            f"{flag(info.field_name)} {path}: end the name in .csv, as the key terapipe.schedule wants it"
+        )
+    return _writable(path, info)
+
+
 def _drawable(path: str, info: Any) -> str:
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"{flag(info.field_name)} {path}: end the name in .png, .svg or .pdf")
@@ -74,6 +82,8 @@ Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
 """Integers >= 1, with commas between them or a word each."""
 Output = Annotated[Text, AfterValidator(_writable)]
 """A file that can be written, found out before anything is computed for it."""
+OrderFile = Annotated[Text, AfterValidator(_order)]
+"""An `Output` for a schedule as CSV."""
 Picture = Annotated[Text, AfterValidator(_drawable)]
 """An `Output` that matplotlib can draw to."""
 
@@ -241,10 +251,13 @@ class ScheduleOptions(Options):
 
         if self.stages is None:
             raise CommandError("--stages is missing: give the number of pipeline stages")
-        units = num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices)
-        num_forwards = self.stages * units * self.chunks_per_stage
-        if num_forwards > MAX_FORWARDS:
-            raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
+        self.check_size(num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices))
         counts = self.stages, self.micro_batches, num_slices
         more = {"chunks_per_stage": self.chunks_per_stage, **self.schedule_options}
         return build(str(self.schedule), *counts, forward_only=self.forward_only, **more)
+
+    def check_size(self, num_units: int) -> None:
+        """Refuse a batch of more forwards than a command can handle; `num_units` are its slices."""
+        num_forwards = (self.stages or 1) * num_units * self.chunks_per_stage
+        if num_forwards > MAX_FORWARDS:
+            raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")

@@ -53,7 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
     if options.out:
         from terapipe_ds.files.atomic import write_text
 
-        write_text(options.out, result.plan.to_json() + "\n")
+        lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
+        write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
+    if options.order:
+        _write_order(result, setup, options.order)
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
@@ -73,6 +76,8 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
     from terapipe_ds.planner import rank_schedules
 
     options, progress = setup.options, _progress if sys.stderr.isatty() else None
+    if options.recompute:
+        return _search_recompute(setup.options), None
     limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
     if options.schedule != "auto":
         return _search_one(setup, limits), None
@@ -90,14 +95,38 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
     return ranking.best, ranking
 
 
+def _search_recompute(options: PlanOptions) -> PlanResult:
+    """Return the best plan with the layers of a measured model that recompute."""
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+    from terapipe_ds.planner.recompute import measured_layers, plan_with_recompute
+
+    if options.profile is None or options.memory_limit_gb is None:
+        raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
+    if options.chunks_per_stage not in (None, 1):
+        raise CommandError(
+            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+        )
+    parts = MeasuredParts.of_profile(Profile.load(options.profile))
+    return plan_with_recompute(
+        measured_layers(parts, parts.bounds(options.stages) or ()),
+        options.sequence_length,
+        options.micro_batches,
+        options.granule,
+        options.schedule,
+        options.memory_limit_gb * 1e9,
+        schedule_options=options.schedule_options,
+    )
+
+
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     """Return the best plan of one schedule; the planner refuses an unknown one."""
     from terapipe_ds.planner import num_parts_of, plan_slices
-    from terapipe_ds.schedule import SCHEDULE_NAMES
+    from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
     options = setup.options
     chunks, num_parts = options.chunks_per_stage or 1, options.stages
-    if options.schedule in SCHEDULE_NAMES:
+    if options.schedule in (*SCHEDULE_NAMES, SEARCH):
         num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
     if (costs := setup.costs_of(num_parts)) is None:
         problem = f"the layers cannot be cut in {num_parts} parts"
@@ -116,33 +145,48 @@ def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     return result
 
 
+def _write_order(result: PlanResult, setup: PlanSetup, path: str) -> None:
+    from terapipe_ds.files.atomic import write_text
+    from terapipe_ds.schedule import to_csv
+
+    write_text(path, to_csv(result.build(**setup.options.schedule_options)))
+
+
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
-    """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal."""
+    """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
+
+    The order is the one in the file of `--order`, where there is one; that of "search" is else found again.
+    """
     from terapipe_ds.plan import SlicePlan
 
-    plan, section = result.plan, {"enabled": True, "schedule": result.schedule}
+    options = setup.options
+    plan, section = result.plan, {"enabled": True, "schedule": options.order or result.schedule}
+    lists = [list(each.lengths) for each in result.plans]
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
     granularity = setup.options.granule
-    if plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
+    if plan is None:
+        section["slices"] = lists
+    elif plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
         section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
-        section["slices"] = list(plan.lengths)
-    if setup.options.schedule_options:
+        section["slices"] = lists[0]
+    if result.recompute is not None:
+        limit_gb = setup.options.memory_limit_gb
+        section |= {"recompute": "auto", "planner": {"memory_limit_gb": limit_gb}}
+    if setup.options.schedule_options and not options.order:
         section["schedule_options"] = setup.options.schedule_options
     return section
 
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
-    from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
     from terapipe_ds.timeline.picture import draw_timelines
 
-    counts = result.num_stages, result.num_micro_batches, result.plan.num_slices
-    more = {"chunks_per_stage": result.chunks_per_stage, **setup.options.schedule_options}
-    schedule = build(result.schedule, *counts, **more)
-    title = f"{result.schedule}, {result.plan.num_slices} slices, simulated"
-    timeline = simulate(schedule, result.plan, setup.costs_of(schedule.num_parts))
+    schedule = result.build(**setup.options.schedule_options)
+    counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))
+    title = f"{result.schedule}, {counts} slices, simulated"
+    timeline = simulate(schedule, result.plans, setup.costs_of(schedule.num_parts))
     draw_timelines([(title, timeline)], path)
 
 

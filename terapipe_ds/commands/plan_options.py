@@ -9,6 +9,7 @@ from terapipe_ds.commands.options import (
     MAX_DEVICES,
     MAX_FORWARDS,
     Options,
+    OrderFile,
     Output,
     Panel,
     Picture,
@@ -77,10 +78,16 @@ class PlanOptions(Options):
     micro_batch_size: int = _BATCH.option("sequences per micro-batch (default 1)", "B", default=1, ge=1)
     dtype: Text = _BATCH.option("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
     activation_checkpointing: bool = _BATCH.switch("of the decoder layers")
+    recompute: bool = _SEARCH.switch(
+        "choose the layers that recompute under --memory-limit-gb; of a measured model (--profile)",
+        "--choose-recompute",
+    )
     zero_stage: int = _BATCH.option("default 0", "{0,1}", default=0, ge=0, le=1)
     config: Text | None = _BATCH.option("a DeepSpeed JSON for all of these that are not given", "FILE")
     schedule: Text = _SEARCH.option(
-        "a schedule (terapipe show --help lists them), or auto (default): all are compared", "NAME", default="auto"
+        "a schedule (terapipe show --help lists them), search for an order of its own, or auto (default): all of these",
+        "NAME",
+        default="auto",
     )
     chunks_per_stage: int | None = _SEARCH.option(
         "parts that each stage holds (default: those of the schedule; with auto 1 and 2)", "V", ge=1
@@ -93,6 +100,7 @@ class PlanOptions(Options):
     memory_limit_gb: float | None = _SEARCH.option("per device (default: what it has)", "GB", gt=0)
     as_json: bool = _OUTPUT.switch("print as JSON", "--json")
     out: Output | None = _OUTPUT.option("write the plan as JSON; with --devices a whole DeepSpeed JSON", "FILE")
+    order: OrderFile | None = _OUTPUT.option("write the order as CSV, for the key terapipe.schedule", "FILE")
     strategy_out: Output | None = _OUTPUT.option(
         "with --devices: write the strategy, for the key terapipe.strategy", "FILE"
     )

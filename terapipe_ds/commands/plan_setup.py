@@ -31,7 +31,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     options = complete(options, profile)
     setup = _counted(options) if profile is None else _measured(options, profile)
-    if options.memory_limit_gb is not None and setup.memory_of is None:
+    if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
     return setup

@@ -7,7 +7,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
-from terapipe_ds.commands.options import MAX_FORWARDS, Output, Panel, Picture, ScheduleOptions, Text, option, switch
+from terapipe_ds.commands.options import (
+    MAX_FORWARDS,
+    OrderFile,
+    Output,
+    Panel,
+    Picture,
+    ScheduleOptions,
+    Text,
+    option,
+    switch,
+)
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -29,6 +39,8 @@ EXAMPLES = """\
 --profile profile.json --timeline predicted.json
   terapipe simulate --schedule terapipe --stages 40 --slices 16 --sequence-length 2048 \
 --model gpt3-13b --device v100 --tensor-parallel 8
+  terapipe simulate --schedule search --stages 4 --micro-batches 8 --slices 4 --sequence-length 2048 --unit \
+--unit-send 0.05 --order found.csv       (an order found for these costs)
 
 With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's states in the dtype's usual
 mixed precision, live slices, keys and values; without ZeRO or activation checkpointing (`terapipe plan` knows both).
@@ -57,12 +69,19 @@ class SimulateOptions(ScheduleOptions):
     tensor_parallel: int = option("with --model: ranks per stage (default 1)", "N", default=1, ge=1)
     micro_batch_size: int = option("with --model: sequences (default 1)", "B", default=1, ge=1)
     dtype: Text = option("with --model: bf16, fp16 or fp32 (default: by the device)", "NAME", default="auto")
+    links: Text | None = option("with --model: terapipe.links, as fp8 or int8,bf16 (forward, backward)", "F[,B]")
     unit_send: float = option("with --unit: a whole sequence's message (0)", "S", default=0.0, ge=0)
     no_overlap: bool = switch("a stage does nothing else while it sends")
     as_json: bool = switch("print as JSON", "--json")
     trace: Output | None = option("write a Chrome trace (opens in ui.perfetto.dev)", "FILE")
     picture: Picture | None = option("draw to a .png, .svg or .pdf file", "FILE")
     csv: Output | None = option("write the events as CSV", "FILE")
+    live_slices: int | None = option(
+        "with --schedule search: at most so many live slices on each stage (default: the tokens of unsliced 1F1B)",
+        "N",
+        ge=1,
+    )
+    order: OrderFile | None = option("write the order as CSV, for --from-csv and the key terapipe.schedule", "FILE")
     timeline: Output | None = option("write the timeline, for `terapipe timeline --against`", "FILE")
 
 
@@ -72,19 +91,28 @@ add_arguments = SimulateOptions.add_to
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, print, and write the files that are asked for."""
     from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.schedule import validate
+    from terapipe_ds.schedule import SEARCH, validate
+    from terapipe_ds.schedule import to_csv as csv_of
     from terapipe_ds.simulator import simulate
     from terapipe_ds.timeline.export import to_chrome_trace, to_csv
     from terapipe_ds.timeline.picture import draw_timelines
 
     options = SimulateOptions.read(arguments)
-    options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype")
+    options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
     options.refuse_without("unit", "unit_send")
     if options.model is not None and options.device is None:
         raise CommandError("--model needs --device NAME: on which device shall it run?")
-    schedule, plans = _schedule_and_plans(options)
-    validate(schedule)
-    costs, memory = _costs(options, schedule, plans)
+    if options.live_slices is not None and options.schedule != SEARCH:
+        raise CommandError("--live-slices goes with --schedule search only: give it, or leave it out")
+    found: dict[str, Any] = {}
+    if options.schedule == SEARCH:
+        schedule, plans, costs, memory, found = _search(options)
+    else:
+        schedule, plans = _schedule_and_plans(options)
+        validate(schedule)
+        costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
+    if options.order:
+        write_text(options.order, csv_of(schedule))
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     if options.picture:
         draw_timelines([(timeline.name, timeline)], options.picture)
@@ -93,9 +121,40 @@ def run(arguments: argparse.Namespace) -> None:
         if path:
             write_text(path, make(timeline))
     if options.as_json:
-        print(json.dumps(to_dict(timeline, plans), indent=1, allow_nan=False))
+        print(json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False))
     else:
-        print("\n".join(_lines(timeline, plans)))
+        print("\n".join([*_lines(timeline, plans), *_found_lines(found, timeline.makespan_s)]))
+
+
+def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, Any, dict[str, Any]]:
+    """Return the order that is found for the costs, with its plans, costs and memory, and what to say of it."""
+    from terapipe_ds.planner.orders.find import find_order
+    from terapipe_ds.schedule import SEARCH, placement_for
+
+    if options.forward_only or options.schedule_options:
+        raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
+    if options.stages is None:
+        raise CommandError("--stages is missing: give the number of pipeline stages")
+    plans = _plans(options, options.micro_batches)
+    chunks, stages = options.chunks_per_stage, options.stages
+    num_parts = len(placement_for(SEARCH, stages, chunks))
+    options.check_size(sum(plan.num_slices for plan in plans))
+    costs, memory = _costs(options, num_parts, stages / num_parts, plans)
+    found = find_order(costs, plans, stages, options.micro_batches, options.live_slices, chunks_per_stage=chunks)
+    told = {"order_bound_s": found.lower_bound_s, "named_s": found.named_s, "evaluations": found.evaluations}
+    return found.schedule, plans, costs, memory, told
+
+
+def _found_lines(found: dict[str, Any], makespan_s: float) -> list[str]:
+    if not found:
+        return []
+    bound_s = found["order_bound_s"]
+    above = f", {makespan_s / bound_s - 1:.2%} below this makespan" if bound_s > 0 else ""
+    named = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in found["named_s"].items()) or "none"
+    return [
+        f"no order of these slices takes less than {bound_s:.6g} s{above}",
+        f"named schedules within the limit: {named}",
+    ]
 
 
 def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
@@ -151,16 +210,21 @@ def _critical_path(timeline: Timeline) -> str:
 
 
 def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan]]:
-    plans = [_plan(text, options) for text in options.slices]
     if options.from_csv is not None:
         schedule = options.load(options.from_csv)
+        plans = [_plan(text, options) for text in options.slices]
         return schedule, plans * schedule.num_micro_batches if len(plans) == 1 else plans
-    if len(plans) not in (1, options.micro_batches):
-        given = f"--slices is given {len(plans)} times for {options.micro_batches} micro-batches"
+    plans = _plans(options, options.micro_batches)
+    return options.build([plan.num_slices for plan in plans]), plans
+
+
+def _plans(options: SimulateOptions, num_micro_batches: int) -> list[SlicePlan]:
+    """Return a plan for each micro-batch."""
+    plans = [_plan(text, options) for text in options.slices]
+    if len(plans) not in (1, num_micro_batches):
+        given = f"--slices is given {len(plans)} times for {num_micro_batches} micro-batches"
         raise CommandError(f"{given}: give it once, or once for each")
-    if len(plans) > 1:
-        return options.build([plan.num_slices for plan in plans]), plans
-    return options.build(plans[0].num_slices), plans * options.micro_batches
+    return plans * num_micro_batches if len(plans) == 1 else plans
 
 
 def _plan(text: str, options: SimulateOptions) -> SlicePlan:
@@ -187,7 +251,21 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
     return SlicePlan.equal(length, numbers[0], options.granularity_tokens)
 
 
-def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> tuple[Any, MemoryModel | None]:
+def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
+    """Return the formats of activations and gradients."""
+    from terapipe_ds.costs.wire_formats import FORMATS
+
+    forward, _, backward = (text or "").partition(",")
+    if forward not in ("", *FORMATS) or backward not in ("", "bf16"):
+        raise CommandError(
+            f"--links {text!r}: give {', '.join(FORMATS)} for activations, then ,bf16 for gradients or not"
+        )
+    return forward or None, backward or None
+
+
+def _costs(
+    options: SimulateOptions, num_parts: int, part_share: float, plans: list[SlicePlan]
+) -> tuple[Any, MemoryModel | None]:
     """Return the costs; with `--model` also bytes, counted for Adam without ZeRO or checkpointed activations."""
     if options.profile is not None:
         from terapipe_ds.costs.fitted import CostModel
@@ -197,15 +275,17 @@ def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan])
     if options.model is None:
         from terapipe_ds.simulator import UnitCosts
 
-        return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, schedule.part_share), None
+        return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, part_share), None
     from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
     device = str(options.device)
-    shape: Any = {"num_stages": schedule.num_parts, "micro_batch": options.micro_batch_size}
+    shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
     shape["tensor_parallel"] = options.tensor_parallel
-    costs = analytic_costs(options.model, device, dtype=options.dtype, **shape)
+    costs = analytic_costs(
+        options.model, device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
+    )
     dtype = device_card(device).resolve_dtype(options.dtype)
     return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

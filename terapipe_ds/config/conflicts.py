@@ -60,8 +60,6 @@ CONFLICTS = (
              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
     Conflict("compile.deepcompile", is_on,
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    Conflict("sequence_parallel_size", _more_than(1), "Ulysses sequence parallelism divides the same tokens over ranks",
-             "set it to 1 and give the ranks to the pipeline or to data parallelism"),
     Conflict("tensor_parallel.autotp_size", _more_than(1), "AutoTP replaces layers without knowing of pipeline stages",
              "remove it; tensor parallelism comes with the model (Megatron layers)"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",

@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
+from terapipe_ds.config.values import SECTION, LinksConfig, TeraPipeConfigError, shown_value
 from terapipe_ds.messages import show_key, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, load, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
 Models = Mapping[Path, type[BaseModel]]
+_RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "auto"}
 
 
 def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
@@ -77,11 +78,11 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     if section.get("compile") is True and section.get("slices", "auto") == "auto":
         why = "compiled layers are not measured; give a number of equal slices, or a list of lengths"
         yield f'terapipe.slices = "auto" with compile = true: {why}'
-    if section.get("compile") is True and name in ("auto", *SPLIT_SCHEDULES):
+    if section.get("compile") is True and name in ("auto", SEARCH, *SPLIT_SCHEDULES):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
         why = "schedules are not compared by the times of compiled layers" if name == "auto" else why
         yield f"{shown_value(True, 'compile')} with schedule = {file}: {why}; give seq1f1b, or set compile to false"
-    if name in SCHEDULE_NAMES:
+    if name in (*SCHEDULE_NAMES, SEARCH):
         shown = shown_value(chunks, "chunks_per_stage")
         try:
             placement_for(name, 2, chunks)
@@ -104,3 +105,37 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         if chunks not in (1, of_file):
             shown = shown_value(chunks, "chunks_per_stage")
             yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+
+
+def link_problems(links: LinksConfig) -> Iterator[str]:
+    """Yield what `links` says of messages that travel exactly anyway."""
+    if links.exact_until_part and links.is_exact:
+        shown = shown_value(links.exact_until_part, "links", "exact_until_part")
+        yield f"{shown}: all links are exact; give links.forward or links.backward a format, or leave this out"
+
+
+def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have beside `"recompute": "auto"`."""
+    if section.get("recompute") != "auto":
+        return
+    shown, planner = 'terapipe.recompute = "auto"', section.get("planner", {})
+    if not isinstance(planner, Mapping):
+        planner = planner.model_dump()
+    if section.get("offload_activations") is True:
+        yield f"{shown}: it does not know of offload_activations; leave one of the two out"
+    if planner.get("memory_limit_gb") is None:
+        fix = "set terapipe.planner.memory_limit_gb to what a device may use"
+        yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'
+    if planner.get("profile", "measure") != "measure":
+        fix = 'set it to "measure"'
+        yield f"{shown}: the memory of layers is measured in the job, and planner.profile names a file; {fix}"
+    chunks, schedule, slices = (section.get(key, default) for key, default in _RECOMPUTE_NEEDS.items())
+    if isinstance(slices, list | tuple) and any(isinstance(each, list | tuple) for each in slices):
+        yield f'{shown}: it chooses for micro-batches with the same slices; give one list of slices, or "auto"'
+    if schedule == SEARCH:
+        yield f'{shown}: it does not know of schedule "search"; give the name of a schedule, or "auto"'
+    several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, chunks)) > 2
+    if several or chunks != 1 or schedule.endswith(".csv"):
+        what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
+        fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
+        yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
@@ -17,8 +17,10 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.conflicts import conflicts_in
 from terapipe_ds.config.problems import (
     Path,
+    link_problems,
     models_of,
     problems_of,
+    recompute_problems,
     refuse_misspelt_section,
     schedule_problems,
     take_known,
@@ -34,6 +36,8 @@ from terapipe_ds.config.values import (
     Indices,
     Int64,
     Lengths,
+    LengthsOfEach,
+    LinksConfig,
     NonEmpty,
     PlannerConfig,
     Positive,
@@ -43,7 +47,9 @@ from terapipe_ds.config.values import (
     TeraPipeConfigError,
     Timeout,
     list_to_tuple,
+    lists_to_tuples,
     shown_value,
+    tuples_to_lists,
 )
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan
@@ -60,7 +66,7 @@ class TeraPipeConfig(StrictModel):
 
     enabled: bool = Field(False, description="true or false")
     schedule: ScheduleName = Field(
-        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
+        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or search or auto, or a path that ends in .csv"
     )
     chunks_per_stage: Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
     partition: Annotated[Bounds | None, BeforeValidator(list_to_tuple)] = Field(
@@ -69,16 +75,20 @@ class TeraPipeConfig(StrictModel):
         "and the number of layers",
     )
     recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
-        None, description='null, "off", "full", or a list of different stage ids >= 0 with at least one entry'
+        None,
+        description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
+    offload_activations: bool = Field(False, description="true or false")
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"
     )
     schedule_options: dict[str, str | list[int]] = Field(
         {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
     )
-    slices: Annotated[Literal["auto"] | Positive | Lengths, BeforeValidator(list_to_tuple)] = Field(
-        "auto", description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1'
+    slices: Annotated[Literal["auto"] | Positive | Lengths | LengthsOfEach, BeforeValidator(lists_to_tuples)] = Field(
+        "auto",
+        description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1, or one '
+        "such list for each micro-batch of a step, all with the same sum",
     )
     sequence_dim: Index = Field(1, description="an integer >= 0, counted from the front")
     sliced_inputs: Annotated[Indices | None, BeforeValidator(list_to_tuple)] = Field(
@@ -97,6 +107,9 @@ class TeraPipeConfig(StrictModel):
     )
     checkpoints: CheckpointsConfig = Field(
         CheckpointsConfig(), description=f"an object with the keys {', '.join(CheckpointsConfig.model_fields)}"
+    )
+    links: LinksConfig = Field(
+        LinksConfig(), description=f"an object with the keys {', '.join(LinksConfig.model_fields)}"
     )
     verify: Literal["off", "first_batch"] | None = Field(
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
@@ -121,6 +134,10 @@ class TeraPipeConfig(StrictModel):
         described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
+        lines += () if problems else link_problems(self.links)
+        lines += (
+            recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
+        )
         if lines:
             raise TeraPipeConfigError(*lines)
 
@@ -147,6 +164,9 @@ class TeraPipeConfig(StrictModel):
             problems += error.problems
         if section.get("enabled") is True:
             problems += conflicts_in(ds_config)
+            steps = ds_config.get("gradient_accumulation_steps")
+            if not problems and type(steps) is int and (problem := config.problem_of_count(steps)):
+                problems.append(problem)
         elif not problems and config.documents != "off":
             fix = f'set {SECTION}.enabled to true, or documents to "off"'
             problems.append(
@@ -174,8 +194,10 @@ class TeraPipeConfig(StrictModel):
         """Return the strategy that the config comes from; None where it names none."""
         return self._strategy
 
-    def plan_for(self, sequence_length: int) -> SlicePlan:
+    def plan_for(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
+
+        Where `slices` has a list for each micro-batch, those of an evaluation take them in turns.
 
         Raises:
             TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
@@ -189,22 +211,58 @@ class TeraPipeConfig(StrictModel):
                 'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them '
                 "give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
             )
-        if isinstance(self.slices, tuple):
-            if (total := sum(self.slices)) != sequence_length:
-                problem = f"adds up to {total} tokens, but a sequence has {sequence_length}"
-                fix = "give lengths that add up to that, or a number of equal slices"
-                shown = shown_value(list(self.slices), "slices")
-                if self.strategy is not None:
-                    shown = f"{shown_value(self.strategy, 'strategy')}: its plan {list(self.slices)}"
-                    fix = f"train on sequences of {total} tokens, or plan again for {sequence_length}"
-                raise TeraPipeConfigError(f"{shown} {problem}: {fix}")
-            return SlicePlan(self.slices)
-        granularity = self.granularity_for(sequence_length)
+        if self.listed_slices:
+            lengths = self.listed_slices[micro_batch_id % len(self.listed_slices)]
+            if (total := sum(lengths)) != sequence_length:
+                raise TeraPipeConfigError(self._problem_of_sum(lengths, total, sequence_length))
+            return SlicePlan(lengths)
+        granularity, number = self.granularity_for(sequence_length), self.slices
+        assert isinstance(number, int)
         try:
-            return SlicePlan.equal(sequence_length, self.slices, granularity)
+            return SlicePlan.equal(sequence_length, number, granularity)
         except PlanError as error:
             key = "granularity_tokens" if granularity > sequence_length else "slices"
             raise TeraPipeConfigError(f"{shown_value(getattr(self, key), key)}: {error}") from None
+
+    def plans_for(self, sequence_length: int, num_micro_batches: int) -> tuple[SlicePlan, ...]:
+        """Return the plan of each micro-batch; raise as `plan_for`, or where there are not so many."""
+        if problem := self.problem_of_count(num_micro_batches):
+            raise TeraPipeConfigError(problem)
+        return tuple(self.plan_for(sequence_length, m) for m in range(num_micro_batches))
+
+    def _problem_of_sum(self, lengths: Sequence[int], total: int, sequence_length: int) -> str:
+        problem = f"adds up to {total} tokens, but a sequence has {sequence_length}"
+        fix = "give lengths that add up to that, or a number of equal slices"
+        shown = shown_value(tuples_to_lists(self.slices), "slices")
+        if self.has_plan_of_each:
+            problem = problem.replace("adds", "each list adds", 1)
+        if self.strategy is not None:
+            shown = f"{shown_value(self.strategy, 'strategy')}: its plan {list(lengths)}"
+            fix = f"train on sequences of {total} tokens, or plan again for {sequence_length}"
+        return f"{shown} {problem}: {fix}"
+
+    @property
+    def listed_slices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the lists of lengths that `slices` has: one per micro-batch, or one for all; () for a number."""
+        if not isinstance(self.slices, tuple):
+            return ()
+        return tuple(each for each in (self.slices if self.has_plan_of_each else (self.slices,)) if each)  # type: ignore[misc]
+
+    @property
+    def has_plan_of_each(self) -> bool:
+        """Return whether `slices` has a list for each micro-batch of a step."""
+        return isinstance(self.slices, tuple) and isinstance(self.slices[0], tuple)
+
+    def problem_of_count(self, num_micro_batches: int) -> str | None:
+        """Return why steps of so many micro-batches cannot be cut; None where they can."""
+        count = len(self.listed_slices)
+        if not self.has_plan_of_each or count == num_micro_batches:
+            return None
+        return (
+            f"{shown_value(tuples_to_lists(self.slices), 'slices')}: {count} list{'s' * (count > 1)} for "
+            f"{num_micro_batches} micro-batches (gradient_accumulation_steps); give one list for each, or one for all, "
+            "as [512, 384, 128]"
+        )
 
     def granularity_for(self, sequence_length: int) -> int:
         """Return the tokens at whose multiples such sequences are cut.
@@ -244,12 +302,19 @@ class TeraPipeConfig(StrictModel):
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
     @property
+    def needs_costs(self) -> bool:
+        """Return whether slices or schedule are planned from costs."""
+        return "auto" in (self.slices, self.schedule, self.recompute) or self.schedule == "search"
+
+    @property
     def is_one_slice(self) -> bool:
         """Return whether each sequence is one slice, in any order; False with "auto", which tries several."""
-        return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
+        return self.slices == 1 or bool(self.listed_slices and all(len(each) == 1 for each in self.listed_slices))
 
     def recomputing_stages(self, num_stages: int) -> frozenset[int] | None:
         """Return the stages that recompute each layer in its backward; None where the config leaves it to the module.
+
+        With "auto" none does until the planner has chosen its layers.
 
         Raises:
             TeraPipeConfigError: stages beyond `num_stages`.

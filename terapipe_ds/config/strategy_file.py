@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from terapipe_ds.config.conflicts import is_on
+from terapipe_ds.config.values import tuples_to_lists
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError
@@ -44,7 +45,7 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
     """
     for name, wanted in section_of(strategy).items():
         if name in section and not _is_same(strategy, name, section[name], wanted):
-            yield _line(f"terapipe.{name}", _listed(section[name]), wanted)
+            yield _line(f"terapipe.{name}", tuples_to_lists(section[name]), wanted)
     for name, size in sizes_of(strategy).items():
         if ds_config.get(name, size) != size:
             yield _line(name, ds_config[name], size)
@@ -59,12 +60,15 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
 def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
     """Return whether a value means what the strategy says, perhaps in another form."""
     if name == "slices" and isinstance(given, int):
-        return given == len(wanted) and max(wanted) - min(wanted) <= 1
+        lists = {plan.lengths for plan in strategy.plans}
+        return {given} == set(map(len, lists)) and all(max(lengths) - min(lengths) <= 1 for lengths in lists)
     if name == "recompute" and isinstance(given, tuple) and wanted == "full":
         return sorted(given) == list(range(strategy.grid["pipe"]))
     if name == "recompute" and given == "full" and isinstance(wanted, list):
         return sorted(wanted) == list(range(strategy.grid["pipe"]))
-    return given is None or (sorted(given) == sorted(wanted) if name == "recompute" else _listed(given) == wanted)
+    if given is None or name != "recompute":
+        return given is None or tuples_to_lists(given) == wanted
+    return sorted(given) == sorted(wanted)
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:
@@ -72,10 +76,6 @@ def _precision(ds_config: Mapping[str, Any]) -> str:
     sections = ((dtype, ds_config.get(name)) for name, dtype in kinds.items())
     enabled = (dtype for dtype, section in sections if isinstance(section, Mapping) and is_on(section.get("enabled")))
     return next(enabled, "float32")
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _line(what: str, given: Any, wanted: Any, fix: str = "leave it out, or give the same") -> str:

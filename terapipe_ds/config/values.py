@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from terapipe_ds.costs.wire_formats import BackwardFormat, ForwardFormat
 from terapipe_ds.files.strict_json import STRICT
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -30,6 +31,22 @@ def list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def lists_to_tuples(value: Any) -> Any:
+    """Return a list, and the lists in it, as tuples, and anything else as it is."""
+    return tuple(map(list_to_tuple, value)) if isinstance(value, list) else value
+
+
+def tuples_to_lists(value: Any) -> Any:
+    """Return a tuple, and the tuples in it, as lists, as a person writes them."""
+    return list(map(tuples_to_lists, value)) if isinstance(value, tuple) else value
+
+
+def _same_sum(value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    if len(set(map(sum, value))) > 1:
+        raise ValueError
+    return value
+
+
 def _bounds(value: tuple[int, ...]) -> tuple[int, ...]:
     if value[0] != 0 or any(start >= stop for start, stop in itertools.pairwise(value)):
         raise ValueError
@@ -48,12 +65,13 @@ Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
-ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$")]
+ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
+LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), AfterValidator(_same_sum)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 Bounds = Annotated[tuple[Index, ...], Field(min_length=2), AfterValidator(_bounds)]
-Recompute = Literal["off", "full"] | Indices | None
+Recompute = Literal["off", "full", "auto"] | Indices | None
 
 
 class StrictModel(BaseModel):
@@ -76,6 +94,23 @@ class CheckpointsConfig(StrictModel):
     """`terapipe.checkpoints`: what may be in the files that are loaded."""
 
     allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
+
+
+class LinksConfig(StrictModel):
+    """`terapipe.links`: in what formats activations and gradients travel between stages; null is exact."""
+
+    forward: ForwardFormat | None = Field(default=None, description='null (exact), "bf16", "fp8" or "int8"')
+    backward: BackwardFormat | None = Field(
+        default=None, description='null (exact) or "bf16": with less, gradients are too coarse to train with'
+    )
+    exact_until_part: Index = Field(
+        default=0, description="an integer >= 0: links that begin at an earlier part stay exact"
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether all messages travel as the layers gave them."""
+        return self.forward is None and self.backward is None
 
 
 def shown_value(value: Any, *path: Any) -> str:

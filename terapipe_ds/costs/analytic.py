@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_card
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.wire_formats import bytes_of_token
 from terapipe_ds.messages import check_count
 
 Array = npt.NDArray[np.float64]
@@ -51,6 +52,7 @@ class AnalyticCosts:
     activation_checkpointing: bool
     link: LinkCard  # to the next part
     peer_link: LinkCard  # among the tensor-parallel ranks
+    wire_formats: tuple[str | None, str | None] = (None, None)  # of activations and gradients on `link`
 
     vectorized = True
 
@@ -73,9 +75,18 @@ class AnalyticCosts:
         return _like(i, self._weight_s(i) + 0.0 * j)
 
     def send_s(self, tokens: Any) -> Any:
-        """Return the seconds of one message of activations, or of their gradient, between two parts."""
+        """Return the seconds of one message of activations between two parts."""
+        return self._message_s(tokens, self.wire_formats[0])
+
+    def send_gradient_s(self, tokens: Any) -> Any:
+        """Return the seconds of the message with their gradient."""
+        return self._message_s(tokens, self.wire_formats[1])
+
+    def _message_s(self, tokens: Any, wire_format: str | None) -> Any:
         i, _ = _arguments(tokens, 0)
-        return _like(i, self.link.latency_s + self._activation_bytes(i) / self.link.bandwidth_bytes_per_s)
+        of_token = bytes_of_token(wire_format, self.model.hidden_size, self._item)
+        seconds = self.link.latency_s + self.micro_batch * of_token * i / self.link.bandwidth_bytes_per_s
+        return _like(i, seconds)
 
     def step_s(self) -> float:
         """Return the seconds of an Adam step over the parameters on one rank, without data-parallel reduction."""
@@ -204,11 +215,13 @@ def analytic_costs(
     tensor_parallel: int = 1,
     activation_checkpointing: bool = False,
     layers_per_part: Sequence[int] | None = None,
+    wire_formats: tuple[str | None, str | None] = (None, None),
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
-    the network where the pipeline does not fit in one node.
+    the network where the pipeline does not fit in one node. `wire_formats` are those of `terapipe.links`, forward and
+    backward.
 
     Raises:
         AnalyticCostError: numbers that the model cannot be cut by.
@@ -229,7 +242,16 @@ def analytic_costs(
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
     for key in keys:
         parts[key] = AnalyticCosts(
-            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, link, peer_link
+            size,
+            card,
+            dtype,
+            micro_batch,
+            *key,
+            tensor_parallel,
+            activation_checkpointing,
+            link,
+            peer_link,
+            wire_formats,
         )
     return [parts[key] for key in keys]
 

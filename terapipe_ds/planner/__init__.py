@@ -8,6 +8,7 @@ from .memory import MemoryModel, PartMemory
 from .ranking.rank import best_schedule, rank_given, rank_schedules
 from .ranking.report import describe, describe_ranking
 from .result import PlanResult, Ranking, Refusal, choose
+from .search.found_orders import best_order
 from .search.search import granularity_for, plan_slices
 from .slice_program.solve import SliceSolution, solve
 
@@ -20,6 +21,7 @@ __all__ = [
     "Ranking",
     "Refusal",
     "SliceSolution",
+    "best_order",
     "best_schedule",
     "choose",
     "describe",

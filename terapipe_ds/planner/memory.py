@@ -1,7 +1,7 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits what is kept, so that a part is
-fourteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule follows
+fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule follows
 from its orders alone: `Replay.peak_bytes`.
 """
 
@@ -17,6 +17,7 @@ from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.model_memory import PartMemory, Setup
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 __all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
@@ -26,6 +27,8 @@ class MemoryModel:
     """The parts of a pipeline, in bytes; what the simulator and the search ask for memory."""
 
     parts: tuple[PartMemory, ...]
+    offloads: bool = False  # what slices keep goes to the host meanwhile (`simulator.offload`)
+    host_bytes_per_s: float | None = None  # of a device's link to the host, one way; None: copies take no time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -93,6 +96,10 @@ class MemoryModel:
         rate = self.parts[part_id].weight_bytes_per_token
         return self.slice_bytes(part_id, tokens, prefix) if rate is None else math.ceil(rate * tokens)
 
+    def sent_bytes(self, part_id: int, tokens: int) -> int:
+        """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""
+        return math.ceil(self.parts[part_id].working_sent_bytes_per_token * tokens)
+
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
@@ -105,14 +112,19 @@ def fill_drain_peak_bytes(
 ) -> tuple[int, ...]:
     """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk.
 
-    All slices are live, but for the first micro-batch in backward: of that one, those up to the slice that runs.
+    All slices are live, but for the first micro-batch in backward: of that one, those up to the slice that runs. No
+    slice sends back more than it keeps, so that later micro-batches need less.
     """
     peaks = []
     spans = list(zip(plan.lengths, plan.starts, strict=True))
     for part_id in range(num_stages):
         slices = [memory.slice_bytes(part_id, *span) for span in spans]
-        live = [total + memory.gradient_bytes(part_id) for total in itertools.accumulate(slices)]
-        live[-1] -= slices[-1]  # gradients come while what the slice kept goes
+        is_alone = num_micro_batches * plan.num_slices == 1  # nothing is held while the message of the last B goes
+        sent = [0 if part_id == 0 or is_alone else memory.sent_bytes(part_id, tokens) for tokens in plan.lengths]
+        unheard = [sum(sent[after : after + OUTSTANDING_SENDS]) for after in range(1, plan.num_slices + 1)]
+        parameters = memory.gradient_bytes(part_id)
+        live = [total + more + parameters for total, more in zip(itertools.accumulate(slices), unheard, strict=True)]
+        live[-1] += sent[-1] - slices[-1]  # gradients come while what the slice kept goes
         if plan.num_slices == 1:
             whole = memory.whole_bytes(part_id, plan.sequence_length)
             stores = num_micro_batches * whole

@@ -21,7 +21,8 @@ Beside what is kept, while a slice runs (peaks in its backward, in which kept th
   a layer       begins with its MLP: the gradients of gate and up (GELU: of the product), and of the residual stream.
                 Attention comes when what MLP and its norm kept is gone; only what it needs beyond that counts
   head          begins with the gradients of log-probabilities and logits; the layers come when what it kept is gone
-  links         gradients or activations of two computations ahead, and a message on its way
+  links         gradients or activations of two computations ahead, and a message on its way; gradients that were
+                sent, until the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
@@ -75,6 +76,7 @@ class PartMemory:
     windowed_store_bytes_per_token: float = 0  # of `store_bytes_per_token`, that of layers with a window
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, that of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
+    working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -151,6 +153,7 @@ class Setup:
             working_bytes=self._largest_weight(is_first or is_last, layers) * item,
             working_bytes_per_token=rows * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
+            working_sent_bytes_per_token=0 if is_first else rows * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=rows * self._kept_for_weights(is_last, layers),
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,

@@ -9,10 +9,11 @@ from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.schedule import Schedule, build, to_csv
 
 PREFERENCE = (
     *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
-    *("seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera"),
+    *("seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera", "search"),
 )
 """Which schedule wins where time and memory are the same."""
 
@@ -21,9 +22,12 @@ _TIE = 1e-3  # a difference in time below the noise of any measurement
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and what it is worth; seconds are those of one batch without reduce and optimizer step."""
+    """Plans and what they are worth; seconds are those of one batch without reduce and optimizer step.
 
-    plan: SlicePlan
+    `plans` has one per micro-batch. `order` is what "search" found, and None for a schedule that `build` knows.
+    """
+
+    plans: tuple[SlicePlan, ...]
     schedule: str
     predicted_s: float
     optimal: bool  # proven: no plan with this schedule, granularity and limits takes less
@@ -39,6 +43,28 @@ class PlanResult:
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
     extra_s: float | None = 0.0  # on top of predicted_s; 0 unless parts have two places, None: not known
+    recompute: tuple[tuple[int, ...], ...] | None = None  # layers, per stage, where these were chosen as well
+    recompute_s: tuple[float, ...] | None = None  # what they take of the time of each stage
+
+    order: Schedule | None = None
+    order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name
+
+    @property
+    def plan(self) -> SlicePlan | None:
+        """Return the one plan of all micro-batches; None where they differ."""
+        return self.plans[0] if len(set(self.plans)) == 1 else None
+
+    @property
+    def num_slices(self) -> tuple[int, ...]:
+        """Return the slices of each micro-batch."""
+        return tuple(plan.num_slices for plan in self.plans)
+
+    def build(self, **options: Any) -> Schedule:
+        """Return the schedule to run; `options` are those of a schedule with a name."""
+        if self.order is not None:
+            return self.order
+        counts = self.num_stages, self.num_micro_batches, self.num_slices
+        return build(self.schedule, *counts, chunks_per_stage=self.chunks_per_stage, **options)
 
     @property
     def total_s(self) -> float:
@@ -52,8 +78,11 @@ class PlanResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists, for JSON."""
-        plans = {"plan": list(self.plan.lengths), "equal_plan": list(self.equal_plan.lengths)}
-        return dataclasses.asdict(self) | plans | {"gap": self.gap}
+        known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        plans = {"plans": [list(plan.lengths) for plan in self.plans], "equal_plan": list(self.equal_plan.lengths)}
+        order = {"order": None if self.order is None else to_csv(self.order)}
+        plan = {"plan": None if self.plan is None else list(self.plan.lengths)}
+        return known | plan | plans | order | {"gap": self.gap}
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:
@@ -115,6 +144,8 @@ class Ranking:
         rows = [{name: result.to_dict()[name] for name in names} for result in self.results]
         for row in rows:
             row["peak_bytes"] = row["peak_bytes"] and list(row["peak_bytes"])
+        for row, result in zip(rows, self.results, strict=True):
+            row |= {"plans": [list(plan.lengths) for plan in result.plans]} if result.plan is None else {}
         return rows + [
             {name: getattr(refusal, name) for name in (*names[:2], "need_bytes")} for refusal in self.refused
         ]

@@ -41,8 +41,13 @@ def check_eval_call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"reduction type {reduction} not supported.")
 
 
-def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool) -> str | None:
-    """Return which of this stage's layers cannot run slice by slice; None where all can. Stages may differ."""
+def problem_of_layers(
+    module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool, has_sequence_ranks: bool = False
+) -> str | None:
+    """Return which of this stage's layers cannot run slice by slice; None where all can. Stages may differ.
+
+    Where sequence ranks divide the tokens, no layer sees a whole sequence, even if that is one slice.
+    """
     if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -50,7 +55,7 @@ def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers:
             "your own."
         )
     unpatched = problem_of_insertions(module)
-    if unpatched is not None or config.is_one_slice:
+    if unpatched is not None or (config.is_one_slice and not has_sequence_ranks):
         return unpatched
     compiled = _compiled(module)
     if compiled:

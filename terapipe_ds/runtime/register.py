@@ -77,8 +77,9 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
 
     Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
-    hold several parts. Our `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before
-    DeepSpeed computes what the config leaves open. Call `compat.require_hooks` first.
+    hold several parts; it also refuses what the rest of that constructor would wait for without end. Our
+    `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before DeepSpeed computes what
+    the config leaves open. Call `compat.require_hooks` first.
     """
     import deepspeed  # not at the top: compat says what is wrong with it
     from deepspeed.pipe import PipelineModule
@@ -86,6 +87,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
+    from terapipe_ds.runtime.layout.sequence_axis import problem_of_tied_layers
     from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
@@ -93,6 +95,8 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
 
     @functools.wraps(stock_partition)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
+        if problem := problem_of_tied_layers(self):
+            raise TeraPipeConfigError(problem)
         setattr(self, PARTITION_METHOD, method)
         return stock_partition(self, method)
 

@@ -15,6 +15,7 @@ from .generate import build as build
 from .generate import build_forwards as build_forwards
 from .lower import StageSchedule as StageSchedule
 from .placement import CHUNKED_SCHEDULES as CHUNKED_SCHEDULES
+from .placement import SEARCH as SEARCH
 from .placement import placement_for as placement_for
 from .schedule import Schedule as Schedule
 from .show import render as render

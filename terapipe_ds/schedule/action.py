@@ -65,7 +65,7 @@ class Action(NamedTuple):
 
     Ids that mean nothing for the kind are -1: `slice_id` of a load, both ids of the actions that close a batch, and
     the peer of everything but sends and receives. A receive *posts* a non-blocking receive, and the forward or
-    backward of the same unit and part waits for it; a send never blocks.
+    backward of the same unit and part waits for it; a send blocks only while its link has too many on their way.
     """
 
     kind: Kind

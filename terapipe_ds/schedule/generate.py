@@ -15,7 +15,7 @@ from terapipe_ds.messages import check_count
 from .action import Action, Kind, PlacedUnit, ScheduleError, Unit
 from .chunked import chimera, chimera_seq, interleaved, looped_forwards, seq1f1b_interleaved, v_forwards, zbv
 from .one_f_one_b import backwards, dapple, forwards, on_chunk_0, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
-from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
+from .placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
 from .schedule import Schedule
 
 
@@ -58,6 +58,7 @@ CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
 
 SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
 """The names that `build` knows."""
+_KNOWN = ", ".join(SCHEDULE_NAMES)
 
 OPTIONS = {"dapple": ("policy",), "zbv": ("slots",)}
 """What a schedule takes besides counts: the keywords of its generator."""
@@ -150,9 +151,12 @@ def _forwards(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) 
 def _check_name(name: str) -> None:
     if isinstance(name, str) and name in SCHEDULE_NAMES:
         return
+    if name == SEARCH:
+        fix = "find one with `terapipe simulate --schedule search` or `terapipe plan --schedule search`"
+        raise ScheduleError(f"schedule {name!r} has no order without costs: {fix}, or give a name: {_KNOWN}")
     near = difflib.get_close_matches(str(name).lower(), SCHEDULE_NAMES, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {', '.join(SCHEDULE_NAMES)}")
+    raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {_KNOWN}")
 
 
 def _slice_counts(num_slices: int | Iterable[int], num_micro_batches: int) -> tuple[int, ...]:

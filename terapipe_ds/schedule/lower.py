@@ -3,7 +3,8 @@
     order     F0.0               F0.1                    B0.1         B0.0
     lowered   RA RA RA L0 F SA   RA F SA           ...   RG B SG      B SG   RT RD ST
 
-Receives are posted a few computations ahead and sends do not block, so a tensor travels while its neighbours compute.
+Receives are posted a few computations ahead and sends do not block (but for the budget of `proofs.budget_of_sends`), so
+a tensor travels while its neighbours compute.
 """
 
 from __future__ import annotations

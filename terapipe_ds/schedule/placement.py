@@ -16,6 +16,8 @@ Placement = dict[tuple[int, int], int]
 LOOPED = ("interleaved", "seq1f1b-interleaved")
 V_SHAPED = ("zbv",)
 BIDIRECTIONAL = ("chimera", "chimera-seq")
+SEARCH = "search"
+"""In the place of a name: an order that is found for the costs at hand, of one part per stage, or of two in a V."""
 CHUNKED_SCHEDULES = (*LOOPED, *V_SHAPED, *BIDIRECTIONAL)
 """The schedules whose stages hold, or may hold, several chunks."""
 
@@ -46,6 +48,11 @@ def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Plac
     """Return the placement of a schedule; `ScheduleError` on a number of chunks that it cannot take (see `build`)."""
     if name in LOOPED:
         return loop(num_stages, chunks_per_stage)
+    if name == SEARCH and chunks_per_stage == 2:
+        return v_shape(num_stages)
+    if name == SEARCH and chunks_per_stage > 2:
+        problem = f"chunks_per_stage is {chunks_per_stage}: {SEARCH!r} finds orders of one part per stage"
+        raise ScheduleError(f"{problem}, or of two in a V; give 1 or 2")
     has_two = name in CHUNKED_SCHEDULES
     if chunks_per_stage > 1 + has_two:
         holds = "two parts per stage, give 2 (or leave it at 1)" if has_two else "one part per stage, leave it at 1"

@@ -1,11 +1,18 @@
-"""Proof that a schedule can run: every rule, checked for all computations at once."""
+"""Proof that a schedule can run: every rule, checked for all computations at once.
+
+A stage may have so many messages on their way over each link, its budget, and waits for the oldest one before it goes
+on with more. That a budget cannot close a circle of stages that wait is proven for the schedule at hand.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .nodes import BACKWARD, FORWARD, Nodes
+from .nodes import BACKWARD, FORWARD, Nodes, Numbers
 from .schedule import Schedule
+
+OUTSTANDING_SENDS = 8
+"""Messages that may be on their way over each link in each direction, unless a schedule needs more of them."""
 
 
 def can_run(schedule: Schedule) -> bool:
@@ -69,10 +76,84 @@ def _keeps_stage_orders(nodes: Nodes) -> bool:
 
 def _keeps_link_orders(nodes: Nodes) -> bool:
     """Return whether each link's messages are awaited in the order in which they are sent."""
-    senders = np.flatnonzero(nodes.peers >= 0)  # in the order in which they send
-    takers = nodes.outputs[senders]
-    # a link: computation, part and both stages; within it, the takers of what is sent must come in rising order
+    return all((np.diff(nodes.outputs[senders]) > 0).all() for senders in _senders_by_link(nodes))
+
+
+def _senders_by_link(nodes: Nodes) -> list[Numbers]:
+    """Return, for each link, the nodes whose results go over it, in the order in which they send.
+
+    A link is a kind of computation, a part and two stages.
+    """
+    senders = np.flatnonzero(nodes.peers >= 0)
     link = np.stack([nodes.kind[senders], nodes.part[senders], nodes.stage[senders], nodes.peers[senders]])
     by_link = np.lexsort((senders, *link))
-    same_link = (np.diff(link[:, by_link], axis=1) == 0).all(axis=0)
-    return bool((np.diff(takers[by_link]) > 0)[same_link].all())
+    ends = np.flatnonzero((np.diff(link[:, by_link], axis=1) != 0).any(axis=0)) + 1
+    return np.split(senders[by_link], ends) if len(senders) else []
+
+
+# -- budgets of messages on their way
+
+
+def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
+    """Return the least number of messages per link, at least `wanted`, with which a schedule that can run still can.
+
+    With as many messages as the busiest link has no stage ever waits, and each larger budget asks for less. So the
+    answer exists, and is found by halving.
+    """
+    most = max(map(len, _senders_by_link(schedule.nodes)), default=0)
+    if wanted >= most or can_run_within(schedule, wanted):
+        return wanted
+    too_few, enough = wanted, most
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if can_run_within(schedule, middle) else (middle, enough)
+    return enough
+
+
+def can_run_within(schedule: Schedule, budget: int) -> bool:
+    """Return whether all stages reach their ends if each waits while more than `budget` messages are on a link.
+
+    What is assumed of the receiver is the least that the engine does: it takes a message in when it has come to the
+    computation that needs it, and has finished the one before with all waits of its own. Messages that travel earlier
+    make no other computation wait. So each wait is for a computation: on the way to a deadlock is exactly who waits
+    for one that never comes, whatever the times.
+    """
+    nodes = schedule.nodes
+    inputs, awaited = nodes.inputs.tolist(), _awaited_after(nodes, budget).tolist()
+    has_run, is_over = (bytearray(nodes.num_nodes) + b"\1" for _ in range(2))  # the last: none
+    at, ends = nodes.first[:-1].tolist(), nodes.first[1:].tolist()
+    waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by what they wait for: its run, or its end
+    ready, num_over = list(range(len(at))), 0
+    while ready:
+        stage_id = ready.pop()
+        node = at[stage_id]
+        while node < ends[stage_id]:
+            if not has_run[node]:
+                if not has_run[inputs[node]]:
+                    waiting.setdefault((False, inputs[node]), []).append(stage_id)
+                    break
+                has_run[node] = 1
+                ready += waiting.pop((False, node), ())
+            if not is_over[awaited[node]]:
+                waiting.setdefault((True, awaited[node]), []).append(stage_id)
+                break
+            is_over[node] = 1
+            num_over += 1
+            ready += waiting.pop((True, node), ())
+            node += 1
+        at[stage_id] = node
+    return num_over == nodes.num_nodes
+
+
+def _awaited_after(nodes: Nodes, budget: int) -> Numbers:
+    """Return per node the one that must be over before its stage goes on, once its own message is sent; or none.
+
+    The message that is `budget` places before its own must have been taken in. The stage that takes it comes to that
+    when the computation before the taker is over.
+    """
+    awaited = np.full(nodes.num_nodes, nodes.num_nodes)
+    for senders in _senders_by_link(nodes):
+        takers = nodes.outputs[senders[: max(0, len(senders) - budget)]]
+        is_first = takers == nodes.first[nodes.stage[takers]]
+        awaited[senders[budget:]] = np.where(is_first, nodes.num_nodes, takers - 1)
+    return awaited

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
 from terapipe_ds.schedule import Action, Kind, Schedule
+from terapipe_ds.simulator.offload import LEAVES_AFTER, offloaded_until
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """`spans[micro_batch_id][slice_id]` is (start, stop)."""
@@ -29,10 +30,11 @@ class Memory(Protocol):
     def whole_bytes(self, part_id: int, sequence_length: int) -> int: ...
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
+    def sent_bytes(self, part_id: int, tokens: int) -> int: ...
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
 
 
-def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory) -> list[int]:
+def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
     """Return what a stage holds before its first computation, and then two numbers per computation of its order: the
     bytes while it runs, and those once it has run.
 
@@ -40,7 +42,9 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     counts from its first F to its last B on the part, the gradients of the store from its first B to its last; for a
     micro-batch that is one slice `whole_bytes` takes the place of both. Without backward a slice counts while its F
     runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
-    parameters come while its first B runs, as much as what the slice kept goes, and stay.
+    parameters come while its first B runs, as much as what the slice kept goes, and stay. Messages count while the
+    stage cannot know that they are there: `outstanding` of them on each link at most, its budget. In training what F
+    sends is a part of what the slice keeps.
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
@@ -58,6 +62,14 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
             after[index] += size if action.kind is Kind.BACKWARD else -size
     for held, index in last.items():
         after[index] -= _size(held, spans, memory)
+    for index, until, action in _unheard(schedule, stage_id, outstanding):
+        if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it is sent
+            start, stop = spans[action.micro_batch_id][action.slice_id]
+            size = memory.sent_bytes(action.part_id + (action.kind is Kind.FORWARD), stop - start)
+            after[index] += size
+            after[until] -= size
+    if getattr(memory, "offloads", False):
+        _offload(order, spans, memory, gained, after)
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
         after[index] += memory.gradient_bytes(part_id)
@@ -70,6 +82,48 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
         now += after[index]
         numbers.append(now)
     return numbers
+
+
+def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:
+    """Return the messages of a stage: at which computation of its order each is sent, after which it is given back.
+
+    What the stage hears from the other end after that has taken the message gives it back, before it computes. So does
+    its own wait for the oldest of more than `outstanding` on a link. The rest is given back after the last computation.
+    """
+    nodes, order = schedule.nodes, schedule.orders[stage_id]
+    first = int(nodes.first[stage_id])
+    own = slice(first, first + len(order))
+    inputs, sources = nodes.inputs[own].tolist(), nodes.sources[own].tolist()
+    outputs, peers = nodes.outputs[own].tolist(), nodes.peers[own].tolist()
+    links: dict[tuple[int, Kind, int], deque[tuple[int, int]]] = {}  # what is on its way: (index here, its taker)
+    given_back: list[tuple[int, int, Action]] = []
+    for index, action in enumerate(order):
+        for (peer, *_), sent in links.items() if sources[index] >= 0 else ():
+            while peer == sources[index] and sent and sent[0][1] < inputs[index]:
+                given_back.append((sent[0][0], index - 1, order[sent.popleft()[0]]))
+        if peers[index] >= 0:
+            sent = links.setdefault((peers[index], action.kind, action.part_id), deque())
+            sent.append((index, outputs[index]))
+            if len(sent) > outstanding:
+                given_back.append((sent[0][0], index, order[sent.popleft()[0]]))
+    last = len(order) - 1
+    return given_back + [(index, last, order[index]) for sent in links.values() for index, _ in sent]
+
+
+def offloaded_bytes(part_id: int, unit: tuple[int, int], spans: Spans, memory: Memory) -> int:
+    """Return what goes to the host of a slice: all that it keeps, with keys and values where it is a whole sequence."""
+    size = _size(("slice_bytes", part_id, *unit), spans, memory)
+    is_whole = len(spans[unit[0]]) == 1
+    return size + (_size(("whole_bytes", part_id, unit[0], -1), spans, memory) if is_whole else 0)
+
+
+def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Counter[int], after: Counter[int]) -> None:
+    """Take from what a stage holds what is on the host meanwhile."""
+    places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
+    for (part_id, unit), index in offloaded_until(order).items():
+        size = offloaded_bytes(part_id, unit, spans, memory)
+        after[places[part_id, unit] + LEAVES_AFTER] -= size
+        gained[index] += size
 
 
 def _held_for(action: Action, is_whole: bool, is_evaluation: bool) -> list[_Held]:

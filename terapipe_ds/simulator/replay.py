@@ -6,7 +6,8 @@ on different stages. Transfers of one link run one at a time in the order in whi
 before the first cost, so a replay is one pass along a topological order: exact, without a clock that ticks.
 
 Not modelled: how far ahead receives are posted (a transfer starts when its tensor is there and its link is free),
-links that share one wire, reduces and the optimizer step.
+waits of a stage that is a whole budget of messages ahead of the next one, links that share one wire, reduces and the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Schedule, validate
 from terapipe_ds.schedule import nodes as numbered
 from terapipe_ds.schedule.lower import message
-from terapipe_ds.schedule.proofs import is_ordered
+from terapipe_ds.schedule.proofs import budget_of_sends, is_ordered
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,
@@ -36,7 +37,8 @@ from terapipe_ds.simulator.costs import (
     plan_per_micro_batch,
     tabulate,
 )
-from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, over_time
+from terapipe_ds.simulator.offload import HostCopies
+from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, offloaded_bytes, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
 Plans = SlicePlan | Sequence[SlicePlan]
@@ -118,7 +120,7 @@ class Replay:
     def run(self, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True) -> Timeline:
         """Return what `simulate` does."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
-        times = self._pass(seconds, sends, overlap)
+        times = self._pass(seconds, sends, overlap, self._copies(plans, memory))
         computed = [self._event(i, action, times.starts[i], times.ends[i]) for i, action in enumerate(self._actions)]
         sent = {
             i: self._event(i, send, times.send_starts[i], times.sent[i])
@@ -204,7 +206,19 @@ class Replay:
         takes_time = table[:, SEND:].max(axis=(1, 2)) > 0
         return plans, takes_time[self._parts].tolist(), seconds, sends
 
-    def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:
+    def _copies(self, plans: Sequence[SlicePlan], memory: Memory | None) -> HostCopies | None:
+        """Return the copies between stages and their hosts, where there are any and they take time."""
+        rate = getattr(memory, "host_bytes_per_s", None)
+        if memory is None or rate is None or not getattr(memory, "offloads", False) or self.schedule.forward_only:
+            return None
+        spans = [plan.spans() for plan in plans]
+        return HostCopies(
+            self._actions, self._stages, lambda part, unit: offloaded_bytes(part, unit, spans, memory) / rate
+        )
+
+    def _pass(
+        self, seconds: list[float], sends: list[float], overlap: bool, copies: HostCopies | None = None
+    ) -> _Times:
         """Find the longest path to every node. Ends and arrivals are sums along it, so equal times are equal floats."""
         stage_free = [0.0] * self.schedule.num_stages
         link_free = [0.0] * (self._num_links + 1)
@@ -214,7 +228,11 @@ class Replay:
             start = stage_free[stage_id]
             if arrivals[needs] > start:
                 start = arrivals[needs]
+            if copies is not None:
+                start = copies.start_s(i, start)
             send_start = end = start + seconds[i]
+            if copies is not None:
+                copies.ends(i, end)
             starts.append(start)
             ends.append(end)
             stage_free[stage_id] = end
@@ -231,9 +249,14 @@ class Replay:
 
     # --- what is made of it
 
+    @functools.cached_property
+    def _outstanding(self) -> int:
+        return budget_of_sends(self.schedule)
+
     def _bytes_of_stages(self, plans: Sequence[SlicePlan], memory: Memory) -> list[list[int]]:
         spans = [plan.spans() for plan in plans]
-        return [bytes_of_stage(self.schedule, k, spans, memory) for k in range(self.schedule.num_stages)]
+        stages = range(self.schedule.num_stages)
+        return [bytes_of_stage(self.schedule, k, spans, memory, self._outstanding) for k in stages]
 
     def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
         what = str(action), *action.unit, action.kind.code

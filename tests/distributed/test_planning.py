@@ -86,7 +86,7 @@ def _auto(**planner: Any) -> dict[str, Any]:
 
 def cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
     """What the planner says, but several slices: a model as small as these is fastest unsliced."""
-    return dataclasses.replace(plan_slices(*arguments, **options), plan=SlicePlan((9, 13, 1)))
+    return dataclasses.replace(plan_slices(*arguments, **options), plans=(SlicePlan((9, 13, 1)),) * 2)
 
 
 def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], float]:

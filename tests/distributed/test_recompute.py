@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import terapipe_ds
+from terapipe_ds.costs.profile import Profile
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+from terapipe_ds.planner.recompute import choose_layers, measured_layers
+from terapipe_ds.planner.recompute.stages import recompute_everything
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
     CHECKPOINTING,
+    LENGTH,
     batches,
     config,
     differences,
     engine_of,
     gpt_layers,
+    logged,
     pipeline_module,
     raised_by,
     section,
@@ -139,3 +150,72 @@ def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: 
     for other in ("off", "full", [0]):
         for text in pool.run(job_with_profile, path=str(path), recompute=other):
             assert "does not belong to this run" in text and "measure on this run" in text, (other, text)
+
+
+# -- layers that the planner chooses -------------------------------------------------------------------------------
+
+
+@dataclass
+class Chosen:
+    """What one rank saw: with a limit, and with one that all fits in."""
+
+    planned: tuple[tuple[int, ...], ...]  # for all stages, by the profile
+    errors: dict[str, float]
+    forwards: Forwards
+    first_layer: int
+    lines: list[str]
+    roomy: Forwards
+    too_little: tuple[str, str]
+
+
+def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any]) -> Chosen:
+    how = {"schedule": schedule, "granularity_tokens": 4}
+    with engine_of(gpt_layers(), section(**how, slices="auto", planner={"cache_dir": folder})) as engine:
+        train(engine, batches(1))
+        torch.distributed.barrier()  # rank 0 has written the profile
+        (path,) = Path(folder).iterdir()
+        bounds = [int(bound) for bound in engine.module.parts]
+        parts = measured_layers(MeasuredParts.of_profile(Profile.load(path)), bounds)
+    plan, order = SlicePlan.equal(LENGTH, slices, 4), build(schedule, 2, 2, slices)
+    replay = Replay.of(order)
+    least, most = (
+        max(replay.peak_bytes(plan, choice.memory))
+        for choice in (recompute_everything(parts, plan, 2), choose_layers(parts, order, plan, 1e15))
+    )
+    limit = 0.5 * (least + most)
+    planned = choose_layers(parts, order, plan, limit).layers
+
+    def with_limit(limit_bytes: float) -> dict[str, Any]:
+        planner = {"cache_dir": folder, "memory_limit_gb": limit_bytes / 1e9}
+        return section(**how, slices=slices, recompute="auto", planner=planner)
+
+    with logged() as lines, engine_of(gpt_layers(), with_limit(limit), **options) as engine:
+        errors = differences(train(engine, batches(2)), stock_run())
+        forwards, first = forwards_per_slice(engine), int(engine.module._local_start)
+        engine.use_slice_plan(plan)  # nothing was chosen for slices by hand
+        assert set(forwards_per_slice(engine).values()) == {2.0}
+    with engine_of(gpt_layers(), with_limit(2 * most), **options) as engine:
+        roomy = forwards_per_slice(engine)
+    with engine_of(gpt_layers(), with_limit(0.5 * least), **options) as engine:
+        too_little = raised_by(lambda: train(engine, batches(1)))
+    return Chosen(planned, errors, forwards, first, [line for line in lines if "recompute" in line], roomy, too_little)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slices", "options"), [("seq1f1b", 3, {}), ("seq1f1b-zb", 2, NON_REENTRANT), ("1f1b", 1, {})]
+)
+@pytest.mark.sample(2)
+def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
+    tmp_path: Path, schedule: str, slices: int, options: dict[str, Any]
+) -> None:
+    ranks = rank_pool(2).run(job_chosen, folder=str(tmp_path), schedule=schedule, slices=slices, options=options)
+    assert not violations([one.errors for one in ranks])
+    planned, text = ranks[0].planned, "\n".join(ranks[0].lines)
+    assert any(planned) and sum(map(len, planned)) < 6  # some of the layers, not all
+    for stage_id, one in enumerate(ranks):
+        again = {str(layer_id) for layer_id in planned[stage_id]}
+        assert one.forwards == {name: 2.0 if name in again else 1.0 for name in one.forwards}, (stage_id, planned)
+        assert set(one.roomy.values()) == {1.0}
+        kind, message = one.too_little
+        assert kind == "MemoryLimitError" and "all its layers recomputed" in message
+    assert f"stage 0: layers {planned[0][0]}" in text if planned[0] else "stage 0: nothing" in text

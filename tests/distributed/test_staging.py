@@ -127,7 +127,8 @@ def _exchange(device: torch.device) -> bool:
     from torch import distributed
 
     from terapipe_ds.runtime.layout.layout import Layout
-    from terapipe_ds.runtime.links.channel import MessageSpec, ReceiveChannel, SendChannel, TensorSpec
+    from terapipe_ds.runtime.links.channel import ReceiveChannel, SendChannel
+    from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 
     rank, everyone = distributed.get_rank(), distributed.group.WORLD
     layout = Layout.plain(2)

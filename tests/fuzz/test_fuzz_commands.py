@@ -66,6 +66,7 @@ VALUES = {  # by the metavar of the help
     **dict.fromkeys((*"KMVNLBTDSG", "GB", "GB/S", "{0,1}"), NUMBERS),
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
     "NAME_OR_JSON": [*FILES, *NAMES],
+    "F[,B]": ["bf16", "int8,bf16", "fp8", "fp8,int8", ",bf16", "bf16,", ",", "fp64", "off"],
     "NAME=VALUE": ["policy=B", "policy=C", "slots=4,5,3", "slots=4,,3", "slots=0,1,1", "policy", "=B", "x=1"],
 }
 WRITTEN = {"out", "csv", "trace", "timeline", "as_json", "html"}

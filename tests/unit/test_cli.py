@@ -125,6 +125,8 @@ ERRORS = {
     f"{SIMULATE} --sequence-length 9": "--slices 5,3 has 8 tokens, --sequence-length is 9",
     f"{SIMULATE} --granularity-tokens 2": "--granularity-tokens goes with a number of slices",
     f"{SIMULATE} --tensor-parallel 2": "--tensor-parallel goes with --model only",
+    f"{SIMULATE} --links fp8": "--links goes with --model only",
+    f"{SIMULATE.replace('--unit', '--model tiny --device v100')} --links f": "give bf16, fp8, int8 for activations",
     f"{SIMULATE} --unit-send -1": "--unit-send -1: give a number >= 0",
     f"{SIMULATE} --picture x.jpg": "end the name in .png",
     f"{SIMULATE} --trace no/such/dir.json": "there is no such folder",
@@ -266,6 +268,40 @@ def test_simulate_takes_plans_in_several_forms(capsys: pytest.CaptureFixture[str
     assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(capsys, *words)
 
 
+def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["simulate", "--schedule", "search", "--stages", "3", "--micro-batches", "4", "--unit"]
+    words += ["--unit-send", "0.3", "--sequence-length", "8"]
+    words += ["--slices", "5,3", "--slices", "1", "--slices", "1", "--slices", "4,4"]
+    path = tmp_path / "found.csv"
+    data = json.loads(shown(capsys, *words, "--order", str(path), "--json"))
+    assert data["schedule"] == "search" and data["plans"] == [[5, 3], [8], [8], [4, 4]]
+    assert data["order_bound_s"] <= data["makespan_s"] <= min(data["named_s"].values())
+    again = ["simulate", "--from-csv", str(path), "--unit", "--unit-send", "0.3", "--json", *words[10:]]
+    assert json.loads(shown(capsys, *again))["makespan_s"] == data["makespan_s"]
+    text = shown(capsys, *words)
+    assert "no order of these slices takes less than" in text and "named schedules within the limit: zb-h1" in text
+    few = json.loads(shown(capsys, *words, "--live-slices", "3", "--json"))
+    assert max(stage["peak_live_slices"] for stage in few["stages"]) == 3 and few["makespan_s"] >= data["makespan_s"]
+    two = json.loads(shown(capsys, *words, "--chunks-per-stage", "2", "--order", str(path), "--json"))
+    assert path.read_text().startswith("placement,0/5,1/4,2/3") and two["order_bound_s"] <= two["makespan_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("simulate --schedule search --stages 2 --slices 4,4 --unit --forward-only", "leave out --forward-only"),
+        ("simulate --schedule search --stages 2 --slices 4,4 --unit --live-slices 1", "1 live slices: raise it"),
+        ("simulate --schedule search --stages 2 --slices 4,4 --unit --chunks-per-stage 3", "give 1 or 2"),
+        ("simulate --schedule search --slices 4,4 --unit", "--stages is missing"),
+        ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --live-slices 3", "goes with --schedule search only"),
+        ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --order x.json", "end the name in .csv"),
+        ("show --schedule search --stages 2", "has no order without costs: find one with `terapipe simulate"),
+    ],
+)
+def test_orders_that_cannot_be_found(capsys: pytest.CaptureFixture[str], words: str, reason: str) -> None:
+    assert reason in refused(capsys, *words.split())
+
+
 def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = {"--timeline": "t.json", "--trace": "trace.json", "--csv": "events.csv", "--picture": "p.svg"}
     options = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
@@ -290,6 +326,23 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     text = shown(capsys, *options, "8")
     assert "peak GiB" in text and f"{eight / 2**30:.3f}" in text
     assert "peak GiB" not in shown(capsys, "simulate", *UNIT)
+
+
+def test_simulate_prices_formats_of_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt3-1b has 2048 features: in bf16 4096 bytes a token, in int8 2048 and 16 scales of 4."""
+    options = ["simulate", "--schedule", "gpipe", "--stages", "2", "--model", "gpt3-1b", "--device", "a100"]
+    options += ["--sequence-length", "2048", "--slices", "1", "--json"]
+
+    def sends(*more: str) -> list[float]:
+        events = json.loads(shown(capsys, *options, *more))["critical_path"]
+        return [event["end_s"] - event["start_s"] for event in events if event["action"].startswith(("SA", "SG"))]
+
+    (there, back), (packed, gradient) = sends(), sends("--links", "int8,bf16")
+    assert there == pytest.approx(back) and gradient == pytest.approx(back)
+    from terapipe_ds.costs.devices import device_card
+
+    link = device_card("a100").node_link
+    assert there - packed == pytest.approx(2048 * (4096 - 2048 - 64) / link.bandwidth_bytes_per_s, rel=1e-6)
 
 
 def test_a_timeline_is_compared_with_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -326,7 +379,7 @@ def test_the_examples_of_the_help_run(
     text = show.EXAMPLES + simulate.EXAMPLES
     lines = [line.split("  (")[0].split() for line in text.splitlines() if line.startswith("  terapipe")]
     lines = [line for line in lines if not {"--profile", "--model"} & set(line)]
-    assert len(lines) == 6 + 5
+    assert len(lines) == 6 + 6
     for line in lines:
         assert main(line[1:]) == 0
     capsys.readouterr()

@@ -26,8 +26,9 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import SCHEDULE_NAMES, build
+from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
+from tests.unit.planner.layers.test_measured import profile as measured_profile
 from tests.unit.test_cli import refused as refused_command
 from tests.unit.test_cli import shown
 
@@ -192,23 +193,39 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     few = (*SMALL, "--max-slices", "2", "--memory-limit-gb", "14")
     found = as_json(capsys, *few)
     ranking = {one["schedule"]: one for one in found["ranking"]}
-    assert ranking.keys() == set(SCHEDULE_NAMES) - {"dapple"} and found["ranking"][0]["schedule"] == found["schedule"]
+    best = found["ranking"][0]
+    assert ranking.keys() - {"search"} == set(SCHEDULE_NAMES) - {"dapple"} and best["schedule"] == found["schedule"]
     assert ranking["chimera"].keys() == {"schedule", "chunks_per_stage", "need_bytes"}  # both copies of 2 x 6 layers
     assert ranking["chimera"]["need_bytes"] > 14e9
-    for one in found["ranking"][:4]:
+    for one in [each for each in found["ranking"] if each["schedule"] != "search"][:4]:
         chunks, plan = one["chunks_per_stage"], SlicePlan(tuple(one["plan"]))
         schedule = build(one["schedule"], 4, 2, plan.num_slices, chunks_per_stage=chunks)
         costs = analytic_costs("gpt3-1b", "v100", num_stages=schedule.num_parts)
         assert simulate(schedule, plan, costs).makespan_s == pytest.approx(one["predicted_s"], rel=1e-9)
-    assert (
-        found["terapipe"].get("chunks_per_stage", 1)
-        == found["chunks_per_stage"]
-        == ranking[found["schedule"]]["chunks_per_stage"]
-    )
+    assert found["terapipe"].get("chunks_per_stage", 1) == found["chunks_per_stage"] == best["chunks_per_stage"]
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
-    assert [row for row in rows if row in ranking] == list(ranking)
+    assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
     assert f"needs {ranking['chimera']['need_bytes'] / 1e9:.2f} GB" in text
+
+
+def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The section names the file of the order, with the slices of each micro-batch; both mean what is predicted."""
+    path, out = tmp_path / "order.csv", tmp_path / "plan.json"
+    few = (*SMALL[:-4], "--micro-batches", "4", "--granularity", "512", "--schedule", "search")
+    found = as_json(capsys, *few, "--order", str(path), "--out", str(out))
+    plans = [SlicePlan(tuple(lengths)) for lengths in found["plans"]]
+    config = TeraPipeConfig.from_deepspeed({"gradient_accumulation_steps": 4, "terapipe": found["terapipe"]})
+    assert config.schedule == str(path) and config.plans_for(2048, 4) == tuple(plans) and len(plans) == 4
+    costs = analytic_costs("gpt3-1b", "v100", num_stages=4)
+    assert simulate(load(path), plans, costs).makespan_s == pytest.approx(found["predicted_s"], rel=1e-9)
+    assert found["order"] == path.read_text() and found["order_bound_s"] <= found["predicted_s"]
+    written = json.loads(out.read_text())
+    assert written.get("plans", [written.get("lengths")] * 4) == found["plans"]
+    text = planned(capsys, *few)
+    assert '"schedule": "search"' in text and "which no order of these slices beats" in text
+    two = as_json(capsys, *few, "--chunks-per-stage", "2", "--max-slices", "2")
+    assert two["chunks_per_stage"] == 2 and max(len(lengths) for lengths in two["plans"]) <= 2
 
 
 def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -324,3 +341,18 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, options = tmp_path / "layers.json", ("--choose-recompute", "--granularity", "64", "--micro-batches", "4")
+    measured_profile().save(path)
+    given = "--profile", str(path), "--schedule", "seq1f1b", *options
+    assert "--memory-limit-gb" in refused(capsys, *given)
+    roomy = as_json(capsys, *given, "--memory-limit-gb", "1")
+    assert roomy["recompute"] == [[], []] and roomy["terapipe"]["recompute"] == "auto"
+    limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
+    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
+    assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0
+    assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
+    assert "one part per stage" in refused(capsys, *given, "--memory-limit-gb", "1", "--chunks-per-stage", "2")
+    assert "give --profile" in refused(capsys, *options, "--model", "gpt3-1b", "--device", "v100", "--stages", "2")

@@ -354,7 +354,7 @@ def test_the_configuration_lists_all_keys_with_their_defaults() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| `(.+?)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
     config = TeraPipeConfig()
     defaults = {name: getattr(config, name) for name in TeraPipeConfig.model_fields}
-    for section in ("planner", "checkpoints"):
+    for section in ("planner", "checkpoints", "links"):
         inner = defaults.pop(section)
         defaults |= {f"{section}.{name}": getattr(inner, name) for name in type(inner).model_fields}
     assert {key: json.loads(default) for key, default in rows} == defaults

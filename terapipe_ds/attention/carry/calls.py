@@ -63,6 +63,12 @@ def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
 
 
 def _states(active: ActiveSlice, layer: Hashable, name: str) -> CarriedStore:
+    if active.exchange is not None:
+        raise SliceStoreError(
+            f"layer {layer!r}, state {name!r}: carried states cannot be combined with a 'sequence' axis of the "
+            "topology: the ranks run their tokens of a slice at the same time, and a recurrence needs them one after "
+            "the other; give these ranks to the pipeline or to data parallelism"
+        )
     if active.store is None:
         raise SliceStoreError(
             f"layer {layer!r}, state {name!r}: slice [{active.start}, {active.stop}) of {active.sequence_length} "

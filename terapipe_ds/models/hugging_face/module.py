@@ -48,6 +48,12 @@ class HuggingFaceModule(PipelineModule):
         loss_fn: Loss | None = None,
         **options: Any,
     ) -> None:
+        if blueprint.outline.tied is not None and _ties_over_sequence_ranks(topology):
+            raise ModelRefusedError(
+                "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
+                "DeepSpeed (0.19.8) makes wrong groups of tied layers: give config.tie_word_embeddings = False, or a "
+                "topology without that axis"
+            )
         layers = layers_of(blueprint)
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
@@ -188,3 +194,8 @@ def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
             "with embedding, norm and output matrix"
         )
     return bounds
+
+
+def _ties_over_sequence_ranks(topology: ProcessTopology | None) -> bool:
+    """Return whether DeepSpeed would wait for ever as it makes groups of tied layers."""
+    return topology is not None and topology.get_dim("sequence") > 1 and topology.get_dim("pipe") > 1

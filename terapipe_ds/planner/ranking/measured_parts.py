@@ -36,6 +36,7 @@ class Unit:
     send_s: Callable[[Any], Any] | None = None
     step_s: float | None = None
     memory: PartMemory | None = None
+    sent_bytes: float | None = None  # per token, of what it hands on
 
     @classmethod
     def of_layer(cls, layer: MeasuredLayer) -> Unit:
@@ -43,7 +44,8 @@ class Unit:
         known, profile = layer.profile.memory, layer.profile
         memory = None if known is None else PartMemory(**known)  # type: ignore[arg-type]
         counts = profile.parameters, profile.trained_parameters
-        return cls(layer.costs, *counts, layer.overhead, layer.send_s, layer.step_s, memory)
+        sent_bytes = profile.output_bytes_per_token
+        return cls(layer.costs, *counts, layer.overhead, layer.send_s, layer.step_s, memory, sent_bytes)
 
 
 class MeasuredPart:

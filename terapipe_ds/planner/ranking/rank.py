@@ -7,8 +7,9 @@ bidirectional   K parts, two places for each  chimera, chimera-seq; K even
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_cou
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
+from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, best_order
 from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Pipeline
-from terapipe_ds.planner.search.search import BUDGET, Problem
-from terapipe_ds.schedule import build
+from terapipe_ds.planner.search.problem import BUDGET, Problem
+from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator.replay import Plans
 
 SecondsOf = Callable[[int], float | None]
 """By the number of parts: seconds, None where they are not known."""
@@ -80,7 +83,7 @@ def rank_schedules(
 
 def rank_given(
     costs_of: PartsOf,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int = 1,
     *,
@@ -89,7 +92,7 @@ def rank_given(
     chunks_per_stage: int | None = None,
     both_ways_s_of: SecondsOf | None = None,
 ) -> Ranking:
-    """Return `rank_schedules` for slices that are given."""
+    """Return `rank_schedules` for slices that are given: one plan for all micro-batches, or one for each."""
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
     counts = num_stages, num_micro_batches, memory_limit_bytes
     return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
@@ -97,7 +100,7 @@ def rank_given(
 
 def best_schedule(
     costs: Any,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int = 1,
     *,
@@ -105,17 +108,20 @@ def best_schedule(
     memory_limit_bytes: float | None = None,
     chunks_per_stage: int = 1,
     placement: Mapping[tuple[int, int], int] | None = None,
+    with_order: bool = True,
 ) -> PlanResult:
     """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
 
-    It compares all schedules that `ranked_schedules` names. No other plan is tried, so the bound is 0.
+    It compares all schedules that `ranked_schedules` names, and `with_order` one that is found for the costs. No other
+    plan is tried, so the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.
     """
     num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
     layout = _Layout(chunks_per_stage, num_parts, costs, memory)
-    return _replay_each(layout, plan, num_stages, num_micro_batches, memory_limit_bytes, placement).best
+    counts = num_stages, num_micro_batches, memory_limit_bytes
+    return _replay_each(layout, plan, *counts, placement, with_order).best
 
 
 @dataclass(frozen=True)
@@ -130,30 +136,33 @@ class _Layout:
 
 def _replay_each(
     layout: _Layout,
-    plan: SlicePlan,
+    plan: Plans,
     num_stages: int,
     num_micro_batches: int,
     memory_limit_bytes: float | None,
     placement: Mapping[tuple[int, int], int] | None = None,
+    with_order: bool = True,
 ) -> Ranking:
-    """Replay `plan` under each schedule that can be compared."""
+    """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
-    whole = SlicePlan.equal(plan.sequence_length, 1)
+    plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
+    whole = SlicePlan.equal(plans[0].sequence_length, 1)
     results, refused = [], []
     for name in names:
         sliced, unsliced = (
-            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks) for count in (plan.num_slices, 1)
+            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks)
+            for count in ([one.num_slices for one in plans], 1)
         )
-        timeline = Replay(sliced).run(plan, costs, memory=layout.memory)
+        timeline = Replay(sliced).run(plans, costs, memory=layout.memory)
         peaks = timeline.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
-            refused.append(Refusal(name, chunks, _limit_error(name, plan, peaks, memory_limit_bytes)))
+            refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
             continue
         result = PlanResult(
-            plan=plan,
+            plans=plans,
             schedule=name,
             predicted_s=timeline.makespan_s,
             optimal=False,
@@ -161,7 +170,7 @@ def _replay_each(
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
             unsliced_s=Replay(unsliced).makespan(whole, costs),
-            equal_plan=plan,
+            equal_plan=plans[0],
             equal_s=timeline.makespan_s,
             bubble_fraction=timeline.bubble_fraction,
             peak_bytes=peaks,
@@ -170,14 +179,25 @@ def _replay_each(
             chunks_per_stage=sliced.chunks_per_stage,
         )
         results.append(result)
+    where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
+    has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
+    is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
+    if with_order and results and has_parts and is_small:
+        limits = {"memory": layout.memory, "memory_limit_bytes": memory_limit_bytes}
+        with contextlib.suppress(PlannerError):  # what the named ones hold fits, but no order that it found
+            order = {"chunks_per_stage": chunks, "budget": SHARE_OF_ORDER, **limits}
+            results.append(best_order(costs, plans, num_stages, num_micro_batches, **order))
     return Ranking.of(results, refused)
 
 
-def _limit_error(schedule: str, plan: SlicePlan, peaks: tuple[int, ...], limit_bytes: float) -> MemoryLimitError:
+def _limit_error(
+    schedule: str, plans: Sequence[SlicePlan], peaks: tuple[int, ...], limit_bytes: float
+) -> MemoryLimitError:
     need_bytes = max(peaks)
     stage_id = peaks.index(need_bytes)
+    lists = ", ".join(str(list(plan.lengths)) for plan in dict.fromkeys(plans))
     message = (
-        f"no schedule fits in the memory limit of {limit_bytes:.4g} bytes with the slices {list(plan.lengths)}: the "
+        f"no schedule fits in the memory limit of {limit_bytes:.4g} bytes with the slices {lists}: the "
         f"least, {schedule}, needs {need_bytes:.4g} bytes on stage {stage_id}; raise the limit, give shorter slices, "
         "more stages or activation checkpointing"
     )

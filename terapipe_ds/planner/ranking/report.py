@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from terapipe_ds.planner.result import PlanResult, Ranking
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
     """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory."""
-    plan, lengths = result.plan, result.plan.lengths
-    slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
     extra = f"          {_time(result.extra_s or 0)} more to sum and step what stands at two places"
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
-        f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
+        *_plan_lines(result),
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
         *([extra] if result.extra_s else []),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),
+        *_order_lines(result),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
         *_memory_lines(result),
+        *_recompute_lines(result),
     ]
 
 
@@ -31,7 +34,7 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     rows: list[tuple[str, ...]] = [("schedule", "chunks", "slices", "predicted", "extra", "ratio", "bubble", "memory")]
     best_s = ranking.results[0].total_s if ranking.results else 0.0
     for result in ranking.results:
-        counts = str(result.chunks_per_stage), str(result.plan.num_slices)
+        counts = str(result.chunks_per_stage), _slices(result)
         extra = "unknown" if result.extra_s is None else f"+{_time(result.extra_s)}" if result.extra_s else ""
         ratio = f"{result.total_s / best_s:.3f}x" if best_s > 0 else "no time"
         memory = "" if result.peak_bytes is None else _bytes(max(result.peak_bytes))
@@ -50,6 +53,36 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     return lines
 
 
+def _plan_lines(result: PlanResult) -> list[str]:
+    """Return the plan, or a line for each run of micro-batches with the same one."""
+    lines: list[str] = []
+    first = 0
+    for plan, group in itertools.groupby(result.plans):
+        last = first + len(list(group)) - 1
+        lengths = plan.lengths
+        slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
+        text = f"{plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}"
+        if result.plan is None:
+            which = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
+            text = f"{which}: {text}"
+        lines.append(f"{'' if lines else 'plan':<10}{text}")
+        first = last + 1
+    return lines
+
+
+def _slices(result: PlanResult) -> str:
+    """Return the number of slices, or the fewest and the most."""
+    least, most = min(result.num_slices), max(result.num_slices)
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _order_lines(result: PlanResult) -> list[str]:
+    if result.order is None:
+        return []
+    above = f"{result.predicted_s / result.order_bound_s - 1:.2%} above" if result.order_bound_s > 0 else "above"
+    return [f"order     found by search; {above} {_time(result.order_bound_s)}, which no order of these slices beats"]
+
+
 def _memory_lines(result: PlanResult) -> list[str]:
     peaks, limit = result.peak_bytes, result.memory_limit_bytes
     if peaks is None:
@@ -58,6 +91,30 @@ def _memory_lines(result: PlanResult) -> list[str]:
     text = f"memory    {_bytes(most)} on stage {peaks.index(most)}"
     text += f", {_bytes(least)} on stage {peaks.index(least)}" if least < most else ""
     return [text + (f"; the limit is {_bytes(limit)}" if limit is not None else "")]
+
+
+def _recompute_lines(result: PlanResult) -> list[str]:
+    """Return which layers run again in their backward, one line per stage, and what that takes of its time."""
+    if result.recompute is None or result.recompute_s is None:
+        return []
+    if not any(result.recompute):
+        return ["recompute nothing: every stage fits without"]
+    lines: list[str] = []
+    for stage_id, (layers, seconds) in enumerate(zip(result.recompute, result.recompute_s, strict=True)):
+        what = f"layers {shown_runs(layers)}, {_time(seconds)} more" if layers else "nothing"
+        lines.append(f"{'' if lines else 'recompute':<9} stage {stage_id}: {what}")
+    return lines
+
+
+def shown_runs(numbers: Sequence[int]) -> str:
+    """Return rising numbers in words, neighbours together: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _bytes(number: float) -> str:

@@ -148,7 +148,7 @@ class Judge:
             return None
         if lengths not in self._peaks:
             plan = self.pipeline.plan(lengths)
-            if self.is_flow_shop:
+            if self.is_flow_shop and not getattr(memory, "offloads", False):
                 shape = self.pipeline.num_stages, self.pipeline.num_micro_batches
                 self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, *shape)
             else:

@@ -1,50 +1,21 @@
-"""The search for the best plan: candidates, judged by a replay of the very schedule that will run them.
-
-`terapipe` on equal stages is the slice program itself (`slice_program`). Every other schedule, and unequal stages,
-start from equal slices, slices of equal time and plans of the slice program, and climb from the best of them by moving
-granules, merging and splitting. Where there are few plans, all of them are judged.
-"""
+"""Plan the slices of one schedule, or of the best: what a caller of the planner asks."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import split_evenly
-from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
-from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
-from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
-from terapipe_ds.planner.search import candidates
-from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
+from terapipe_ds.planner.comparable import num_parts_of
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.result import PlanResult
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.candidates import Lengths
-from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
-from terapipe_ds.planner.search.local_search import climb
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Pipeline
-from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
-from terapipe_ds.planner.slice_program.cost_table import CostTable
-from terapipe_ds.planner.slice_program.solve import equal_time
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
+from terapipe_ds.planner.search.problem import BUDGET, Problem
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, ScheduleError
 from terapipe_ds.schedule.generate import check_options
-
-# What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
-_AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
-_AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
-_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs say what W takes
-# Instead, where stages hold several chunks: those of them that have so many chunks and parts.
-_AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
-
-BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
-_ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
-_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
-_PROGRAM_PLANS = 32  # of each search
-_FILL_DRAIN_BUDGET = 1_000_000  # on top, once for all schedules, where stages differ
-_ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
 
 
 def plan_slices(
@@ -63,8 +34,11 @@ def plan_slices(
     chunks_per_stage: int = 1,
     placement: Mapping[tuple[int, int], int] | None = None,
     schedule_options: Mapping[str, object] | None = None,
+    with_order: bool = True,
 ) -> PlanResult:
     """Return the plan with the least predicted time under `schedule` (or `"auto"`) that fits in memory.
+
+    With "search" the order is found too, and each micro-batch may have a plan of its own (`result.plans`).
 
     Args:
         costs: `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and, where links cost something,
@@ -74,14 +48,15 @@ def plan_slices(
         chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many, see `ranked_schedules`.
         schedule_options: what `schedule.build` takes besides counts, for one schedule by its name.
         placement: where the parts are already: "auto" tries the schedules that run on it.
+        with_order: "auto" compares an order that is found for the costs too.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
 
     Raises:
         MemoryLimitError: no plan fits `memory_limit_bytes`; says the least need and what would lower it.
         PlannerError: an argument that cannot be, or costs that are negative or not finite.
     """
-    if schedule != "auto" and schedule not in SCHEDULE_NAMES:
-        known = ", ".join((*SCHEDULE_NAMES, "auto"))
+    if schedule not in (*SCHEDULE_NAMES, SEARCH, "auto"):
+        known = ", ".join((*SCHEDULE_NAMES, SEARCH, "auto"))
         raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
@@ -97,8 +72,10 @@ def plan_slices(
     shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
+    if schedule == SEARCH:
+        return problem.best_with_order(budget)
     if schedule == "auto":
-        return problem.best_of_each(budget).best
+        return problem.best_of_each(budget, with_order).best
     if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
         raise PlannerError(
             f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
@@ -112,206 +89,3 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
-
-
-class _BestLengths(NamedTuple):
-    """A plan's slice lengths, with its proven bound."""
-
-    lengths: Lengths
-    lower_bound_s: float  # no plan takes less
-    optimal: bool  # no plan takes less than this one
-
-
-class Problem:
-    """What the schedules over one cut of the layers share: the slice program's plans, bounds, and starts.
-
-    Args:
-        placement: where the parts are already, if they are.
-        chosen: plans that other schedules chose, over any cut; those of this problem are added. Where there are some,
-            they are starts enough.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        max_slices: int | None = None,
-        *,
-        placement: Mapping[tuple[int, int], int] | None = None,
-        chosen: list[Lengths] | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        self.pipeline, self.placement, self.progress = pipeline, placement, progress
-        self.num_granules = pipeline.num_granules
-        most = self.num_granules if max_slices is None else check_count("max_slices", max_slices)
-        self.max_slices = min(most, self.num_granules)
-        self.chosen: list[Lengths] = [] if chosen is None else chosen
-        self.has_starts = bool(chosen)
-
-    @property
-    def knows_weights(self) -> bool:
-        """Return whether all costs say what W takes of a backward."""
-        return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
-
-    def best_of_each(self, budget: int) -> Ranking:
-        """Return, for each schedule that "auto" tries, the best plan, or why none fits."""
-        chunks, results, refused = self.pipeline.chunks_per_stage, [], []
-        for name, share in self._shares().items():
-            try:
-                results.append(self.best(name, round(share * budget)))
-            except MemoryLimitError as error:
-                refused.append(Refusal(name, chunks, error))
-        return Ranking.of(results, refused)
-
-    def _shares(self) -> dict[str, float]:
-        """Return what "auto" tries, with shares of the budget."""
-        pipeline = self.pipeline
-        if pipeline.chunks_per_stage == 1:
-            shares = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
-            return shares | _AUTO_SPLIT if self.knows_weights else shares
-        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
-        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
-
-    def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
-        """Return the best plan for one schedule."""
-        judge = Judge(self.pipeline, schedule, budget=budget, progress=self.progress, schedule_options=options)
-        answer = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
-        self.chosen.append(answer.lengths)
-        return self._result(judge, answer)
-
-    # --- three ways to a plan, tried in order
-
-    def _proven_by_program(self, judge: Judge) -> _BestLengths | None:
-        """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
-        if not (judge.is_flow_shop and self._has_equal_stages):
-            return None
-        program, lengths = self.program, self.program.best.lengths
-        if (not program.optimal and self._can_judge_all(judge)) or not judge.fits(lengths):
-            return None
-        # links slower than the computation before them are not in the program's formula
-        proven = program.optimal and judge.seconds(lengths) <= program.lower_bound_s * (1 + _ROUNDING)
-        if not proven and self.num_granules <= MANY_GRANULES:
-            return None
-        return _BestLengths(lengths, program.lower_bound_s, proven)
-
-    def _best_of_all(self, judge: Judge) -> _BestLengths | None:
-        """Return the best of all plans, where there are few."""
-        if not self._can_judge_all(judge):
-            return None
-        plans = list(candidates.compositions(self.num_granules, self.max_slices))
-        best = judge.fastest(plans, judge.seconds)
-        if best is None:
-            raise memory_limit_error(judge, plans)
-        return _BestLengths(best, judge.seconds(best), True)
-
-    def _climbed(self, judge: Judge) -> _BestLengths:
-        """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
-        if judge.has_chunks or judge.splits_backward:
-            works_s = least_works_s(self.pipeline.parts, self.pipeline.num_micro_batches, self.max_slices)
-            by_stage = most_work_s(works_s, judge.placement, self.pipeline.num_stages)
-            bound_s = by_stage if judge.has_chunks else max(works_s)
-        else:
-            fits_program = judge.is_flow_shop and self._has_equal_stages
-            bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
-        return _BestLengths(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
-
-    def _can_judge_all(self, judge: Judge) -> bool:
-        if self.num_granules > _ALL_PLANS.bit_length():
-            return False
-        counts = [math.comb(self.num_granules - 1, count - 1) for count in range(1, self.max_slices + 1)]
-        return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
-
-    # --- what the schedules share
-
-    def sure_starts(self) -> Iterator[Lengths]:
-        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them."""
-        yield from self._equal_plans({len(lengths) for lengths in self.chosen} if self.has_starts else None)
-        if not self.has_starts:
-            yield self.fill_drain_plan
-        yield from list(self.chosen)
-
-    def more_starts(self) -> Iterator[Lengths]:
-        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part and plans that the
-        slice program met; or, with plans of other schedules, the equal slices left."""
-        if self.has_starts:
-            yield from self._equal_plans()
-            return
-        if self.num_granules <= MANY_GRANULES:
-            for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
-                yield equal_time(self.slowest, count)
-        for search in (self.program, *self.searched[0]):
-            fitting = [plan for plan in search.met.values() if plan.num_slices <= self.max_slices]
-            yield from (plan.lengths for plan in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
-
-    def _equal_plans(self, counts: Iterable[int] | None = None) -> list[Lengths]:
-        counts = candidates.slice_counts(self.max_slices) if counts is None else sorted(counts)
-        return [split_evenly(self.num_granules, count) for count in counts]
-
-    @functools.cached_property
-    def slowest(self) -> CostTable:
-        """Return the table of the part that takes longest for a whole sequence, of those that have tables."""
-        tables = [part.table for part in self.pipeline.parts if part.table is not None]
-        return max(tables, key=lambda table: float(table.total_s[0, -1]))
-
-    @functools.cached_property
-    def program(self) -> Search:
-        """Return the slice program's answer as if each part were the slowest; exact where all parts are equal."""
-        objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
-        max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
-        return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
-
-    @functools.cached_property
-    def fill_drain_plan(self) -> Lengths:
-        """Return a good plan for all forwards before all backwards, one part per stage and memory without limit."""
-        if self._has_equal_stages:
-            return self.program.best.lengths
-        num_parts = len(self.pipeline.parts)
-        pipeline = dataclasses.replace(self.pipeline, num_stages=num_parts, chunks_per_stage=1, memory_limit_bytes=None)
-        starts = [search.best.lengths for search in (self.program, *self.searched[0])]
-        return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
-
-    @functools.cached_property
-    def searched(self) -> tuple[list[Search], float]:
-        """Return the searches for the bound that holds for every schedule on a line, and the bound."""
-        return searches(self.pipeline.parts, self.pipeline.num_micro_batches, self._counted_slices)
-
-    @property
-    def _has_equal_stages(self) -> bool:
-        first = self.pipeline.parts[0]
-        return first.table is not None and all(part is first for part in self.pipeline.parts)
-
-    @property
-    def _counted_slices(self) -> int | None:
-        """Return the most slices, or None where there is no limit: then programs need not count slices."""
-        return None if self.max_slices == self.num_granules else self.max_slices
-
-    # --- the answer
-
-    def _result(self, judge: Judge, answer: _BestLengths) -> PlanResult:
-        pipeline, lengths = self.pipeline, answer.lengths
-        predicted_s, equal = judge.seconds(lengths), self._best_equal(judge)
-        busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
-        lower_bound_s = min(answer.lower_bound_s, predicted_s)  # both are sums of many floats
-        return PlanResult(
-            plan=pipeline.plan(lengths),
-            schedule=judge.schedule,
-            predicted_s=predicted_s,
-            optimal=answer.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
-            lower_bound_s=lower_bound_s,
-            num_stages=pipeline.num_stages,
-            num_micro_batches=pipeline.num_micro_batches,
-            unsliced_s=judge.seconds((self.num_granules,)),
-            equal_plan=pipeline.plan(equal),
-            equal_s=judge.seconds(equal),
-            bubble_fraction=max(1.0 - busy_s / all_s, 0.0) if all_s > 0 else 0.0,
-            peak_bytes=judge.peak_bytes(lengths),
-            memory_limit_bytes=pipeline.memory_limit_bytes,
-            num_candidates=judge.num_tried,
-            chunks_per_stage=len(judge.placement) // pipeline.num_stages,
-        )
-
-    def _best_equal(self, judge: Judge) -> Lengths:
-        """Return the best equal plan that fits; unsliced if none fits."""
-        # where budget is short, only those already scored
-        plans = self._equal_plans()
-        judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
-        return judge.fastest(judged, judge.estimate) or plans[0]

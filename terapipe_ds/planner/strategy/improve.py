@@ -37,7 +37,7 @@ def planned(priced: Priced, score: Score, limit_bytes: float) -> Score | None:
         )
     except MemoryLimitError:
         return None
-    how = score.bounds, score.schedule, result.plan, limit_bytes, False
+    how = score.bounds, score.schedule, result.plans[0], limit_bytes, False
     return priced.score(*how, chunks_per_stage=score.chunks_per_stage)
 
 

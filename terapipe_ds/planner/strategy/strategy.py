@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 _Count = Annotated[int, Field(ge=1)]
+_Lengths = Annotated[list[_Count], Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
 _Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
@@ -58,7 +60,7 @@ class Strategy(BaseModel):
     partition: Annotated[list[int], Field(min_length=2), AfterValidator(_rising)]
     schedule: _Schedule
     chunks_per_stage: _Count = 1
-    slices: Annotated[list[_Count], Field(min_length=1)]
+    slices: Annotated[_Lengths | list[_Lengths], Field(min_length=1)]  # or a list for each micro-batch of a step
     micro_batch_size: _Count
     accumulation: _Count
     recompute: _Recompute
@@ -88,8 +90,16 @@ class Strategy(BaseModel):
         return Grid(sizes["pipe"], sizes["data"], sizes["model"], (self.axes[0], self.axes[1], self.axes[2]))
 
     @property
-    def plan(self) -> SlicePlan:
-        return SlicePlan(tuple(self.slices))
+    def plans(self) -> tuple[SlicePlan, ...]:
+        """Return the slices of each micro-batch of a step."""
+        if isinstance(self.slices[0], list):
+            return tuple(map(SlicePlan, self.slices))  # type: ignore[arg-type]
+        return (SlicePlan(self.slices),) * self.accumulation  # type: ignore[arg-type]
+
+    @property
+    def plan(self) -> SlicePlan | None:
+        """Return the one plan of all micro-batches; None where they differ."""
+        return self.plans[0] if len(set(self.plans)) == 1 else None
 
     @property
     def gap(self) -> float:
@@ -103,8 +113,8 @@ class Strategy(BaseModel):
     def to_deepspeed(self) -> dict[str, Any]:
         """Return a DeepSpeed config that trains so; its learning rate is a placeholder to change."""
         data = self.grid["data"]
-        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": list(self.slices)}
-        if len(self.slices) == 1:
+        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": copy.deepcopy(self.slices)}
+        if self.plan is not None and self.plan.num_slices == 1:
             section["slices"] = 1
         if self.chunks_per_stage > 1:
             section["chunks_per_stage"] = self.chunks_per_stage
@@ -144,6 +154,9 @@ class Strategy(BaseModel):
         ):
             if given != wanted:
                 raise PlannerError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
+        if len(strategy.plans) != strategy.accumulation or len({plan.sequence_length for plan in strategy.plans}) > 1:
+            count = strategy.accumulation
+            raise PlannerError(f"strategy: slices: give a list of lengths, or {count} with the same sum: plan again")
         again = strategy.recompute
         if isinstance(again, list) and (not again or sorted(again) != [k for k in range(stages) if k in again]):
             raise PlannerError(f'strategy: recompute = {again}: give stages below {stages}, each once, or "off"')
@@ -152,10 +165,11 @@ class Strategy(BaseModel):
     def __str__(self) -> str:
         sizes = self.grid
         stopped = "" if self.is_complete else "; the search was stopped, this is the best until then"
-        count = len(self.slices)
+        counts = sorted({plan.num_slices for plan in self.plans})
+        slices = f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} slice{'s' * (counts[-1] > 1)}"
         return (
             f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
             f"{sizes['pipe']} stages, {sizes['data']} replicas, {sizes['model']} tensor ranks, micro-batches of "
-            f"{self.micro_batch_size} x {self.accumulation}, {self.schedule} with {count} slice{'s' * (count > 1)}, "
+            f"{self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
             f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
         )

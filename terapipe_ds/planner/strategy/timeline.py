@@ -26,11 +26,13 @@ def simulate_strategy(
     Raises:
         PlannerError: as `rank_strategies` does for a model that it cannot read.
     """
-    length, stages, chunks = strategy.plan.sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
+    length, stages, chunks = strategy.plans[0].sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
     candidate = Candidate(strategy.layout, strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage)
     priced = Priced(layers_of(model, cluster, length, strategy.dtype), cluster, length, candidate)
     again = strategy.recompute
     recompute = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in range(stages)]
-    counts = stages, num_micro_batches or strategy.accumulation, len(strategy.slices)
+    number = num_micro_batches or strategy.accumulation
+    plans = [strategy.plans[m % strategy.accumulation] for m in range(number)]
+    counts = stages, len(plans), [plan.num_slices for plan in plans]
     parts = priced.parts(tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks))
-    return simulate(build(strategy.schedule, *counts, chunks_per_stage=chunks), strategy.plan, parts)
+    return simulate(build(strategy.schedule, *counts, chunks_per_stage=chunks), plans, parts)

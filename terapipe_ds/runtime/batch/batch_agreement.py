@@ -24,7 +24,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
-_OTHER_DATA = "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:"
+_OTHER_DATA = "ranks of one replica have drawn different data, though they run parts of the same layers or slices:"
 _SAME_SAMPLES = (
     "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
     "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
@@ -59,12 +59,13 @@ class DataSums(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPeers:
-    """The tensor-parallel ranks of one stage and one replica, which hold parts of the same layers."""
+    """The ranks of one stage and one replica, which hold parts of the same layers (tensor parallelism) or slices."""
 
     ranks: tuple[int, ...]
     stage_id: int
     replica_id: int
     num_replicas: int
+    kind: str = "tensor-parallel"  # or "sequence"
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
     if lines:
         return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
     for peers in dict.fromkeys(one.place.peers for one in messages if one.place.peers is not None):
-        who = f"tensor-parallel ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
+        who = f"{peers.kind} ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
         lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
             *differing(f"inputs of {who}", peers.ranks, lambda one: f"checksum {one.sums.inputs or 0:016x}"),
             *differing(f"labels of {who}", peers.ranks, lambda one: f"checksum {one.sums.labels or 0:016x}"),

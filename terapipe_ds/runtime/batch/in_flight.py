@@ -52,13 +52,18 @@ class SliceInFlight:
 
 @dataclass
 class MicroBatchInFlight:
-    """A micro-batch on this stage. Inputs and labels are there only on the first and the last part."""
+    """A micro-batch on this stage. Inputs and labels are there only on the first and the last part.
+
+    `weights` has what the loss of each slice counts with on this rank, `all_weights` that of each share of a slice,
+    where sequence ranks divide it: the shares of all ranks in the order of their tokens.
+    """
 
     plan: SlicePlan
     shape: MicroBatchShape
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
     weights: tuple[float, ...] = ()
+    all_weights: tuple[float, ...] = ()
 
     def to(self, device: torch.device) -> None:
         """Bring inputs and labels to the device."""

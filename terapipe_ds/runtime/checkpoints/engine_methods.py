@@ -202,7 +202,8 @@ def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_opt
     saved_tensor, saved_stages = (dimensions.get(key) for key in (_TP_DEGREE, _PP_DEGREE))
     tensor, stages = engine.grid.get_slice_parallel_world_size(), engine.grid.get_pipe_parallel_world_size()
     alone = "Load the parameters alone, with load_module_only=True. To keep the states: "
-    replicas, saved_replicas = engine.dp_world_size, saved.get("dp_world_size")
+    # those that ZeRO divides states over, the ranks of each slice among them
+    replicas, saved_replicas = engine.seq_dp_world_size, saved.get("dp_world_size")
     splits, why = with_optimizer and engine.zero_optimization(), f"ZeRO splits optimizer states over them. {alone}"
     for matters, theirs, ours, who, reason in (
         (True, saved_tensor, tensor, "tensor-parallel ranks", "each holds another part of the parameters. "),

@@ -10,10 +10,13 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import ActiveSlice
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.batch.loss import SliceLoss, slice_loss
+from terapipe_ds.runtime.layout.sequence_axis import gathered
 
+_ALONE = SequenceRanks()
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -24,8 +27,8 @@ class BatchResults:
     `total_additional_losses` in training, `fwd_outputs` and `outputs`.
     """
 
-    def __init__(self, engine: PipelineEngine, sequence_dim: int) -> None:
-        self._engine, self._sequence_dim = engine, sequence_dim
+    def __init__(self, engine: PipelineEngine, sequence_dim: int, sequence: SequenceRanks = _ALONE) -> None:
+        self._engine, self._sequence_dim, self._sequence = engine, sequence_dim, sequence
         self.begin(None)
 
     def begin(self, batch: BatchInFlight | None) -> None:
@@ -42,9 +45,9 @@ class BatchResults:
         engine, micro_batch_id = self._engine, active.micro_batch_id
         is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
         if (engine.eval_return_logits and is_last_of_batch) or not engine._compute_loss:
-            self._outputs[micro_batch_id].append(outputs)
+            self._outputs[micro_batch_id] += gathered(outputs, self._sequence)
         loss = self._add_loss(self._batch, active, outputs) if engine._compute_loss else None
-        if active.stop == active.sequence_length:
+        if active.slice_id == self._batch.micro_batches[micro_batch_id].plan.num_slices - 1:
             self._hand_over(self._batch, micro_batch_id)
         return loss
 
@@ -81,7 +84,9 @@ class BatchResults:
         outputs = self._outputs.pop(micro_batch_id, [])
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]
-            whole = joined(outputs, micro_batch.plan, micro_batch.weights, micro_batch.shape.rows, self._sequence_dim)
+            size, rows = self._sequence.size, micro_batch.shape.rows
+            shares = SlicePlan(tuple(length // size for length in micro_batch.plan.lengths for _ in range(size)))
+            whole = joined(outputs, shares, micro_batch.all_weights, rows, self._sequence_dim)
             if engine.eval_return_logits:
                 engine.outputs = whole
             if not engine._compute_loss:

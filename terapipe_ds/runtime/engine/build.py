@@ -13,6 +13,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import gather_results, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
@@ -28,18 +29,25 @@ from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.sequence_axis import (
+    problem_of_sequence_axis,
+    sequence_size,
+    shortest_slice_on,
+    take_sequence_axis,
+)
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.layout.topology import refuse_other_module
+from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
+from terapipe_ds.runtime.memory.offload import ActivationOffload
 from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
     problem_of_device_waits,
     problem_of_layers,
     problem_of_lengths,
-    shortest_slice,
     slice_length_multiple,
     with_multiple,
 )
@@ -52,13 +60,15 @@ class EngineSetup:
     """What is settled before DeepSpeed builds its engine.
 
     `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
-    `deepspeed.initialize`, of the layers that this stage holds now.
+    `deepspeed.initialize`, of the layers that this stage holds now. `sequence` are the ranks that divide the tokens of
+    each slice; their number divides `slice_length_multiple`.
     """
 
     config: TeraPipeConfig
     slice_length_multiple: int
     layout: Layout
     parameters: Any
+    sequence: SequenceRanks
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
@@ -67,23 +77,30 @@ class EngineSetup:
         config = TeraPipeConfig.from_deepspeed(dict(raw))
         module, optimizer = options["model"], options.get("optimizer")
         gather_results(lambda: refuse_other_module(module, config))
-        multiple = slice_length_multiple(module)
+        refuse_everywhere(problem_of_sequence_axis(module, config, raw))
+        multiple = slice_length_multiple(module) * sequence_size(module)
         gather_results(lambda: set_recompute(module, config, raw))
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
         parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
         show_log(rank)
-        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters)
+        sequence = take_sequence_axis(module.mpu())
+        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
-        listed = config.slices if isinstance(config.slices, tuple) else ()
+        shortest = shortest_slice_on(engine.module)
+        problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_layers(engine.module, config, engine.has_moe_layers)
-            or problem_of_lengths("terapipe.slices", listed, multiple, shortest_slice(engine.module))
+            problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
+            or next(filter(None, problems), None)
+            or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
+            or problem_of_links(config, self.layout, torch.device(engine.device))
         )
+        if engine.global_rank == 0:
+            warn_of_links(config)
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:
@@ -148,10 +165,12 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         store,
         watchdog,
         weights,
-        BatchResults(engine, config.sequence_dim),
+        BatchResults(engine, config.sequence_dim, setup.sequence),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages),
         finite,
         flops,
+        setup.sequence,
+        ActivationOffload(module, torch.device(engine.device)) if config.offload_activations else None,
     )
 
 

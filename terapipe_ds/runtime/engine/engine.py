@@ -7,7 +7,7 @@ more micro-batch that is accumulated. Reduction and step come once per batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,11 +25,13 @@ from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
+from terapipe_ds.runtime.links.formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile
@@ -52,7 +54,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(PipelineEngine):
+class TeraPipeEngine(SequenceRanksEngine):
     """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
 
     Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
@@ -77,14 +79,15 @@ class TeraPipeEngine(PipelineEngine):
         """
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
-        self.slice_length_multiple = setup.slice_length_multiple
+        self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
         setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
-        self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)
@@ -134,21 +137,21 @@ class TeraPipeEngine(PipelineEngine):
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 
-    def slice_plan(self, sequence_length: int) -> SlicePlan:
+    def slice_plan(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
 
         With `"slices": "auto"` this is a ValueError until a batch with sequences of that length has come.
         """
-        return self._plans.plan(sequence_length)
+        return self._plans.plan(sequence_length, micro_batch_id)
 
-    def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
-        """Run sequences of `plan.sequence_length` tokens with this plan from the next batch on.
+    def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None = None) -> None:
+        """Run sequences of that length with this plan, or with one for each micro-batch, from the next batch on.
 
         With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; a
         rank that does not is an error on all. What is planned or configured for other lengths stays as it is.
 
         Raises:
-            PlanError: slices that are no multiples of the module's `slice_length_multiple`.
+            PlanError: slices that are no multiples of the module's `slice_length_multiple`, or too few plans.
         """
         self._incoming.use_slice_plan(plan, schedule)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -27,6 +28,7 @@ class IncomingBatches:
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
+        self._sequence = stage.sequence
         self._has_first = any(place.is_first for place in places)
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
@@ -37,7 +39,8 @@ class IncomingBatches:
             layout,
             plans.cuts,
             to_plan.token_multiple,
-            tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
+            # the first part may be on any rank
+            tells=layout.owner(0) == stage.stage_id and not any((*replica_ranks, stage.sequence.rank)),
             accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
@@ -50,7 +53,7 @@ class IncomingBatches:
         with self._drawing():
             return self._engine._next_batch()
 
-    def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
+    def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
         """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
 
@@ -59,8 +62,10 @@ class IncomingBatches:
         engine = self._engine
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
-        name, plans = self._plans.for_batch(drawn, shapes)
-        schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
+        how, plans = self._plans.for_batch(drawn, shapes)
+        if self._plans.orders_found:
+            self._source.also_agree_on("orders found", self._plans.orders_found)
+        schedule = self._plans.schedule(how, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         return BatchInFlight(schedule, self._stage_id, training, micro_batches)
@@ -75,5 +80,8 @@ class IncomingBatches:
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
-        weights = () if labels is None else weights_of(labels, plan, self._config, loss_fn)
-        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+        size, rank = self._sequence.size, self._sequence.rank
+        shares = SlicePlan(tuple(length // size for length in plan.lengths for _ in range(size)))
+        weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
+        own = tuple(weight * size for weight in weights[rank::size])  # the ranks are averaged, and have to be summed
+        return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)

@@ -91,6 +91,8 @@ class OpenBatch:
         self._batch = batch
         self._stage.weights.open_batch(() if batch is None else batch.split)
         self._stage.results.begin(batch)
+        if self._stage.offload is not None:
+            self._stage.offload.open_batch(batch)
         for part in self._parts:
             part.open_batch(batch)
 

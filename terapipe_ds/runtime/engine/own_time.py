@@ -29,7 +29,7 @@ from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from terapipe_ds.schedule.action import Action, Kind
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
+_NOTHING = nullcontext()
 _MOST_ACTIVES = 4096  # that are kept for the batches to come
 
 
@@ -80,7 +81,7 @@ class PartRunner:
         return active
 
     def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
-        return ActiveSlice(
+        whole = ActiveSlice(
             *plan.span(action.slice_id),
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
@@ -90,14 +91,16 @@ class PartRunner:
             documents=documents,
             store=self._stage.store,
         )
+        return self._stage.sequence.part_of(whole)
 
     def forward(self, action: Action) -> None:
         """Run the layers of this part on one slice; the last part adds the slice's share of the loss."""
         slices, stage = self._open(), self._stage
         training = slices.batch.training
         active = self._active(action, "train" if training else "eval")
+        saving = self._begin(action)
         leaves, inputs = self._slice_inputs(action, active)
-        with push_slice(active):
+        with push_slice(active), saving:
             outputs = stage.deepspeed.run_layers(inputs, training)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
@@ -106,6 +109,14 @@ class PartRunner:
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))
         slices.finish(action)
+
+    def _begin(self, action: Action) -> AbstractContextManager[Any]:
+        """Let saved tensors leave and come back as of this computation; return where those of an F are saved."""
+        offload = self._stage.offload
+        if offload is None:
+            return _NOTHING
+        offload.begin(action)
+        return offload.saving(self._open().key(action)) if action.kind is Kind.FORWARD else _NOTHING
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
         """Return the leaves of this slice's graph, and copies for the layers, which may work in place."""
@@ -135,6 +146,7 @@ class PartRunner:
         """Compute the gradients of one slice. Slices come in reverse, so dK and dV of this one are complete."""
         slices, stage = self._open(), self._stage
         slice_, key = slices.get(action), slices.key(action)
+        self._begin(action)
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
@@ -155,6 +167,7 @@ class PartRunner:
         """Compute the weight gradients that the B of this slice has left."""
         slices, stage = self._open(), self._stage
         slices.get(action)
+        self._begin(action)
         with push_slice(self._active(action, "weight")):
             self._num_weights += 1
             self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)

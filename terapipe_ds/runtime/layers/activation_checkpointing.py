@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
 
@@ -41,8 +42,26 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
                 f"terapipe.recompute = {_shown(config)}: {where} has activation_checkpoint_interval = {interval}, "
                 "which says otherwise; leave one of the two out"
             )
+    if config.recompute == "auto" and module.checkpointable_layers is not None:
+        raise TeraPipeConfigError(
+            f"terapipe.recompute = 'auto': the module has checkpointable_layers = {module.checkpointable_layers}, but "
+            "the planner chooses the layers; leave one of the two out"
+        )
     setattr(module, _OWN_INTERVAL, own)
     module.activation_checkpoint_interval = int(module.stage_id in recomputing)
+
+
+def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
+    """Let DeepSpeed checkpoint exactly these layers of the model from the next forward on, each by itself.
+
+    Those of other stages do not matter. DeepSpeed keeps a flag per interval of layers, here of one layer each.
+    """
+    flags = [layer_id in layers for layer_id in range(module._local_start, module._local_stop)]
+    module.activation_checkpoint_interval = int(any(flags))
+    module.is_checkpointable_results = flags if any(flags) else []
+    module.is_checkpointable_results_interval = module.activation_checkpoint_interval or None
+    if isinstance(module, PartedModule):  # it may activate the part again
+        module.held_parts[module.active_chunk].checkpointable = module.is_checkpointable_results
 
 
 def _shown(config: TeraPipeConfig) -> str:

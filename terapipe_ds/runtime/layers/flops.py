@@ -24,6 +24,7 @@ from torch.utils.module_tracker import ModuleTracker
 from terapipe_ds.compat import has_flash_attn
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule.action import Action, Kind
 
@@ -86,7 +87,8 @@ class StageFlops:
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine, self._formulas = engine, _formulas()
         grid = engine.grid
-        self._is_chosen = grid.get_data_parallel_rank() == 0 and grid.get_slice_parallel_rank() == 0
+        replica_ranks = grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(), sequence_ranks_of(grid).rank
+        self._is_chosen = not any(replica_ranks)
         self._is_counting = False
         self.totals: Counter[Kind] = Counter()
         self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward

@@ -1,8 +1,9 @@
 """Carry messages over links: the wires from one part to the next, one per direction.
 
 A link is two channels, a `SendChannel` on one stage and a `ReceiveChannel` on the other, on a process group that
-carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
-`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
+carries this direction only. Receives are posted ahead and sends do not block. What blocks is
+`ReceiveChannel.wait`, and `SendChannel.keep_at_most` where more messages are on their way than the schedule's budget
+allows. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
 each is asked for by its unit `(micro_batch_id, slice_id)`.
 
 Shapes are not sent with each slice. The first message of a signature (mode, rows, sequence length, slice length) is
@@ -12,102 +13,23 @@ announced; from then on both sides know what a slice of that signature looks lik
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.links.packing import Packing
+from terapipe_ds.runtime.links.specs import LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, to_host
 from terapipe_ds.schedule.action import SliceKey
 
 Signature = Hashable
 
-_DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.complex64, torch.complex128,
-)  # fmt: skip
-_ANNOUNCEMENT_INTS = 256
 _TAGS_BY_HOST = 1 << 16  # what is added to the tag of a link for messages in the control group, which announces too
-
-
-class LinkError(RuntimeError):
-    """A message between two stages that cannot be sent or received."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What the receiver must know of a tensor before it arrives."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class MessageSpec:
-    """The tensors of one message; `is_tuple`: the layers hand a tuple on, not a bare tensor."""
-
-    tensors: tuple[TensorSpec, ...]
-    is_tuple: bool
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], is_tuple: bool) -> MessageSpec:
-        return cls(tuple(TensorSpec.of(t) for t in tensors), is_tuple)
-
-    def fits(self, tensors: Sequence[torch.Tensor], is_tuple: bool) -> bool:
-        """Return whether this is the spec of `tensors`, which is sooner said than their own is made."""
-        if is_tuple is not self.is_tuple or len(tensors) != len(self.tensors):
-            return False
-        for tensor, spec in zip(tensors, self.tensors, strict=True):
-            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
-                return False
-        return True
-
-    @cached_property
-    def gradient(self) -> MessageSpec:
-        """The spec of what flows back: one gradient for each tensor that requires one."""
-        return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
-
-    def encode(self) -> torch.Tensor:
-        """Return the announcement of this spec: a tensor of int64 of a fixed size."""
-        ints = [int(self.is_tuple), len(self.tensors)]
-        for spec in self.tensors:
-            ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
-        if len(ints) > _ANNOUNCEMENT_INTS:
-            raise LinkError(
-                f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
-            )
-        return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
-
-    @staticmethod
-    def blank() -> torch.Tensor:
-        """Return a tensor to receive an announcement in."""
-        return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
-
-    @classmethod
-    def decode(cls, announcement: torch.Tensor) -> MessageSpec:
-        """Return the spec that `encode` has announced."""
-        ints = iter(announcement.tolist())
-        is_tuple, count = bool(next(ints)), next(ints)
-        specs = []
-        for _ in range(count):
-            dtype, requires_grad, num_dims = _DTYPES[next(ints)], bool(next(ints)), next(ints)
-            specs.append(TensorSpec(tuple(next(ints) for _ in range(num_dims)), dtype, requires_grad))
-        return cls(tuple(specs), is_tuple)
 
 
 @dataclass(frozen=True)
@@ -116,7 +38,7 @@ class Wire:
 
     `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
     messages. With `staged` they go by way of the host's memory. `tag` tells this link from others of the same two
-    ranks; backends without tags have a group for each.
+    ranks; backends without tags have a group for each. `wire_format` is that of activations that are packed, or None.
     """
 
     peer: int
@@ -127,6 +49,11 @@ class Wire:
     staged: bool = False
     peer_stage_id: int = -1
     tag: int = 0
+    wire_format: str | None = None
+
+    def packing(self, spec: MessageSpec) -> Packing | None:
+        """Return how messages of that look are packed into one buffer; None where they travel as they are."""
+        return Packing.of(self.wire_format, spec.tensors)
 
     def isend(self, tensor: torch.Tensor) -> Any:
         """Begin to send what `outgoing` gave; return what to wait for."""
@@ -181,15 +108,21 @@ class SendChannel(_Channel):
         super().__init__(wire)
         self.announced: dict[Signature, MessageSpec] = {}
         self._in_flight: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
+        self._announcements: list[tuple[Any, torch.Tensor]] = []  # that go before the next message, as a part of it
 
-    def announce(self, signature: Signature, spec: MessageSpec, consumed_at: int) -> None:
+    @property
+    def num_outstanding(self) -> int:
+        """Return how many messages keep their memory here: the peer is not known to have them."""
+        return len(self._in_flight)
+
+    def announce(self, signature: Signature, spec: MessageSpec) -> None:
         """Tell the receiver, once per signature, what its messages look like; later ones must look the same."""
         before = self.announced.get(signature)
         if before is None:
             self.announced[signature] = spec
             announcement = spec.encode()
             work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
-            self._in_flight.append((consumed_at, [work], [announcement]))
+            self._announcements.append((work, announcement))
         elif before != spec:
             raise LinkError(
                 f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {before} before; what a "
@@ -197,10 +130,22 @@ class SendChannel(_Channel):
                 'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
             )
 
-    def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
-        """Send without blocking. `consumed_at`: the index in the peer's order of the unit that waits for it."""
+    def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
+        """Send without blocking.
+
+        Args:
+            consumed_at: the index in the peer's order of the unit that waits for it.
+            spec: what both ends take the message for, where the wire has a format for it.
+        """
+        packing = None if spec is None else self.wire.packing(spec)
+        if packing is not None:
+            tensors = [packing.pack(tensors)]
         ready = [self.wire.outgoing(t) for t in tensors]
         works = [self.wire.isend(t) for t in ready]
+        for work, announcement in self._announcements:
+            works.append(work)
+            ready.append(announcement)
+        self._announcements.clear()
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
@@ -209,7 +154,11 @@ class SendChannel(_Channel):
             self._wait_oldest()  # done already; waiting is how gloo gives the memory back
 
     def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest sends until at most `count` are on their way. Only where the peer never waits for us."""
+        """Wait for the oldest messages until at most `count` are outstanding.
+
+        Call it with what the schedule is proven to run with (`budget_of_sends`), or where the peer has all it waits
+        for.
+        """
         while len(self._in_flight) > count:
             self._wait_oldest()
 
@@ -223,6 +172,7 @@ class SendChannel(_Channel):
 class _Posted:
     unit: SliceKey
     spec: MessageSpec | None = None
+    packing: Packing | None = None
     works: tuple[Any, ...] = ()
     buffers: Tensors = ()
 
@@ -254,7 +204,8 @@ class ReceiveChannel(_Channel):
             spec = posted.spec = self._spec_of(posted.unit)
             if spec is None:
                 return
-            posted.buffers = tuple([wire.buffer(of) for of in spec.tensors])
+            packing = posted.packing = wire.packing(spec)
+            posted.buffers = tuple([wire.buffer(of) for of in (packing or spec).tensors])
             posted.works = tuple([wire.irecv(buffer) for buffer in posted.buffers])
             self._started += 1
 
@@ -272,8 +223,12 @@ class ReceiveChannel(_Channel):
         assert posted.spec is not None
         for work in posted.works:
             work.wait()
-        incoming, buffers = self.wire.incoming, zip(posted.buffers, posted.spec.tensors, strict=True)
-        return posted.spec, tuple([incoming(buffer, spec) for buffer, spec in buffers])
+        incoming, buffers = (
+            self.wire.incoming,
+            zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),
+        )
+        came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
+        return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
     def assert_empty(self) -> None:
         """Check, at the end of a batch, that every receive that was posted was used."""

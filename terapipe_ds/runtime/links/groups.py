@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
-from terapipe_ds.runtime.links.channel import LinkError, Wire
+from terapipe_ds.runtime.layout.sequence_axis import peers_of
+from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
 
 logger = logging.getLogger("terapipe_ds")
@@ -39,6 +41,17 @@ class Wires:
     def gradients(self, ends: WireEnds) -> Wire:
         """Return the wire back from the second of the ends."""
         return self._both(ends)[1]
+
+    def packed(self, forward: str | None, backward: str | None, exact: Collection[WireEnds]) -> Wires:
+        """Return the same wires with the formats of activations and gradients, but for those that stay `exact`."""
+        return Wires(
+            {
+                ends: both
+                if ends in exact
+                else (replace(both[0], wire_format=forward), replace(both[1], wire_format=backward))
+                for ends, both in self._by_ends.items()
+            }
+        )
 
     @property
     def post_on_device(self) -> bool:
@@ -60,7 +73,7 @@ class PipelineGroups:
         by_wire: for each wire the group of activations and that of gradients, so that neither waits behind the other.
         control: of the pipeline on the CPU; None with one stage.
         everyone: all ranks, on the CPU; None where this pipeline is the only one.
-        peers: the tensor-parallel ranks of this one, itself among them; None where it is alone.
+        peers: the tensor-parallel or sequence ranks of this one, itself among them; None where it is alone.
         index: of this pipeline among all, which are `count`.
     """
 
@@ -74,7 +87,7 @@ class PipelineGroups:
 
     @property
     def num_replicas(self) -> int:
-        """Pipelines with data of their own; tensor-parallel peers have the same and are one."""
+        """Pipelines with data of their own; tensor-parallel and sequence peers have the same and are one."""
         if self.peers is not None:
             return self.peers.num_replicas
         return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
@@ -135,9 +148,10 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
-    if grid.get_slice_parallel_world_size() > 1:
+    if (of_replica := peers_of(grid)) is not None:
         replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
-        peers = TensorPeers(tuple(grid.slice_group), grid.get_stage_id(), replica_id, num_replicas)
+        kind = "tensor-parallel" if grid.get_slice_parallel_world_size() > 1 else "sequence"
+        peers = TensorPeers(of_replica, grid.get_stage_id(), replica_id, num_replicas, kind)
     own = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=num_ranks)
     if grid.pipe_parallel_size == 1:
         return own

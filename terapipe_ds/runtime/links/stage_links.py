@@ -14,21 +14,11 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
-from terapipe_ds.runtime.links.channel import (
-    AnnouncedSpecs,
-    LinkError,
-    MessageSpec,
-    ReceiveChannel,
-    SendChannel,
-    Signature,
-)
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
-
-_EVALUATION_SENDS = 8
-"""On their way at once over each link. On a line the next stage waits for nothing but these. Round a loop less than
-2 K slices run before their first one comes round, fewer than the K links of the way can hold, so it cannot deadlock."""
-
+from terapipe_ds.schedule.proofs import budget_of_sends
 
 _Channel = TypeVar("_Channel")
 
@@ -48,8 +38,9 @@ class StageLinks:
     """Sends and receives of one stage, addressed by actions of the schedule.
 
     A message that arrives tells how far its sender has come in its order. What that rank had to receive before has
-    then arrived as well, and the memory of those sends is given back. Between two parts of this stage there is no wire:
-    what one hands on waits here for the other.
+    then arrived as well, and the memory of those sends is given back. Where nothing is heard, a stage waits for its
+    oldest message before it has more of them on a link than the budget of the schedule, with which that is proven to
+    run. Between two parts of this stage there is no wire: what one hands on waits here for the other.
 
     Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host.
     CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that end
@@ -65,7 +56,9 @@ class StageLinks:
         self._post_on_device = wires.post_on_device
         self._kinds_run: set[Hashable] = set()
         self._batch: BatchInFlight | None = None
-        self._order_indices: dict[int, OrderIndex] = {}  # by the identity of a schedule, for as long as that lives
+        # by the identity of a schedule, for as long as that lives
+        self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
+        self.outstanding_sends = 0  # the budget of each link in the batch that is open
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
         self._receiving: list[ReceiveChannel] = []
         self._sending: list[SendChannel] = []
@@ -106,10 +99,10 @@ class StageLinks:
         if self._announce_each:
             self.forget_announced()
         key = id(batch.schedule)
-        if key not in self._order_indices:
-            self._order_indices[key] = OrderIndex(batch.schedule)
-            weakref.finalize(batch.schedule, self._order_indices.pop, key).atexit = False
-        self._order_index = self._order_indices[key]
+        if key not in self._of_schedules:
+            self._of_schedules[key] = OrderIndex(batch.schedule), budget_of_sends(batch.schedule)
+            weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
+        self._order_index, self.outstanding_sends = self._of_schedules[key]
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
@@ -168,11 +161,9 @@ class StageLinks:
         signature = self._signature(unit)
         announced = channel.announced.get(signature)
         if announced is None or not announced.fits(tensors, is_tuple):
-            channel.announce(signature, MessageSpec.of(tensors, is_tuple), consumed_at=needed_at)
-        channel.send(tensors, consumed_at=needed_at)
-        if not self._open().training:  # no gradient will tell that these have arrived
-            with self.waiting(_wait_of_send(channel)):
-                channel.keep_at_most(_EVALUATION_SENDS)
+            channel.announce(signature, MessageSpec.of(tensors, is_tuple))
+        channel.send(tensors, needed_at, channel.announced[signature])
+        self._keep_budget(channel)
 
     def receive_gradients(self, action: Action) -> Tensors:
         """Return the output gradients of B `action`, once they are here: one for each output that requires one."""
@@ -186,7 +177,17 @@ class StageLinks:
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
         needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
-        channel.send(gradients, consumed_at=needed_at)
+        announced = self._channels[action.chunk_id].announced_in
+        assert announced is not None
+        activations = announced.spec_of(action.unit)
+        channel.send(gradients, needed_at, None if activations is None else activations.gradient)
+        self._keep_budget(channel)
+
+    def _keep_budget(self, channel: SendChannel) -> None:
+        """Wait for the oldest message where too many are outstanding; the peer will take it in, as is proven."""
+        if channel.num_outstanding > self.outstanding_sends:
+            with self.waiting(_wait_of_send(channel)):
+                channel.keep_at_most(self.outstanding_sends)
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         """Return whether what an F (B) of the part at `chunk_id` gives goes to another stage."""

@@ -11,47 +11,38 @@ import errno
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
+from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, describe
+from terapipe_ds.planner import describe
 from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.planning.choice import Choice
+from terapipe_ds.runtime.planning.kept_orders import KeptOrder
+from terapipe_ds.runtime.planning.recompute_choice import best_with_recompute
 from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
-from terapipe_ds.schedule import build
+from terapipe_ds.schedule import SEARCH, build
 from terapipe_ds.simulator import simulate
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Say what runs for sequences of one length."""
-
-    plan: SlicePlan
-    schedule: str
-
-    def described(self) -> dict[str, Any]:
-        """Return the choice as checkpoints hold it."""
-        return {"slices": list(self.plan.lengths), "schedule": self.schedule}
 
 
 class AutoPlanner:
@@ -80,6 +71,11 @@ class AutoPlanner:
         profile = self._profiles.get(self._engine.train_micro_batch_size_per_gpu())
         return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
+    @property
+    def orders_found(self) -> str:
+        """Return checksums of the orders that were found; the same on all ranks."""
+        return " ".join(sorted({choice.order_digest for choice in self._choices.values()} - {""}))
+
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int]
     ) -> None:
@@ -94,6 +90,8 @@ class AutoPlanner:
         return int(Peers(self._groups.everyone).largest(longest))  # the stages of a pipeline know the same shapes
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        if self._config.recompute == "auto":  # layers are measured as they are without
+            recompute_layers(self._engine.module, ())
         self._from_rank_0(lambda: self._config.check_granularity(length))
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
@@ -147,9 +145,10 @@ class AutoPlanner:
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
-            "data_parallel": engine.dp_world_size,
+            "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
+            **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -163,13 +162,42 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        cuts = Cuts(engine.module, layout, parts)
+        cuts = Cuts(engine.module, layout, parts, config.offload_activations)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
-        result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
-        self._write_prediction(result, cuts.costs(layout.num_parts))
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
-        return Choice(result.plan, result.schedule), "\n  ".join(lines)
+        kept = self._kept_order(length, profile, limit_bytes) if config.schedule == SEARCH else None
+        known = None if kept is None else kept.read()
+        costs, more = cuts.costs(layout.num_parts), list[str]()
+        if known is not None and kept is not None:
+            choice, lines = known
+            lines = [*lines, f"          found before, kept in {kept.path}"]
+        else:
+            if config.recompute == "auto":
+                result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
+            else:
+                result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+            lines = [*describe(result, schedule_chosen=config.schedule == "auto"), *more]
+            choice = Choice.of(result)
+            if kept is not None:
+                kept.write(choice, [list(plan.lengths) for plan in result.plans], lines)
+        self._write_prediction(choice, costs)
+        return choice, "\n  ".join([head, *lines])
+
+    def _kept_order(self, length: int, profile: Profile, limit_bytes: float | None) -> KeptOrder | None:
+        """Return where an order for this question is kept."""
+        engine, layout, config = self._engine, self._stage.layout, self._config
+        question = {
+            "profile": hashlib.sha256(profile.to_json().encode()).hexdigest(),
+            "tokens": length,
+            "micro_batches": engine.micro_batches,
+            "placement": sorted((*place, part) for place, part in layout.placement.items()),
+            "partition": list(engine.module.parts),
+            "slices": config.slices,
+            "granularity_tokens": config.granularity_for(length),
+            "limit_bytes": limit_bytes,
+            "terapipe_ds": __version__,
+        }
+        return KeptOrder.of(config.planner.cache_dir, question)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
         """Return what rank 0 gets from `ask` within a batch, on every rank; all raise its errors."""
@@ -178,24 +206,30 @@ class AutoPlanner:
         except Exception as error:
             raise RaisedEverywhere(error) from None
 
-    def _write_prediction(self, result: PlanResult, costs: Any) -> None:
+    def _write_prediction(self, choice: Choice, costs: Any) -> None:
         """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
             return
-        counts, options = (result.num_stages, result.num_micro_batches), self._config.options_of(result.schedule)
-        chunks, num_slices = self._stage.layout.chunks_per_stage, result.plan.num_slices
-        schedule = build(result.schedule, *counts, num_slices, chunks_per_stage=chunks, **options)
+        stages, number, chunks = (
+            self._engine.num_stages,
+            self._engine.micro_batches,
+            self._stage.layout.chunks_per_stage,
+        )
+        plans, schedule = [choice.plan_of(m) for m in range(number)], choice.order
+        if schedule is None:
+            options, slices = self._config.options_of(choice.schedule), [plan.num_slices for plan in plans]
+            schedule = build(choice.schedule, stages, number, slices, chunks_per_stage=chunks, **options)
         folder = Path(self._config.trace_dir)
-        name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
+        name = f"predicted-{choice.sequence_length}-tokens-{number}-micro-batches.json"
         with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
             folder.mkdir(parents=True, exist_ok=True)
-            simulate(schedule, result.plan, costs).save(folder / name)
+            simulate(schedule, plans, costs).save(folder / name)
 
 
 def require_profile(stage: StageToPlan) -> None:
     """Raise ProfileError on every rank where the config names the profile of something else. A collective."""
     config, path = stage.config, stage.config.planner.profile
-    if "auto" in (config.slices, config.schedule) and path != "measure":
+    if config.needs_costs and path != "measure":
         key = key_of(stage, length=1, rows=1)
         ignore = ("sequence_length", "micro_batch")
         from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), stage.groups.world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from terapipe_ds import __version__
@@ -14,11 +15,14 @@ from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
+from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
+from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
+from terapipe_ds.runtime.planning.choice import Choice
+from terapipe_ds.runtime.planning.recompute_choice import recompute_for
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_lengths, shortest_slice
-from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
+from terapipe_ds.runtime.refusals import problem_of_lengths
+from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -29,57 +33,68 @@ class Plans:
     """Keep the plans and schedules of one engine, per sequence length; `note` is told what a measurement does."""
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
-        self._layout, self._config = stage.layout, stage.config
+        self._layout, self._config, self._engine = stage.layout, stage.config, stage.engine
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
-        self._shortest = shortest_slice(stage.engine.module)
-        plans_itself = "auto" in (self._config.slices, self._config.schedule)
-        self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
+        self._shortest = shortest_slice_on(stage.engine.module)
+        self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
         self._by_hand: dict[int, Choice] = {}
-        self._configured: dict[int, SlicePlan] = {}
+        self._configured: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
-        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+        self._schedules: dict[tuple[str, str, bool, tuple[int, ...]], Schedule] = {}
 
-    def plan(self, length: int) -> SlicePlan:
+    def plan(self, length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `length` tokens.
 
         Raises:
             ValueError: the config does not fit that length; or it leaves the plan to the planner, and no batch with
                 such sequences has come yet.
         """
+        return self._choice(length).plan_of(micro_batch_id)
+
+    def _choice(self, length: int) -> Choice:
+        """Return what runs for sequences of `length` tokens; raise as `plan`."""
         if length in self._by_hand:
-            return self._by_hand[length].plan
+            return self._by_hand[length]
         if self._planner is not None:
             choice = self._planner.known(length)
             if choice is None:
                 raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
-            return choice.plan.joined(self._shortest)
+            return choice.joined(self._shortest)
         if length not in self._configured:
-            self._configured[length] = self._config.plan_for(length).joined(self._shortest)
+            count = len(self._config.listed_slices) or 1
+            plans = [self._config.plan_for(length, m).joined(self._shortest) for m in range(count)]
+            self._configured[length] = choice = Choice(tuple(plans), self._config.schedule)
             if self._is_first_rank:
-                logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
+                logger.info("slice plan for %d tokens: %s", length, choice.described()["slices"])
         return self._configured[length]
 
     def cuts(self, length: int) -> bool:
         """Return whether sequences of `length` tokens are to be cut, as far as that is known before they have come."""
         by_hand = self._by_hand.get(length)
-        return not self._config.is_one_slice if by_hand is None else by_hand.plan.num_slices > 1
+        return not self._config.is_one_slice if by_hand is None else by_hand.cuts
 
     @property
     def cut_by_hand(self) -> bool:
         """Return whether sequences of any length are cut in slices that were set by hand."""
-        return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
+        return any(choice.cuts for choice in self._by_hand.values())
 
-    def use(self, plan: SlicePlan, schedule: str | None) -> str:
+    def use(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> str:
         """Take `plan` for its sequence length from now on. Return what the ranks must have alike.
 
         A schedule that wants the layers at other places is refused: they stay where they are.
         """
-        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._token_multiple, self._shortest)
-        if problem is not None:
-            raise PlanError(problem)
+        plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
+        for one in plans:
+            problem = problem_of_lengths("use_slice_plan", one.lengths, self._token_multiple, self._shortest)
+            if problem is not None:
+                raise PlanError(problem)
+        self._check_count(plans)
+        if schedule == SEARCH:
+            fix = "leave the schedule out, or give a name, or the path of a CSV file"
+            raise PlanError(f"use_slice_plan: schedule {schedule!r} finds orders for planned slices only; {fix}")
         layout, schedule = self._layout, schedule or self._config.schedule
-        if schedule == "auto":  # the first choice among the schedules that run on this layout
+        if schedule in ("auto", SEARCH):  # the first choice among the schedules that run on this layout
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
         try:
@@ -91,33 +106,49 @@ class Plans:
                 f"use_slice_plan: schedule {schedule!r} wants the layers at other places than they are; set "
                 "terapipe.schedule and chunks_per_stage before the engine is built"
             )
-        self._by_hand[plan.sequence_length] = Choice(plan, schedule)
-        return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
+        choice = Choice(plans, schedule)
+        self._by_hand[choice.sequence_length] = choice
+        return repr(sorted((length, str(one.described())) for length, one in self._by_hand.items()))
+
+    def _check_count(self, plans: Sequence[SlicePlan]) -> None:
+        count, lengths = self._engine.micro_batches, {plan.sequence_length for plan in plans}
+        if len(plans) not in (1, count) or len(lengths) != 1:
+            raise PlanError(
+                f"use_slice_plan: {len(plans)} plans for sequences of {sorted(lengths)} tokens: give one plan, or one "
+                f"for each of the {count} micro-batches of a step, all for one length"
+            )
+
+    @property
+    def orders_found(self) -> str:
+        """Return checksums of the orders that were found, which ranks compare; "" without any."""
+        return "" if self._planner is None else self._planner.orders_found
 
     def require(self, lengths: Sequence[int], training: bool) -> None:
         """Raise an error of the config where it has no slices or no schedule for micro-batches of these lengths.
 
         For the stage that knows the loss, before the ranks agree on the batch: other replicas may have other lengths.
         """
+        problem = self._config.problem_of_count(len(lengths)) if training else None
+        if problem is not None and any(length not in self._by_hand for length in lengths):
+            raise TeraPipeConfigError(problem)
         if self._planner is None:
-            num_slices = tuple(self.plan(length).num_slices for length in lengths)
-            self.schedule(self._schedule_for(max(lengths)), training, num_slices)
+            plans = [self.plan(length, m) for m, length in enumerate(lengths)]
+            self.schedule(self._choice(max(lengths)), training, tuple(plan.num_slices for plan in plans))
 
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> tuple[str, list[SlicePlan]]:
-        """Return the schedule of the longest micro-batch, and a plan for each micro-batch. A collective."""
+    ) -> tuple[Choice, list[SlicePlan]]:
+        """Return what runs the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
             self._planner.choose_all(drawn, shapes, besides=self._by_hand)
-        plans = [self.plan(shape.length) for shape in shapes]
-        name = self._schedule_for(max(shape.length for shape in shapes))
-        for plan in plans:
-            self._note_run(Choice(plan, name))
-        return name, plans
-
-    def _schedule_for(self, length: int) -> str:
-        choice = self._by_hand.get(length) or (self._planner and self._planner.known(length))
-        return choice.schedule if choice else self._config.schedule
+        plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
+        how = self._choice(max(shape.length for shape in shapes))
+        choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]
+        for choice in choices:
+            self._note_run(replace(choice, schedule=how.schedule))
+        if self._config.recompute == "auto":
+            recompute_for(self._engine.module, choices)
+        return how, plans
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -141,7 +172,7 @@ class Plans:
         return None if self._planner is None else self._planner.profile_fingerprint
 
     def _note_run(self, choice: Choice) -> None:
-        length = choice.plan.sequence_length
+        length = choice.sequence_length
         self._ran[length] = choice
         tag, plans, profile = self._resumed
         before, now = plans.pop(str(length), None), choice.described()
@@ -154,28 +185,33 @@ class Plans:
             "up to rounding"
         )
 
-    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+    def schedule(self, how: Choice, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
-        key = name, training, num_slices
+        name = how.name_for(num_slices, training)
+        if training and name == how.schedule and how.order is not None:
+            return how.order
+        key = name, how.order_digest, training, num_slices
         if key not in self._schedules:
-            self._schedules[key] = self._built(*key)
+            if name != how.schedule and self._is_first_rank:
+                logger.info("an order was found for other slices: %s runs micro-batches of %s slices", name, num_slices)
+            self._schedules[key] = self._built(name, training, num_slices)
             if len(self._schedules) > _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
         return self._schedules[key]
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
-        if not name.endswith(".csv"):
+        if not training and (name == SEARCH or name.endswith(".csv")):
+            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
+        elif not name.endswith(".csv"):
             options = self._config.options_of(name)
             schedule = build(
                 name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks, **options
             )
-        elif training:
+        else:
             schedule = load(name)
             problem = fits(schedule, stages, num_slices) or self._layout.problem_of(schedule)
             if problem is not None:
                 raise TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}")
-        else:
-            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         validate(schedule)
         return schedule

@@ -22,6 +22,7 @@ from terapipe_ds.planner import (
     MemoryModel,
     PlanResult,
     Ranking,
+    best_order,
     best_schedule,
     choose,
     describe_ranking,
@@ -40,7 +41,7 @@ from terapipe_ds.runtime.log import first_line, show_log
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.key import kinds_of_layers, parameters_of_layer
 from terapipe_ds.runtime.refusals import slice_length_multiple
-from terapipe_ds.schedule import placement_for
+from terapipe_ds.schedule import SEARCH, placement_for
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -101,11 +102,15 @@ def _plain(ranking: Ranking) -> PlanResult:
 def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
     """Return the best plan of the config's schedule, or of all that run on the layout, with the whole budget."""
     layout, config = stage.layout, stage.config
-    limits = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
+    limits: dict[str, Any] = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
     costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
+    if config.slices != "auto" and config.schedule == SEARCH:
+        return best_order(
+            costs, config.plans_for(length, shape[1]), *shape, chunks_per_stage=layout.chunks_per_stage, **limits
+        )
     if config.slices != "auto":
-        return best_schedule(costs, config.plan_for(length), *shape, **options)
+        return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
     shape_and_name = *shape, config.granularity_for(length), config.schedule
     return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
@@ -133,8 +138,8 @@ class Cuts:
     Without layers `parts` were measured with the cut of `module`.
     """
 
-    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts) -> None:
-        self.parts = parts
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, offloads: bool = False) -> None:
+        self.parts, self.offloads = parts, offloads
         self._module, self._layout = module, layout
         self._dry_runs: dict[int, list[int] | None] = {}
 
@@ -151,7 +156,7 @@ class Cuts:
         options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
-        return rank_given(self.costs, config.plan_for(length), *shape, **options)
+        return rank_given(self.costs, config.plans_for(length, num_micro_batches), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """Return the costs of so many parts; None where the layers cannot be cut so."""
@@ -161,7 +166,8 @@ class Cuts:
     def memory(self, num_parts: int) -> MemoryModel | None:
         """Return the memory of so many parts; None where it or the cut is not known."""
         bounds = self._bounds(num_parts)
-        return None if bounds is None else self.parts.memory(num_parts, bounds)
+        memory = None if bounds is None else self.parts.memory(num_parts, bounds)
+        return memory if memory is None else dataclasses.replace(memory, offloads=self.offloads)
 
     @property
     def has_memory(self) -> bool:

@@ -32,14 +32,18 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.links.channel import MessageSpec, Wire
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
+from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.packing import Packing
+from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""
@@ -140,6 +144,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         autocast=partial(autocast_if_enabled, engine),
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
+        sequence=sequence_ranks_of(engine.grid),
     )
 
 
@@ -180,7 +185,7 @@ def _measure_part(
         place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
     # for costs of another cut: the ranking of all schedules, and readers of the profile's file
-    with_layers = config.schedule == "auto" or config.planner.cache_dir is not None
+    with_layers = "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None
     times = time_part(
         timer,
         granularity,
@@ -192,7 +197,8 @@ def _measure_part(
         progress=progress,
     )
     everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
-    memory = _part_memory(engine, timer, specs) if everyone_counts else None
+    wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
+    memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
     return times, memory, measured_layers(timer, times.layers, memory)
 
 
@@ -223,7 +229,8 @@ def _measure_links(
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
-                    num_bytes = sum(t.num_bytes for t in spec.tensors) or None
+                    both_ways = [*(outgoing.packing(spec) or spec).tensors, *(incoming.packing(spec) or spec).tensors]
+                    num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)
     return times
@@ -236,7 +243,8 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    back = [incoming.buffer(t) for t in spec.tensors]
+    packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
+    back = [incoming.buffer(t) for t in (unpacks or spec).tensors]
     synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     works: list[Any] = [incoming.irecv(buffer) for buffer in back]
@@ -245,13 +253,14 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
         while works:
             works.pop(0).wait()
     again_s = time.perf_counter()
-    ready = [outgoing.outgoing(tensor) for tensor in there]
+    ready = [outgoing.outgoing(tensor) for tensor in (there if packs is None else [packs.pack(there)])]
     works += [outgoing.isend(tensor) for tensor in ready]
     called_s += time.perf_counter() - again_s
     for work in works:
         work.wait()
-    for buffer, tensor in zip(back, spec.tensors, strict=True):
-        incoming.incoming(buffer, tensor)
+    came = [incoming.incoming(*each) for each in zip(back, (unpacks or spec).tensors, strict=True)]
+    if unpacks is not None:
+        unpacks.unpack(*came)
     synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2
@@ -260,15 +269,16 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> PartMemory:
-    """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence."""
+def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_format: str | None) -> PartMemory:
+    """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence.
+
+    Where activations are packed in a `wire_format`, copies of them are on their way: as many as a link may have.
+    """
     lengths, length = sorted(specs), timer.sequence_length
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
     of_store = store_rates(timer.store.layers_of(timer.part_id, 0), length)
-    # and what is sent back of a micro-batch: the stage before may be behind by as much
-    of_store["store_grad_bytes_per_token"] += timer.received_bytes(length) / length
     rate = middle.kept / tokens
     if tokens == length:
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
@@ -276,6 +286,8 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
     links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
+    packing = Packing.of(wire_format, specs[tokens].tensors)
+    links += 0 if packing is None else OUTSTANDING_SENDS * packing.num_bytes
     parameters = parameters_of_part(engine.module)
     # half precision is taken to accumulate in fp32
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
@@ -287,6 +299,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
         working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
         working_bytes_per_token=per_token + links / tokens,
         working_bytes_per_prefix_token=per_prefix,
+        working_sent_bytes_per_token=timer.received_bytes(length) / length,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
         weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,
@@ -327,7 +340,7 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
         return here
     name = str(engine.optimizer_name() or "adam").lower()
     states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
-    ranks = engine.dp_world_size if engine.zero_optimization() else 1
+    ranks = engine.seq_dp_world_size if engine.zero_optimization() else 1
     trained = [p for p in parameters if p.requires_grad]
     master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
     return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks

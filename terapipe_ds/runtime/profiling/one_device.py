@@ -24,7 +24,7 @@ from terapipe_ds.costs.profile import PartProfile, Profile
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
-from terapipe_ds.runtime.links.channel import MessageSpec
+from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.cache import layers_of_parts
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, kinds_of_part, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers

@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
@@ -68,6 +69,7 @@ class SliceTimer:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
+    sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
@@ -216,7 +218,7 @@ class SliceTimer:
             else:
                 tensors = [t for t in self._outputs(live) if t.requires_grad]
                 if tensors:
-                    torch.autograd.backward(tensors, list(self._gradients[live.active.num_tokens]))
+                    torch.autograd.backward(tensors, list(self._gradients[self._tokens(live.active)]))
         live.outputs = live.loss = None
 
     def output_spec(self, tokens: int) -> MessageSpec:
@@ -244,7 +246,12 @@ class SliceTimer:
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         span, length = (prefix, prefix + tokens), self.sequence_length
-        return ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
+        whole = ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
+        return self.sequence.part_of(whole)
+
+    def _tokens(self, active: ActiveSlice) -> int:
+        """Return the tokens of a slice, of which each sequence rank has a share."""
+        return active.num_tokens * self.sequence.size
 
     def _outputs(self, live: LiveSlice) -> Tensors:
         return () if self.is_last else as_tuple(live.outputs, "the outputs of a stage")
@@ -265,7 +272,7 @@ class SliceTimer:
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:
             return self.inputs.span(active.start, active.stop), self.inputs.is_tuple
-        spec, tensors = self._received[active.num_tokens]
+        spec, tensors = self._received[self._tokens(active)]
         both = zip(tensors, spec.tensors, strict=True)
         return tuple(tensor.detach().requires_grad_(s.requires_grad) for tensor, s in both), spec.is_tuple
 

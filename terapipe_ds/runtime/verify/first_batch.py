@@ -62,6 +62,7 @@ class FirstBatchCheck:
         trials = Trials(stage.groups.peer_ranks, stage.engine.global_rank, stage.config.stall_timeout_s)
         self._tensor_ranks = TensorRanks.of(stage.engine.grid, trials)
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
+        self._has_sequence_ranks = stage.groups.peers is not None and stage.groups.peers.kind == "sequence"
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
         self._labels_agreed = False  # it is clear how labels weigh the losses of slices
@@ -77,9 +78,12 @@ class FirstBatchCheck:
         """
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
-        sliced = [one for one in micro_batches if one.plan.num_slices > 1]
+        sliced = [one for one in micro_batches if one.plan.num_slices > 1 or self._has_sequence_ranks]
         self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
+            return
+        if self._has_sequence_ranks:
+            self._pass_over(ends)
             return
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
@@ -95,6 +99,16 @@ class FirstBatchCheck:
         self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
+
+    def _pass_over(self, ends: bool) -> None:
+        """Check nothing where sequence ranks divide the tokens of slices: no rank could run whole sequences."""
+        advice = "check the layers without the axis 'sequence' of the topology, on the same stages"
+        if ends:
+            what = "sequence ranks divide the tokens of slices, and what they give is not compared with whole sequences"
+            raise RaisedEverywhere(TeraPipeConfigError(f"{what}: {advice}"))
+        self._is_done = True
+        if torch_dist.get_rank() == 0:
+            logger.warning("layers and loss are not compared with whole sequences on sequence ranks: %s", advice)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if these labels tell how the loss reduces, earlier ones did not, and it differs."""

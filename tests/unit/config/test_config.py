@@ -17,11 +17,12 @@ from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "recompute": None,
-    "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1, "sliced_inputs": None,
+    "offload_activations": False, "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1,
+    "sliced_inputs": None,
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
-    "checkpoints": {"allow_pickle": False}, "verify": None, "attention": "intercept", "compile": False,
-    "check_finite": "off",
+    "checkpoints": {"allow_pickle": False}, "links": {"forward": None, "backward": None, "exact_until_part": 0},
+    "verify": None, "attention": "intercept", "compile": False, "check_finite": "off",
     "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
@@ -57,11 +58,13 @@ def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
+        "offload_activations": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "compile": False,
         "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
+        "links": {"forward": "fp8", "backward": "bf16", "exact_until_part": 1},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
     }  # fmt: skip
     config = read(copy.deepcopy(section))
@@ -90,9 +93,11 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             ("partition", value)
             for value in (0, "uniform", True, [], [0], [1, 3], [0, 3, 3], [0, 4, 2], [0, True], [0, 2.0], [0, 10**30])
         ),
-        *(("recompute", value) for value in (True, "on", "auto", [], [-1], [1, 1], [True], {})),
+        *(("recompute", value) for value in (True, "on", "some", [], [-1], [1, 1], [True], {})),
+        *(("offload_activations", value) for value in (None, 1, "true")),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
-        *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {}, 10**30)),
+        *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], {}, 10**30)),
+        *(("slices", value) for value in ([[]], [[512], []], [[512], 512], [512, [512]], [[512, 0]], [[2, 2], [2, 1]])),
         ("sequence_dim", -1),
         *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
         *(("granularity_tokens", value) for value in (0, 64.0)),
@@ -101,6 +106,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         *(("ignore_index", value) for value in ("none", True, 2**70)),
         *(("planner", value) for value in (None, "measure")),
         *(("checkpoints", value) for value in (None, True)),
+        *(("links", value) for value in (None, "int8")),
         *(("verify", value) for value in (True, "on")),
         *(("attention", value) for value in (True, "sdpa")),
         ("check_finite", True),
@@ -124,11 +130,25 @@ def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: st
     ("planner", "profile", "", ["mesure", None, ".json"]), ("planner", "cache_dir", "", ["", 1]),
     ("planner", "memory_limit_gb", "", [0, -1.0, True, float("nan"), float("inf"), "80", 10**400]),
     ("checkpoints", "allow_pickle", "true or false", [1, "true", None]),
+    ("links", "forward", 'null (exact), "bf16", "fp8" or "int8"', ["int4", "exact", True, 8]),
+    ("links", "backward", 'null (exact) or "bf16"', ["int8", "fp8", True]),
+    ("links", "exact_until_part", "an integer >= 0", [-1, True, 1.0, None]),
 ])  # fmt: skip
 def test_a_wrong_value_of_a_section_inside(section: str, key: str, allowed: str, values: list[Any]) -> None:
     for value in values:
         message = problem({section: {key: value}})
         assert message.startswith(f"terapipe.{section}.{key} = ") and f": must be {allowed}" in message
+
+
+def test_exact_links_have_no_links_to_leave_alone() -> None:
+    message = problem({"links": {"exact_until_part": 2}})
+    assert message.startswith("terapipe.links.exact_until_part = 2: all links are exact; give links.forward or")
+    assert read({"links": {"backward": "bf16", "exact_until_part": 2}}).links.forward is None
+
+
+def test_formats_of_links_are_a_part_of_what_ranks_agree_upon() -> None:
+    prints = {read({"links": links}).fingerprint() for links in ({}, {"forward": "fp8"}, {"forward": "int8"})}
+    assert len(prints) == 3
 
 
 def test_the_value_stands_in_the_message() -> None:
@@ -297,7 +317,6 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("zero_optimization.cpu_offload_param", True, False),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("compile.deepcompile", True, False),
-    ("sequence_parallel_size", 2, 1),
     ("tensor_parallel.autotp_size", 2, 1),
     ("expert_parallel.enabled", True, False),
     ("hybrid_engine.enabled", True, False),
@@ -399,6 +418,22 @@ def test_plan_for_a_list() -> None:
         config.plan_for(1000)
 
 
+def test_a_list_for_each_micro_batch() -> None:
+    config = read({"enabled": True, "slices": [[3, 2, 1], [4, 2]]}, gradient_accumulation_steps=2)
+    assert config.plans_for(6, 2) == (SlicePlan((3, 2, 1)), SlicePlan((4, 2)))
+    assert [config.plan_for(6, m).lengths for m in range(3)] == [(3, 2, 1), (4, 2), (3, 2, 1)], "in turns"
+    assert not config.is_one_slice and read({"slices": [[6], [6]]}).is_one_slice
+    with pytest.raises(
+        TeraPipeConfigError, match=r"slices = \[\[3, 2, 1\], \[4, 2\]\] each list adds up to 6 .* has 7:"
+    ):
+        config.plan_for(7)
+    with pytest.raises(TeraPipeConfigError, match="2 lists for 3 micro-batches .*gradient_accumulation_steps"):
+        config.plans_for(6, 3)
+    with pytest.raises(TeraPipeConfigError, match="2 lists for 4 micro-batches .* give one list for each, or one"):
+        read({"enabled": True, "slices": [[3, 2, 1], [4, 2]]}, gradient_accumulation_steps=4)
+    assert config.fingerprint() != read({"enabled": True, "slices": [[4, 2], [3, 2, 1]]}).fingerprint()
+
+
 def test_plan_for_names_the_key_at_fault() -> None:
     config = read({"slices": 8, "granularity_tokens": 64})
     with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 4,"):
@@ -418,10 +453,10 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "52cc5dba27d700b1"  # in every process
+    assert fingerprint == "9d1ae00bde8c8ce9"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
-        {"documents": 1}, {"documents": "position_ids"},
+        {"documents": 1}, {"documents": "position_ids"}, {"offload_activations": True}, {"recompute": "full"},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
@@ -459,3 +494,22 @@ def test_compiled_layers_take_schedules_without_weight_passes(others: dict[str, 
 def test_compiled_layers_are_not_measured() -> None:
     with pytest.raises(TeraPipeConfigError, match="not measured"):
         read({"enabled": True, "compile": True})
+
+
+@pytest.mark.parametrize(
+    ("section", "messages"),
+    [
+        ({}, ["no memory limit", "set terapipe.planner.memory_limit_gb"]),
+        ({"planner": {"memory_limit_gb": 1, "profile": "a.json"}}, ["planner.profile names a file", '"measure"']),
+        ({"planner": {"memory_limit_gb": 1}, "offload_activations": True}, ["does not know of offload_activations"]),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "zbv"}, ["'zbv' has several parts per stage", "[0, 1]"]),
+        ({"planner": {"memory_limit_gb": 1}, "schedule": "auto", "chunks_per_stage": 2}, ["several parts per stage"]),
+    ],
+)
+def test_layers_are_chosen_under_a_measured_limit_and_on_one_part_per_stage(
+    section: dict[str, Any], messages: list[str]
+) -> None:
+    text = problem({"enabled": True, "recompute": "auto", **section})
+    assert text.startswith('terapipe.recompute = "auto": ') and all(message in text for message in messages)
+    read({"enabled": False, "recompute": "auto", **section})
+    read({"enabled": True, "recompute": "auto", "planner": {"memory_limit_gb": 1}})

@@ -92,3 +92,24 @@ def test_a_file_that_is_no_strategy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TeraPipeConfigError, match=r"cannot read it \(No such file.*give the path"):
         TeraPipeConfig.from_deepspeed({"terapipe": section})
     assert not TeraPipeConfig.from_deepspeed({"terapipe": section | {"enabled": False}}).enabled
+
+
+def test_a_plan_for_each_micro_batch(tmp_path: Path) -> None:
+    slices = [[9, 8, 6], [12, 11], [23]]
+    strategy = Strategy(**FIELDS | {"slices": slices})
+    assert [plan.lengths for plan in strategy.plans] == [(9, 8, 6), (12, 11), (23,)] and strategy.plan is None
+    assert Strategy.from_json(strategy.to_json()) == strategy and "1 to 3 slices" in str(strategy)
+    assert strategy.to_deepspeed()["terapipe"]["slices"] == slices
+    config = config_of(tmp_path, {"slices": slices}, strategy={"slices": slices})
+    assert config.slices == ((9, 8, 6), (12, 11), (23,))
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = \[12, 11\]: the strategy says \[\[9, 8, 6\], "):
+        config_of(tmp_path, {"slices": [12, 11]}, strategy={"slices": slices})
+    for wrong in (slices[:2], [[9, 8, 6], [12, 11], [22]]):
+        with pytest.raises(TeraPipeConfigError, match="give a list of lengths, or 3 with the same sum"):
+            config_of(tmp_path, strategy={"slices": wrong})
+
+
+def test_one_plan_is_that_of_all() -> None:
+    strategy = Strategy(**FIELDS)
+    assert strategy.plan == strategy.plans[2] and len(strategy.plans) == 3
+    assert json.loads(strategy.to_json())["slices"] == [9, 8, 6], "as before"

@@ -85,6 +85,10 @@ def test_the_ends_by_hand() -> None:
 def test_links_and_optimizer_by_hand() -> None:
     costs = part(num_stages=2, micro_batch=3)
     assert costs.send_s(5) == pytest.approx(0.5 + 3 * 5 * 4 * 4 / 50)  # two stages fit in a node of four
+    assert costs.send_gradient_s(5) == costs.send_s(5)
+    packed = part(num_stages=2, micro_batch=3, wire_formats=("int8", "bf16"))
+    assert packed.send_s(5) == pytest.approx(0.5 + 3 * 5 * (4 + 4) / 50)  # a byte per number, and one scale
+    assert packed.send_gradient_s(5) == pytest.approx(0.5 + 3 * 5 * 4 * 2 / 50)
     assert part(num_stages=2, tensor_parallel=2).link is SLOW.node_link
     far = analytic_costs(dataclasses.replace(TINY, num_layers=5), SLOW, num_stages=5)[0]
     assert far.send_s(5) == pytest.approx(2.0 + 5 * 4 * 4 / 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
 @given(NAMES, st.integers(1, 6), st.integers(1, 20), LENGTHS)
 def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches: int, lengths: list[int]) -> None:
     part = PartMemory(1000, 11, 3, 7, 5, 2, 1, weight_bytes_per_token=8, carried_bytes_per_slice=13)
+    part = dataclasses.replace(part, working_sent_bytes_per_token=9)
     memory = MemoryModel.measured([part] * stages)
     judge = judge_of(schedule, 0, stages, micro_batches, sum(lengths), memory=memory)
     plan = judge.pipeline.plan(tuple(lengths))

@@ -40,7 +40,8 @@ def cut_in(num_parts: int) -> list[Costs]:
 def test_each_schedule_has_its_best_plan(m: int) -> None:
     ranking = rank_schedules(cut_in, 7, 2, m, 1)
     found = {result.schedule: result for result in ranking.results}
-    assert found.keys() == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
+    assert found.keys() - {"search"} == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
+    check_orders(ranking)
     for name, (chunks, num_parts) in PARTS.items():
         best_s = brute_force_s(cut_in(num_parts), name, 2, 7, m, chunks)
         assert found[name].predicted_s == pytest.approx(best_s, rel=1e-9), name
@@ -50,11 +51,25 @@ def test_each_schedule_has_its_best_plan(m: int) -> None:
     assert ranking.best is ranking.results[0]
 
 
+def check_orders(ranking: Ranking) -> None:
+    """An order is found for each placement that it can have, and is not slower than the named schedules there."""
+    orders = {result.chunks_per_stage: result for result in ranking.results if result.order is not None}
+    assert orders.keys() == {1, 2}
+    named_s = {1: ("1f1b", "seq1f1b", "seq1f1b-zb", "zb-h1", "terapipe"), 2: ("zbv",)}
+    for chunks, found in orders.items():
+        timeline = simulate(found.build(), found.plans, cut_in(2 * chunks))
+        assert timeline.makespan_s == pytest.approx(found.predicted_s, rel=1e-12) and found.schedule == "search"
+        assert found.lower_bound_s <= found.predicted_s * (1 + 1e-12) >= found.order_bound_s
+        for result in ranking.results:
+            assert result.schedule not in named_s[chunks] or found.predicted_s <= result.predicted_s * (1 + 1e-9)
+
+
 def test_slices_that_are_given() -> None:
     plan = SlicePlan((3, 2, 2))
     ranking = rank_given(cut_in, plan, 2, 3)
-    assert {result.schedule for result in ranking.results} == PARTS.keys()
-    for result in ranking.results:
+    assert {result.schedule for result in ranking.results} == PARTS.keys() | {"search"}
+    check_orders(ranking)
+    for result in (one for one in ranking.results if one.order is None):
         chunks, num_parts = PARTS[result.schedule]
         schedule = build(result.schedule, 2, 3, 3, chunks_per_stage=chunks)
         timeline = simulate(schedule, plan, cut_in(num_parts))
@@ -69,7 +84,10 @@ def halves(num_parts: int) -> UnitCosts:
 
 
 def names(*arguments: object, **options: object) -> set[str]:
-    return {result.schedule for result in rank_schedules(*arguments, **options).results}  # type: ignore[arg-type]
+    """Return the schedules with a name, and check that the others have an order and a placement that it can have."""
+    results = rank_schedules(*arguments, **options).results  # type: ignore[arg-type]
+    assert all(one.chunks_per_stage <= 2 for one in results if one.order is not None)
+    return {one.schedule for one in results if one.order is None}
 
 
 def test_what_can_be_had() -> None:
@@ -108,7 +126,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
     assert refused.keys() == {"chimera", "chimera-seq"}  # both parts on each stage
-    assert len(ranking.results) == 9  # type: ignore[attr-defined]
+    assert len(ranking.results) == 9 + 2  # type: ignore[attr-defined]
     for name, one in refused.items():
         needs = [
             max(simulate(build(name, 2, 4, plan.num_slices), plan, halves(2), memory=memory_of(2)).peak_bytes or ())
@@ -162,7 +180,7 @@ def test_in_words() -> None:
     head, *lines = describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
     assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
-    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11
+    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11 + 2
     free = describe_ranking(rank_schedules(halves, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")

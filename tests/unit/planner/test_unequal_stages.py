@@ -9,7 +9,7 @@ import pytest
 from planner_cases import KINDS, TableCosts, compositions, random_costs, unequal_time
 
 from terapipe_ds.planner import PlannerError, PlanResult, plan_slices
-from terapipe_ds.planner.search import cached_costs, search
+from terapipe_ds.planner.search import cached_costs, problem
 from terapipe_ds.planner.search.bounds import searches
 from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.slice_program.branch_and_bound import weigh
@@ -18,7 +18,7 @@ from terapipe_ds.planner.slice_program.branch_and_bound import weigh
 @pytest.fixture
 def climbing(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few plans there are, the answer is climbed to."""
-    monkeypatch.setattr(search, "_ALL_PLANS", 0)
+    monkeypatch.setattr(problem, "_ALL_PLANS", 0)
 
 
 def planned(stages: list[TableCosts], length: int, m: int, granularity: int, most: int | None = None) -> PlanResult:

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Kind, Schedule
+from terapipe_ds.schedule import Action, Kind, Schedule
 from tests.unit.schedule.schedule_cases import OTHER_KINDS, schedules
 
 
@@ -50,6 +50,7 @@ MEMORY: Any = SimpleNamespace(
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
     working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
+    sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
 )
 """Bytes that tell all kinds of things apart."""
 
@@ -143,9 +144,36 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
         mine = [(i, a) for i, a in enumerate(order) if a.part_id == part and a.kind.value in kinds]
         return [i for i, a in mine if a.unit[: len(unit)] == unit]
 
+    place = {
+        (a.kind, a.part_id, a.unit): (home, i)
+        for home, each in enumerate(case.schedule.orders)
+        for i, a in enumerate(each)
+    }
+
+    def other_end(action: Action, step: int) -> tuple[int, int]:
+        """Where what an action gives (1) or takes (-1) is on another stage; else (-1, -1)."""
+        step = {Kind.FORWARD: step, Kind.BACKWARD: -step}.get(action.kind, 10**6)
+        home, index = place.get((action.kind, action.part_id + step, action.unit), (stage, -1))
+        return (home, index) if home != stage else (-1, -1)
+
+    def is_sent(i: int, now: float) -> bool:
+        """Whether what `i` has sent may still be here: not heard of, not waited for, and the batch runs."""
+        peer, taken = other_end(order[i], 1)
+        if peer < 0 or not i < now <= len(order) - 1:
+            return False
+        heard = [j - 1 for j, a in enumerate(order) if j > i and other_end(a, -1) > (peer, taken)]
+        heard = [j for j in heard if other_end(order[j + 1], -1)[0] == peer]
+        link = order[i].kind, order[i].part_id, peer
+        later = [k for k, a in enumerate(order) if now > k > i and (a.kind, a.part_id, other_end(a, 1)[0]) == link]
+        return not any(now > j for j in heard) and len(later) < 8
+
     def held(now: float) -> int:
         """While a computation runs `now` is its index, and half more once it has run."""
         total = sum(map(memory.static_bytes, parts))
+        for i, action in enumerate(order):
+            if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
+                start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
+                total += memory.sent_bytes(action.part_id + case.schedule.forward_only, stop - start)
         for part in parts:
             total += memory.gradient_bytes(part) * any(now > i for i in indices(part, "B"))
             for m, plan in enumerate(case.plans):

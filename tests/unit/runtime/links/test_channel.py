@@ -17,15 +17,8 @@ from torch import Tensor
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
-from terapipe_ds.runtime.links.channel import (
-    AnnouncedSpecs,
-    LinkError,
-    MessageSpec,
-    ReceiveChannel,
-    SendChannel,
-    TensorSpec,
-    Wire,
-)
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Wire
+from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule.action import SliceKey
 
@@ -87,7 +80,7 @@ def receiving_end() -> ReceiveChannel:
 
 def send(channel: SendChannel, unit: SliceKey, *tensors: Tensor, at: int = 0) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=len(tensors) > 1)
-    channel.announce(signature_of(unit), spec, consumed_at=at)
+    channel.announce(signature_of(unit), spec)
     channel.send(tensors, consumed_at=at)
 
 
@@ -96,7 +89,7 @@ class TestMessageSpec:
     def test_any_that_is_not_too_large_can_be_announced(self, is_tuple: bool) -> None:
         tensors = tuple(
             TensorSpec(shape, dtype, requires_grad=dtype.is_floating_point and len(shape) > 1)
-            for dtype in link._DTYPES
+            for dtype in _DTYPES
             for shape in ((), (0,), (2, 1, 7))
         )
         spec = MessageSpec(tensors, is_tuple)

@@ -16,7 +16,7 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.layer_times import LayerTimes, memory_of_layers, time_layers
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer

@@ -1,0 +1,162 @@
+"""Exchange tokens for heads between the ranks that divide the tokens of a slice (DeepSpeed-Ulysses).
+
+Between attentions each of N sequence ranks has T / N contiguous tokens of a slice, with all heads. In attention it has
+all T tokens of H / N heads: one all-to-all brings queries, keys and values there, a second one brings the output back.
+So the slice store of a rank holds the whole prefix of H_kv / N heads. The backward of an all-to-all is the inverse one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
+from terapipe_ds.attention.documents import Documents
+
+
+def _alone(received: Tensor, sent: Tensor) -> None:
+    received.copy_(sent)
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that divide the tokens of each slice, this one among them.
+
+    `all_to_all(received, sent)` sends row r of a tensor to rank r, and receives a row from each. `group` is theirs for
+    other collectives, None where a rank is alone.
+    """
+
+    size: int = 1
+    rank: int = 0
+    all_to_all: Callable[[Tensor, Tensor], object] = _alone
+    group: Any = None
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the tokens of [start, stop) that this rank has. Raises ValueError where they do not divide."""
+        tokens, rest = divmod(stop - start, self.size)
+        if rest:
+            raise ValueError(
+                f"slice [{start}, {stop}) has {stop - start} tokens, which {self.size} sequence ranks cannot divide "
+                f"evenly; cut slices of a multiple of {self.size} tokens"
+            )
+        return start + self.rank * tokens, start + (self.rank + 1) * tokens
+
+    def part_of(self, whole: ActiveSlice) -> ActiveSlice:
+        """Return the slice as layers of this rank see it: its own tokens, and how they reach those of the others."""
+        if self.size == 1:
+            return whole
+        start, stop = self.span(whole.start, whole.stop)
+        documents = whole.documents
+        own = None if documents is None else Documents(documents.starts, start, stop)
+        return replace(whole, start=start, stop=stop, documents=own, exchange=HeadExchange(whole, self))
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """How attention on one rank reaches the tokens of `whole`, the slice that `ranks` divide."""
+
+    whole: ActiveSlice
+    ranks: SequenceRanks
+
+    def attend(
+        self,
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Hashable,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return `attention` of the rank's tokens to all tokens of the sequence so far.
+
+        q: [B, H, T / N, D]; k, v: [B, H_kv, T / N, D]. `attention` gets all T tokens of H / N heads, and the sinks of
+        these heads, while the whole slice is the active one.
+
+        Raises:
+            ValueError: shapes that do not fit, or H no multiple of N.
+        """
+        size, rank = self.ranks.size, self.ranks.rank
+        self._check(q, k, v, layer)
+        repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        if sinks is not None:
+            sinks = sinks.chunk(size)[rank]
+        q, k, v = to_heads((q, k, v), self.ranks)
+        with push_slice(self.whole):
+            out = attention(q, k, v, sinks)
+        return to_tokens(out, self.ranks)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, layer: Hashable) -> None:
+        size, tokens = self.ranks.size, self.whole.num_tokens // self.ranks.size
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if any(x.dim() != 4 or x.shape[2] != tokens for x in (q, k, v)):
+            problem = (
+                f"a sequence rank has {tokens} of the {self.whole.num_tokens} tokens of slice [{self.whole.start}, "
+                f"{self.whole.stop}), so q, k and v must be [B, heads, {tokens}, D], got {shapes}; pass the rank's own "
+                "tokens, and no others"
+            )
+        elif q.shape[1] % size:
+            problem = (
+                f"{q.shape[1]} query heads cannot be divided over {size} sequence ranks: give the topology a "
+                f"'sequence' axis that divides {q.shape[1]}, or a model with a multiple of {size} heads ({shapes})"
+            )
+        elif k.shape[1] == 0 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+            problem = f"the query heads must be a multiple of the key heads, got {shapes}"
+        else:
+            return
+        raise ValueError(f"layer {layer!r}: {problem}")
+
+
+def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:
+    """Return [B, H / N, T, D] for each [B, H, T / N, D]: all tokens of this rank's heads, in one message per rank."""
+    given: tuple[Tensor, ...] = _ToHeads.apply(ranks, *tensors)
+    return given
+
+
+def to_tokens(out: Tensor, ranks: SequenceRanks) -> Tensor:
+    """Return [B, H, T / N, D] for [B, H / N, T, D]: all heads of this rank's tokens."""
+    given: Tensor = _ToTokens.apply(ranks, out)
+    return given
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: SequenceRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        return _exchange(tensors, ranks, split=1, join=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_exchange(grads, ctx.ranks, split=2, join=1)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: SequenceRanks, out: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return _exchange((out,), ranks, split=2, join=1)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _exchange((grad,), ctx.ranks, split=1, join=2)[0]
+
+
+def _exchange(tensors: Sequence[Tensor], ranks: SequenceRanks, split: int, join: int) -> tuple[Tensor, ...]:
+    """Send share r of dimension `split` to rank r, and join along `join` what the ranks send, in their order."""
+    with torch.no_grad():
+        shares = [x.chunk(ranks.size, dim=split) for x in tensors]
+        sent = torch.stack([torch.cat([x[to].flatten() for x in shares]) for to in range(ranks.size)])
+        received = torch.empty_like(sent)
+        ranks.all_to_all(received, sent)
+        sizes = [x[0].numel() for x in shares]
+        from_ranks = [row.split(sizes) for row in received]
+        return tuple(
+            torch.cat([row[index].view(share[0].shape) for row in from_ranks], dim=join)
+            for index, share in enumerate(shares)
+        )

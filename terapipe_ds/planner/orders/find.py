@@ -1,0 +1,282 @@
+"""Find the order that takes least simulated time under a limit of live slices per stage.
+
+It starts from the named schedules with one copy of the layers and from orders played by simulated time; then it
+changes, by seeded chance, first how the stages play and then single places of the best order. Its budget is a number
+of evaluations, so every machine finds the same order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.orders.holdings import Holdings, live_bytes, live_slices, live_tokens
+from terapipe_ds.planner.orders.play import Policy, play
+from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
+from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator.peak_memory import Memory
+
+NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
+"""The schedules with one copy of the layers and one part per stage."""
+
+_WORK = 1_200_000  # computations timed in some five seconds, with all that comes with them
+_FEWEST, _MOST = 8, 2000  # evaluations, however many computations there are
+_FEW_UNITS = 8  # up to which other orders of the micro-batches' slices are played too
+
+
+@dataclass(frozen=True)
+class FoundOrder:
+    """A schedule with its plans (one per micro-batch) and simulated time.
+
+    `named_s` has the times of the named schedules that keep the limit. `lower_bound_s` is what no order beats.
+    """
+
+    schedule: Schedule
+    plans: tuple[SlicePlan, ...]
+    makespan_s: float
+    lower_bound_s: float
+    named_s: dict[str, float]
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a stage may hold at once.
+
+    `live_slices` is one number, or one per stage; `live_sequences` counts tokens, so that slices of any length compare;
+    `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
+    fullest stage: as many as there are stages.
+    """
+
+    live_slices: int | Sequence[int] | None = None
+    live_sequences: float | None = None
+    memory: Memory | None = None
+    num_bytes: float | None = None
+
+    def holdings(self, nodes: PricedNodes) -> Holdings:
+        """Return the limit for the nodes of a batch. Raises ScheduleError where it is not one per stage."""
+        if self.num_bytes is not None:
+            if self.memory is None:
+                raise ScheduleError("a limit of bytes needs memory: give a MemoryModel, or leave the limit out")
+            return live_bytes(nodes, self.memory, self.num_bytes)
+        if self.live_slices is None:
+            usual = min(nodes.num_stages, len(nodes.plans))
+            return live_tokens(nodes, usual if self.live_sequences is None else self.live_sequences)
+        stages, given = nodes.num_stages, self.live_slices
+        limits = (given,) * stages if isinstance(given, int) else tuple(given)
+        if len(limits) != stages:
+            raise ScheduleError(f"{len(limits)} limits of live slices for {stages} stages: give one, or one per stage")
+        return live_slices(nodes, limits)
+
+    def keeps(self, schedule: Schedule, plans: Sequence[SlicePlan]) -> bool:
+        """Return whether a whole schedule keeps a limit of bytes, with the messages that are then on their way."""
+        assert self.memory is not None and self.num_bytes is not None
+        return max(Replay.of(schedule).peak_bytes(plans, self.memory)) <= self.num_bytes
+
+    def __str__(self) -> str:
+        if self.num_bytes is not None:
+            return f"{self.num_bytes:.4g} bytes"
+        if self.live_slices is not None:
+            return f"{self.live_slices} live slices"
+        return "unsliced 1F1B" if self.live_sequences is None else f"{self.live_sequences:.4g} live sequences"
+
+
+def find_order(
+    costs: Any,
+    plan: SlicePlan | Sequence[SlicePlan],
+    num_stages: int,
+    num_micro_batches: int,
+    max_live_slices: int | Sequence[int] | None = None,
+    *,
+    max_live_sequences: float | None = None,
+    memory: Memory | None = None,
+    memory_limit_bytes: float | None = None,
+    chunks_per_stage: int = 1,
+    evaluations: int | None = None,
+    budget: float = 1.0,
+    seed: int = 0,
+    names: Sequence[str] = NAMED,
+) -> FoundOrder:
+    """Return the fastest valid schedule found within a limit, which is as `Limit` says.
+
+    It is never slower than those of `names` that keep the limit. With `chunks_per_stage` 2 the parts lie in a V.
+    `evaluations` is what it may try; None: a share `budget` of some five seconds on one core.
+    Raises ScheduleError where no order found keeps the limit.
+    """
+    plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
+    if len(plans) != num_micro_batches:
+        raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
+    placement = placement_for("search", num_stages, chunks_per_stage)
+    nodes, limit = (
+        PricedNodes(placement, plans, costs),
+        Limit(max_live_slices, max_live_sequences, memory, memory_limit_bytes),
+    )
+    evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
+    search = _Search(nodes, limit, evaluations, random.Random(seed))
+    named_s = search.start_from_named(names)
+    search.play_policies()
+    search.move_nodes()
+    schedule = search.schedule()
+    if schedule is None:
+        raise ScheduleError(f"no order found keeps the limit of {limit}: raise it, or give shorter slices")
+    validate(schedule)
+    return FoundOrder(schedule, plans, search.best_s, search.nodes.lower_bound(), named_s, search.used)
+
+
+def budget_for(num_computations: int, share: float = 1.0) -> int:
+    """Return how many evaluations take a share of some five seconds."""
+    return max(_FEWEST, min(_MOST, round(share * _WORK / num_computations)))
+
+
+def looks_for(num_computations: int, share: float) -> int:
+    """Return how many plans can be tried in half of that time."""
+    return min(16, int(0.5 * share * _WORK / (_FEWEST * num_computations)))
+
+
+class _Search:
+    def __init__(self, nodes: PricedNodes, limit: Limit, budget: int, chance: random.Random) -> None:
+        self.nodes, self.limit, self.budget, self.chance = nodes, limit, budget, chance
+        self.holdings = holdings = limit.holdings(nodes)
+        most = nodes.num_units * nodes.num_parts // nodes.num_stages
+        # policies count slices, whatever the limit is in; what holdings do not allow they never run
+        least = min((gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0), default=0.0)
+        room = [limit - base for limit, base in zip(holdings.limits, holdings.base, strict=True)]
+        self.limits = tuple(max(0, min(most, int(has / least + 1e-9))) if least else most for has in room)
+        self.best: Orders = []
+        self.best_s = STUCK
+        self.best_named: tuple[Orders, float] = [], STUCK
+        self.bound_s = nodes.lower_bound() * (1 + 1e-12)
+        self.used = 0
+        first = [sum(plan.num_slices for plan in nodes.plans[:m]) for m in range(len(nodes.plans))]
+        self.back = [first[m] + s for m, plan in enumerate(nodes.plans) for s in reversed(range(plan.num_slices))]
+
+    def _offer(self, orders: Orders, seconds: float) -> None:
+        if seconds < self.best_s:
+            self.best, self.best_s = orders, seconds
+
+    def start_from_named(self, names: Sequence[str]) -> dict[str, float]:
+        """Take the named schedules that keep the limits and return their seconds."""
+        nodes, seconds = self.nodes, {}
+        slices = [plan.num_slices for plan in nodes.plans]
+        in_a_v = ("zbv",) if nodes.is_split else ()
+        for name in names if nodes.num_parts == nodes.num_stages else in_a_v:
+            schedule = build(name, nodes.num_stages, len(slices), slices)
+            orders = nodes.of_schedule(schedule)
+            if self._keeps(schedule, orders):
+                self.used += 1
+                seconds[name] = nodes.makespan(orders)
+                self._offer(orders, seconds[name])
+        self.best_named = self.best, self.best_s
+        return seconds
+
+    def _keeps(self, schedule: Schedule, orders: Orders) -> bool:
+        if self.limit.num_bytes is not None:  # holdings count more messages than there are
+            return self.limit.keeps(schedule, self.nodes.plans)
+        return all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders))
+
+    def schedule(self) -> Schedule | None:
+        """Return the best order, if there is one.
+
+        Holdings count `OUTSTANDING_SENDS` messages; an order that cannot run with so few is not known to fit in bytes.
+        """
+        if self.best_s == STUCK:
+            return None
+        schedule = self.nodes.to_schedule(self.best)
+        if self.limit.num_bytes is None or self.limit.keeps(schedule, self.nodes.plans):
+            return schedule
+        self.best, self.best_s = self.best_named
+        return None if self.best_s == STUCK else self.nodes.to_schedule(self.best)
+
+    def play_policies(self) -> None:
+        """Play a grid of policies, then change the best one while half of the budget lasts."""
+        stages, most = range(self.nodes.num_stages), max(plan.num_slices for plan in self.nodes.plans)
+        best, best_s = None, STUCK
+        plain = Policy(self.limits, (0.0,) * len(stages), (0,) * len(stages))
+        grid = [
+            Policy(
+                tuple(min(self.limits[k], most + slope * (len(stages) - 1 - k) + extra) for k in stages),
+                (patience,) * len(stages),
+                (0,) * len(stages),
+            )
+            for slope in (1, 2, 3)
+            for extra in (0, 2, 10**6)
+            for patience in (0.0, 0.5)
+        ]
+        while self.used < self.budget // 2 and self.best_s > self.bound_s:
+            policy = grid.pop() if grid else self._changed(best or plain)
+            played = play(self.nodes, self.holdings, policy, *self._unit_orders())
+            self.used += 1
+            if played is None or not all(self.holdings.fits(*each) for each in enumerate(played[1])):
+                continue
+            if played[0] <= best_s:
+                best, best_s = policy, played[0]
+                self._offer(played[1], played[0])
+
+    def _unit_orders(self) -> tuple[list[int], list[int]]:
+        """Return the orders of the units' F and B: micro-batches in order, but where few units are, any at times."""
+        ahead = list(range(self.nodes.num_units))
+        if len(ahead) > _FEW_UNITS or self.chance.random() < 0.5:
+            return ahead, self.back
+        return self._merged(ahead), self._merged(self.back)
+
+    def _merged(self, units: Sequence[int]) -> list[int]:
+        """Return units in an order by chance that keeps those of each micro-batch in theirs."""
+        owners = [self.nodes.units[unit][0] for unit in units]
+        left = {m: [unit for unit in units if self.nodes.units[unit][0] == m] for m in owners}
+        self.chance.shuffle(owners)
+        return [left[m].pop(0) for m in owners]
+
+    def _changed(self, policy: Policy) -> Policy:
+        """Return a policy that differs for a few neighbouring stages."""
+        start = self.chance.randrange(self.nodes.num_stages)
+        stages = range(start, min(start + self.chance.choice((1, 1, 2, self.nodes.num_stages)), self.nodes.num_stages))
+        limits, patience, keen = list(policy.limits), list(policy.patience), list(policy.keen)
+        what, step = self.chance.randrange(3), self.chance.choice((-3, -2, -1, 1, 2, 3))
+        share = self.chance.choice((0.0, 0.1, 0.25, 0.5, 0.75, 1.0))
+        for k in stages:
+            if what == 0:
+                limits[k] = max(1, min(self.limits[k], limits[k] + step))
+            elif what == 1:
+                patience[k] = share
+            else:
+                keen[k] = max(0, min(limits[k], keen[k] + step))
+        return replace(policy, limits=tuple(limits), patience=tuple(patience), keen=tuple(keen))
+
+    def move_nodes(self) -> None:
+        """Move single computations of the best order to other places of their stage; keep what is not slower."""
+        if self.best_s == STUCK:
+            return
+        tries = 20 * self.budget  # moves that break a rule are found out without an evaluation
+        while self.used < self.budget and tries and self.best_s > self.bound_s:
+            tries -= 1
+            stage_id = self.chance.randrange(len(self.best))
+            order = self._moved(self.best[stage_id])
+            if order is None or not self.holdings.fits(stage_id, order):
+                continue
+            orders = [*self.best[:stage_id], order, *self.best[stage_id + 1 :]]
+            seconds = self.nodes.makespan(orders)
+            self.used += 1
+            if seconds <= self.best_s:
+                self.best, self.best_s = orders, seconds
+
+    def _moved(self, order: Sequence[int]) -> list[int] | None:
+        """Return an order with one node at another place; None where a rule forbids it."""
+        source = self.chance.randrange(len(order))
+        step = self.chance.choice((-1, 1)) * self.chance.choice((1, 1, 2, 3, 5, 8))
+        target = source + step
+        if not 0 <= target < len(order):
+            return None
+        node, split = order[source], self.nodes.split
+        kind, part, unit = split(node)
+        crossed = order[target:source] if step < 0 else order[source + 1 : target + 1]
+        for other in crossed:
+            other_kind, other_part, other_unit = split(other)
+            if other_part == part and (other_unit == unit or (other_kind == kind and kind < 2)):
+                return None
+        moved = [*order[:source], *order[source + 1 :]]
+        moved.insert(target, node)
+        return moved

@@ -1,0 +1,121 @@
+"""What the computations of a stage hold, and the limit of it: live slices, live tokens, or bytes.
+
+A node gains something when it starts, needs something while it runs, and gives something back once it has run. So the
+peak of an order is one walk over it, like `simulator.peak_memory`, whose bytes these are where there is a memory model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terapipe_ds.planner.orders.priced_nodes import PricedNodes
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
+from terapipe_ds.simulator.peak_memory import Memory
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Per node what it gains, gives back and needs while it runs; `limits` and `base` are per stage.
+
+    `with_first_backward` comes with the first B of a part, and stays (the gradients of its parameters).
+    """
+
+    nodes: PricedNodes
+    limits: tuple[float, ...]
+    base: tuple[float, ...]
+    gain: list[float]
+    after: list[float]
+    working: list[float]
+    with_first_backward: tuple[float, ...]
+
+    def peak(self, stage_id: int, order: Sequence[int]) -> float:
+        """Return the most that the order of a stage holds."""
+        gain, after, working = self.gain, self.after, self.working
+        now = peak = self.base[stage_id]
+        begun = [not more for more in self.with_first_backward]
+        per_part, parts = self.nodes.num_units, self.nodes.num_parts
+        for node in order:
+            now += gain[node]
+            change = after[node]
+            place = node // per_part - parts
+            if 0 <= place < parts and not begun[place]:
+                begun[place] = True
+                change += self.with_first_backward[place]
+            top = (now + change if change > 0 else now) + working[node]
+            if top > peak:
+                peak = top
+            now += change
+        return peak
+
+    def fits(self, stage_id: int, order: Sequence[int]) -> bool:
+        """Return whether the order of a stage keeps its limit."""
+        return self.peak(stage_id, order) <= self.limits[stage_id]
+
+
+def live_slices(nodes: PricedNodes, limits: Sequence[int]) -> Holdings:
+    """Return slices between F and the last of B and W, of all chunks of a stage."""
+    return _held_from_forward(nodes, [1.0] * nodes.num_units, limits)
+
+
+def live_tokens(nodes: PricedNodes, sequences: float) -> Holdings:
+    """Return tokens between F and the last of B and W, limited to so many whole sequences per stage.
+
+    The tokens of a part count by its share of the stage.
+    """
+    share = nodes.num_stages / nodes.num_parts
+    tokens = [share * length for plan in nodes.plans for length in plan.lengths]
+    limit = sequences * max(plan.sequence_length for plan in nodes.plans) * (1 + 1e-9)  # shares add up to it
+    return _held_from_forward(nodes, tokens, (limit,) * nodes.num_stages)
+
+
+def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequence[float]) -> Holdings:
+    nothing = [0.0] * (nodes.num_parts * nodes.num_units)
+    of_parts = amounts * nodes.num_parts
+    between = [0.0] * (len(nothing) * (nodes.num_kinds - 2))
+    gain = of_parts + between + nothing
+    after = nothing + between + [-amount for amount in of_parts]
+    zeros = (0.0,) * nodes.num_stages
+    return Holdings(nodes, tuple(limits), zeros, gain, after, [0.0] * len(gain), (0.0,) * nodes.num_parts)
+
+
+def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
+    """Return the bytes of a memory model, as the simulator counts them, but for messages on their way.
+
+    How many there are depends on the orders of other stages. Here they are always `OUTSTANDING_SENDS`, the largest.
+    """
+    gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
+    for part in range(nodes.num_parts):
+        for unit, (m, s) in enumerate(nodes.units):
+            plan = nodes.plans[m]
+            span, length = (plan.lengths[s], plan.starts[s]), plan.sequence_length
+            forward, backward = nodes.node(0, part, unit), nodes.node(1, part, unit)
+            own = memory.slice_bytes(part, *span)
+            working[forward] = working[backward] = memory.working_bytes(part, *span)
+            gain[forward], after[backward] = own, -own
+            if plan.num_slices == 1:
+                whole = memory.whole_bytes(part, length)
+                gain[forward], after[backward] = own + whole, -own - whole
+            else:
+                store, gradients = (
+                    memory.store_bytes(part, length),
+                    memory.store_grad_bytes(part, length, max(plan.lengths)),
+                )
+                if s == 0:
+                    gain[forward] += store
+                    after[backward] -= store + gradients
+                if s == plan.num_slices - 1:
+                    gain[backward] += gradients
+            if nodes.is_split:
+                weight, left = nodes.node(2, part, unit), memory.weight_bytes(part, *span)
+                after[backward] += left
+                after[weight], working[weight] = -left, memory.working_bytes(part, *span)
+    base = [0.0] * nodes.num_stages
+    for part, stage_id in enumerate(nodes.stage_of_part):
+        base[stage_id] += memory.static_bytes(part)
+        if part > 0 and nodes.stage_of_part[part - 1] != stage_id:
+            largest = max(length for plan in nodes.plans for length in plan.lengths)
+            base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
+    gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
+    limits = (limit_bytes,) * nodes.num_stages
+    return Holdings(nodes, limits, tuple(base), gain, after, working, gradients_of)

@@ -1,0 +1,165 @@
+"""The computations of a batch as compact numbers with their seconds, so that a moved order is timed quickly.
+
+Node `(kind * parts + part) * units + unit` is one F, B or W. Where costs have `weight_s`, every backward is split: a
+whole B is a B with its W right after it, which takes as long and sends its gradient earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Action, Kind, Schedule
+from terapipe_ds.schedule.placement import Placement
+from terapipe_ds.simulator.costs import (
+    BACKWARD,
+    FORWARD,
+    SEND,
+    SEND_GRADIENT,
+    SPLIT_BACKWARD,
+    WEIGHT,
+    Span,
+    costs_per_part,
+    tabulate,
+)
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+Orders = list[list[int]]
+"""Nodes per stage, in the order they run."""
+STUCK = float("inf")
+
+
+class PricedNodes:
+    """What the nodes of one batch cost and need; `makespan` times orders of them."""
+
+    def __init__(self, placement: Placement, plans: Sequence[SlicePlan], costs: Any) -> None:
+        self.placement, self.plans = placement, tuple(plans)
+        self.num_stages, self.num_parts = 1 + max(k for k, _ in placement), len(placement)
+        self.place_of_part = {part: place for place, part in placement.items()}
+        self.stage_of_part = [self.place_of_part[part][0] for part in range(self.num_parts)]
+        self.units = [(m, s) for m, plan in enumerate(plans) for s in range(plan.num_slices)]
+        self.num_units = len(self.units)
+        parts = costs_per_part(costs, self.num_parts)
+        self.is_split = all(hasattr(cost, "weight_s") for cost in parts)
+        self.num_kinds = 2 + self.is_split
+        self._price(parts)
+        self._connect()
+
+    def node(self, kind: int, part: int, unit: int) -> int:
+        return (kind * self.num_parts + part) * self.num_units + unit
+
+    def split(self, node: int) -> tuple[int, int, int]:
+        """Return kind, part and unit of a node."""
+        rest, unit = divmod(node, self.num_units)
+        kind, part = divmod(rest, self.num_parts)
+        return kind, part, unit
+
+    def _price(self, parts: Sequence[Any]) -> None:
+        numbers: dict[Span, int] = {}
+        of_unit = [
+            numbers.setdefault((length, start), len(numbers))
+            for plan in self.plans
+            for length, start in zip(plan.lengths, plan.starts, strict=True)
+        ]
+        rows = [FORWARD, SPLIT_BACKWARD, WEIGHT] if self.is_split else [FORWARD, BACKWARD]
+        table = tabulate(parts, [{*rows, SEND, SEND_GRADIENT}] * self.num_parts, list(numbers))[:, :, of_unit]
+        self.seconds: list[float] = np.concatenate([table[:, row].ravel() for row in rows]).tolist()
+        sends = [table[:, SEND].copy(), table[:, SEND_GRADIENT].copy(), np.zeros_like(table[:, SEND])]
+        for part in range(self.num_parts):
+            if part + 1 == self.num_parts or self.stage_of_part[part] == self.stage_of_part[part + 1]:
+                sends[0][part] = 0.0
+            if part == 0 or self.stage_of_part[part] == self.stage_of_part[part - 1]:
+                sends[1][part] = 0.0
+        self.sends: list[float] = np.concatenate([of.ravel() for of in sends[: self.num_kinds]]).tolist()
+
+    def _connect(self) -> None:
+        """Find per node the one that it needs (the last entry: none), and its link."""
+        count = self.num_kinds * self.num_parts * self.num_units
+        self.num_nodes = count
+        self.inputs, self.links = [count] * count, [0] * count
+        for node in range(count):
+            kind, part, _ = self.split(node)
+            self.links[node] = kind * self.num_parts + part
+            if kind == 0 and part > 0:
+                self.inputs[node] = node - self.num_units
+            elif kind == 1 and part + 1 < self.num_parts:
+                self.inputs[node] = node + self.num_units
+
+    def makespan(self, orders: Orders) -> float:
+        """Return when the last computation ends; `STUCK` where stages wait for one another for ever."""
+        seconds, sends, inputs, links = self.seconds, self.sends, self.inputs, self.links
+        arrivals = [-1.0] * self.num_nodes + [0.0]
+        link_free = [0.0] * (self.num_kinds * self.num_parts)
+        free, at = [0.0] * len(orders), [0] * len(orders)
+        waiting: dict[int, int] = {}
+        ready = list(range(len(orders)))
+        left = sum(map(len, orders))
+        while ready:
+            stage_id = ready.pop()
+            order, now = orders[stage_id], free[stage_id]
+            index, first = at[stage_id], at[stage_id]
+            while index < len(order):
+                node = order[index]
+                arrival = arrivals[inputs[node]]
+                if arrival < 0:
+                    waiting[inputs[node]] = stage_id
+                    break
+                if arrival > now:
+                    now = arrival
+                now += seconds[node]
+                link = links[node]
+                sent = link_free[link] if link_free[link] > now and sends[node] else now
+                arrivals[node] = link_free[link] = sent + sends[node]
+                if node in waiting:
+                    ready.append(waiting.pop(node))
+                index += 1
+            left -= index - first
+            free[stage_id], at[stage_id] = now, index
+        return STUCK if left else max(free)
+
+    def of_schedule(self, schedule: Schedule) -> Orders:
+        """Return the orders of a schedule with the same placement; a whole B becomes a B and its W."""
+        first = np.cumsum([0, *schedule.num_slices]).tolist()
+        has_weights = any(action.kind is Kind.WEIGHT for order in schedule.orders for action in order)
+        orders: Orders = []
+        for order in schedule.orders:
+            nodes = []
+            for action in order:
+                unit = first[action.micro_batch_id] + action.slice_id
+                if action.kind is not Kind.WEIGHT or self.is_split:
+                    nodes.append(self.node(KINDS.index(action.kind), action.part_id, unit))
+                if action.kind is Kind.BACKWARD and self.is_split and not has_weights:
+                    nodes.append(self.node(2, action.part_id, unit))
+            orders.append(nodes)
+        return orders
+
+    def to_schedule(self, orders: Orders) -> Schedule:
+        """Return orders as a schedule like any other."""
+        slices = tuple(plan.num_slices for plan in self.plans)
+        actions = tuple(tuple(map(self._action, order)) for order in orders)
+        chunks = self.num_parts // self.num_stages
+        return Schedule("search", self.num_stages, len(slices), slices, chunks, False, actions, dict(self.placement))
+
+    def _action(self, node: int) -> Action:
+        kind, part, unit = self.split(node)
+        return Action(KINDS[kind], *self.units[unit], part, self.place_of_part[part][1])
+
+    def lower_bound(self) -> float:
+        """Return a time that no order beats: of each stage its work, after its fastest fill and before its drain."""
+        seconds = np.array(self.seconds).reshape(self.num_kinds, self.num_parts, self.num_units)
+        sends = np.array(self.sends).reshape(seconds.shape)
+        first_units = [i for i, (_, s) in enumerate(self.units) if s == 0]
+        ahead, back = (seconds[kind] + sends[kind] for kind in (0, 1))
+        bounds = []
+        for stage_id in range(self.num_stages):
+            parts = [p for p in range(self.num_parts) if self.stage_of_part[p] == stage_id]
+            fill = ahead[: parts[0]][:, first_units].sum(axis=0).min() if parts[0] else 0.0
+            # The last B or W of this stage: the first slice's B still goes down to part 0 after its own B.
+            after = back[: parts[0]][:, first_units].sum(axis=0).min() if parts[0] else 0.0
+            weights = seconds[2][parts].sum() if self.is_split else 0.0  # W may run while the gradient goes on
+            work = seconds[:, parts].sum()
+            bounds.append(fill + max(work, work - weights + after))
+        return float(max(bounds))

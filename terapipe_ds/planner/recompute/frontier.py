@@ -1,0 +1,120 @@
+"""List the subsets of a part's layers that are worth recomputing: no other takes less time and less memory.
+
+A layer that recomputes costs its forward once more. Of a live slice it keeps its input alone, and in its own backward
+it has all that it saves for a moment. The backward of a part begins with its last layer, and what a layer saved goes
+with its backward. So when layer i recomputes, the slice that runs has only what the layers before i keep:
+
+    kept       sum over layers: what they save, or their input where they recompute
+    moment     the largest over recomputing layers i: what the layers before i keep + what i saves
+
+Layers are taken one after the other, from the first to the last. Adding a layer changes (time, kept, moment) of two
+subsets alike, so a subset that is no better than another in all three may be forgotten at once: the list stays exact,
+and for n equal layers it has n + 1 entries, of which each recomputes the first layers.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+MOST_SUBSETS = 2000  # beyond, some are left out; a part of equal layers has as many as layers
+_BYTES = 1 << 10  # numbers are compared as integers, so that sums in another order are equal
+_SECONDS = 10**12
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that may recompute; bytes are per token of a slice with all rows."""
+
+    layer_id: int  # in the model
+    costs: Any  # with `forward_s(tokens, prefix)`
+    saved_bytes: float
+    input_bytes: float
+    whole_bytes: float = 0.0  # what it saves besides where a sequence is one slice: keys and values
+
+    def kept_bytes(self, is_whole: bool) -> float:
+        """Return what the layer keeps of a live slice where it does not recompute."""
+        return self.saved_bytes + (self.whole_bytes if is_whole else 0.0)
+
+    def saves(self, is_whole: bool) -> bool:
+        """Return whether it keeps less where it recomputes."""
+        return self.input_bytes < self.kept_bytes(is_whole)
+
+
+class Subset(NamedTuple):
+    """Layers that recompute, and what comes of it: in 1e-12 s, and in 1/1024 bytes per token."""
+
+    again: int
+    kept: int
+    moment: int
+    layers: tuple[int, ...]  # indices
+
+    def without(self, layer: Layer, is_whole: bool) -> Subset:
+        """Return the subset where the next layer does not recompute."""
+        return self._replace(kept=self.kept + round(layer.kept_bytes(is_whole) * _BYTES))
+
+    def extended(self, index: int, layer: Layer, seconds: float, is_whole: bool) -> Subset:
+        """Return the subset where the next layer recomputes."""
+        moment = self.kept + round(layer.kept_bytes(is_whole) * _BYTES)
+        kept = self.kept + round(layer.input_bytes * _BYTES)
+        return Subset(self.again + round(seconds * _SECONDS), kept, max(self.moment, moment), (*self.layers, index))
+
+    @property
+    def again_s(self) -> float:
+        return self.again / _SECONDS
+
+    @property
+    def kept_bytes(self) -> float:
+        return self.kept / _BYTES
+
+    @property
+    def moment_bytes(self) -> float:
+        return self.moment / _BYTES
+
+
+def frontier(
+    layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool
+) -> tuple[list[Subset], bool]:
+    """Return the subsets worth a look, by rising time, and whether that is all of them.
+
+    Args:
+        again_s: what recomputing each layer takes in a step.
+        besides_bytes: what a live slice keeps besides these layers' share.
+        is_whole: a sequence is one slice, which keeps its keys and values itself.
+    """
+    subsets, is_exact = [Subset(0, round(besides_bytes * _BYTES), 0, ())], True
+    for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
+        without = [one.without(layer, is_whole) for one in subsets]
+        again = [one.extended(index, layer, seconds, is_whole) for one in subsets if layer.saves(is_whole)]
+        subsets = _undominated([*without, *again])
+        if len(subsets) > MOST_SUBSETS:  # evenly over the range, with both ends
+            step = (len(subsets) - 1) / (MOST_SUBSETS - 1)
+            subsets, is_exact = [subsets[round(step * number)] for number in range(MOST_SUBSETS)], False
+    return subsets, is_exact
+
+
+def everything(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> Subset:
+    """Return the subset of all layers that keep less where they recompute; the arguments are those of `frontier`."""
+    one = Subset(0, round(besides_bytes * _BYTES), 0, ())
+    for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
+        recomputes = layer.saves(is_whole)
+        one = one.extended(index, layer, seconds, is_whole) if recomputes else one.without(layer, is_whole)
+    return one
+
+
+def _undominated(subsets: Sequence[Subset]) -> list[Subset]:
+    """Return those that no other equals or betters in time, kept and moment; of equals the first."""
+    better: list[Subset] = []
+    stairs: list[tuple[int, int]] = []  # (kept, moment) of what came before, kept rising and moment falling
+    for one in sorted(subsets):
+        place = bisect.bisect_right(stairs, (one.kept, one.moment))
+        if place and stairs[place - 1][1] <= one.moment:
+            continue
+        better.append(one)
+        last = place
+        while last < len(stairs) and stairs[last][1] >= one.moment:
+            last += 1
+        stairs[place:last] = [(one.kept, one.moment)]
+    return better

@@ -1,0 +1,153 @@
+"""Find slices and schedule together with the layers that recompute.
+
+Fewer live bytes allow other slices, and other slices need other layers. So the search goes back and forth: slices for
+the layers that recompute now, then the least time of layers for those slices, which is never more. It starts from
+everything recomputed, and from the slices of a pipeline without a limit, and ends where nothing changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.comparable import ranked_schedules
+from terapipe_ds.planner.errors import MemoryLimitError
+from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.planner.recompute.stages import PartLayers, RecomputeChoice, choose_layers, recompute_everything
+from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.search.problem import BUDGET
+from terapipe_ds.planner.search.search import plan_slices
+from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.simulator import Replay
+
+_ROUNDS = 4  # of slices and layers; two are usual
+_SHARE = 6  # a search here has such a part of the budget of one without recomputation
+
+
+def plan_with_recompute(
+    parts: Sequence[PartLayers],
+    sequence_length: int,
+    num_micro_batches: int,
+    granularity_tokens: int,
+    schedule: str,
+    limit_bytes: float,
+    *,
+    plan: SlicePlan | None = None,
+    schedule_options: Mapping[str, object] = MappingProxyType({}),
+    budget: int = BUDGET // _SHARE,
+) -> PlanResult:
+    """Return the plan with the least predicted time in which every stage fits, with the layers that recompute.
+
+    Args:
+        parts: one per stage.
+        schedule: a name, or "auto" for those that run on one part per stage.
+        plan: slices that are given; None: the planner's.
+
+    Raises:
+        MemoryLimitError: nothing fits, although everything is recomputed; of several schedules the least need.
+        PlannerError: what `plan_slices` refuses, or a schedule with several parts per stage.
+    """
+    knows_weights = all(callable(getattr(part.costs, "weight_s", None)) for part in parts)
+    names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
+    question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
+    results, refused = [], []
+    for name in names:
+        try:
+            if plan is not None:
+                results.append(question.given(name, plan))
+            else:
+                results.append(question.searched(name, sequence_length, granularity_tokens, budget))
+        except MemoryLimitError as error:
+            refused.append(error)
+    if not results:
+        raise min(refused, key=lambda error: error.need_bytes)
+    return choose(results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    parts: tuple[PartLayers, ...]
+    num_micro_batches: int
+    limit_bytes: float
+    options: Mapping[str, object]
+
+    def given(self, name: str, plan: SlicePlan) -> PlanResult:
+        """Return the prediction for slices that are given."""
+        return self._result(name, plan, self._layers(name, plan))
+
+    def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
+        """Return the best of slices and layers that the search comes to."""
+
+        def slices(choice: RecomputeChoice, limit_bytes: float | None) -> PlanResult:
+            return plan_slices(
+                list(choice.costs), length, len(self.parts), self.num_micro_batches, granularity, name,
+                memory=choice.memory, memory_limit_bytes=limit_bytes, budget=budget, schedule_options=self.options,
+            )  # fmt: skip
+
+        found = []
+        for start in self._starts(name, length, granularity, slices):
+            choice, tried = start, set[tuple[tuple[int, ...], ...]]()
+            while choice.layers not in tried and len(tried) < _ROUNDS:
+                tried.add(choice.layers)
+                result = slices(choice, self.limit_bytes)
+                found.append(self._with_layers(result, choice))
+                plan = result.plans[0]  # all have the same
+                choice = self._layers(name, plan)
+                found.append(self._result(name, plan, choice, like=result))
+        return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
+
+    def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
+        nothing = RecomputeChoice(
+            ((),) * len(self.parts), tuple(part.costs for part in self.parts),
+            MemoryModel(tuple(part.memory for part in self.parts)), (0.0,) * len(self.parts), True,
+        )  # fmt: skip
+        free = slices(nothing, None).plans[0]
+        with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
+            yield self._layers(name, free)
+        cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)
+        yield recompute_everything(self.parts, cut, self.num_micro_batches)
+
+    def _layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
+        return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
+
+    def _schedule(self, name: str, num_slices: int) -> Schedule:
+        options: dict[str, Any] = dict(self.options)
+        return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
+
+    def _with_layers(self, result: PlanResult, choice: RecomputeChoice) -> PlanResult:
+        return dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s)
+
+    def _result(
+        self, name: str, plan: SlicePlan, choice: RecomputeChoice, like: PlanResult | None = None
+    ) -> PlanResult:
+        """Return the prediction of one plan; `like` is that of the same plan where more layers recompute."""
+        schedule = self._schedule(name, plan.num_slices)
+        timeline = Replay.of(schedule).run(plan, list(choice.costs), memory=choice.memory)
+        new: dict[str, Any] = {
+            "predicted_s": timeline.makespan_s,
+            "peak_bytes": timeline.peak_bytes,
+            "bubble_fraction": timeline.bubble_fraction,
+            "recompute": choice.layers,
+            "recompute_s": choice.again_s,
+            "optimal": False,
+            "lower_bound_s": 0.0,
+        }
+        if like is not None:
+            return dataclasses.replace(like, **new)
+        whole = SlicePlan.equal(plan.sequence_length, 1)
+        return PlanResult(
+            plans=(plan,) * self.num_micro_batches,
+            schedule=name,
+            num_stages=len(self.parts),
+            num_micro_batches=self.num_micro_batches,
+            unsliced_s=Replay.of(self._schedule(name, 1)).makespan(whole, list(choice.costs)),
+            equal_plan=plan,
+            equal_s=timeline.makespan_s,
+            memory_limit_bytes=self.limit_bytes,
+            num_candidates=1,
+            **new,
+        )

@@ -1,0 +1,191 @@
+"""Give DeepSpeed's grid the axis `sequence` of its topology, whose ranks divide the tokens of each slice.
+
+DeepSpeed (0.19.8) lets a topology have such an axis, but its grid makes no group for it: gradients would not be summed,
+and norms would count each of its ranks as one with layers of its own. Here these ranks become replicas that train on
+the same rows: parameters are broadcast, gradients averaged and ZeRO's states divided over data and sequence, while the
+rows, the sizes of a batch and the sampler go by the data axis alone. As the average over sequence ranks is to be a sum,
+each of them multiplies its share of the loss by their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.refusals import shortest_slice
+
+AXIS = "sequence"
+_AXES = ("pipe", "data", AXIS)
+
+
+def sequence_size(module: PipelineModule) -> int:
+    """Return how many ranks divide the tokens of a slice, by the topology that the module was built on."""
+    return max(1, int(module.topology().get_dim(AXIS)))
+
+
+def shortest_slice_on(module: PipelineModule) -> int:
+    """Return the fewest tokens of a slice that leave each sequence rank as many as the layers need."""
+    shortest = shortest_slice(module)
+    return shortest * sequence_size(module) if shortest > 1 else shortest
+
+
+def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> str | None:
+    """Return why this module cannot be trained with its axis `sequence`, or without one; None where it can."""
+    size, wanted = sequence_size(module), raw.get("sequence_parallel_size")
+    axes = module.topology().get_axis_names()
+    if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted != size and wanted > 1:
+        return (
+            f"sequence_parallel_size = {wanted}, but the topology of the module has the axes {axes} of sizes "
+            f"{module.topology().dims}: build it with topology=ProcessTopology(axes={list(_AXES)}, dims=[stages, "
+            f"replicas, {wanted}]), or remove the key"
+        )
+    if size == 1:
+        return None
+    shown = f"a topology with {size} ranks on the axis {AXIS!r}"
+    if not set(axes) <= set(_AXES):
+        return (
+            f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides "
+            f"the same heads. Take the axes {list(_AXES)}"
+        )
+    if problem := problem_of_tied_layers(module):
+        return problem
+    for key, is_set, instead in (
+        ("strategy", config.planned is not None, "the topology, slices and schedule themselves"),
+        ("verify", config.verify == "first_batch", "null or off; check the layers without the axis"),
+    ):
+        if is_set:
+            value = getattr(config, key)
+            return f"{shown} cannot be combined with terapipe.{key} = {value!r} yet: give {instead}"
+    return None
+
+
+def problem_of_tied_layers(module: PipelineModule) -> str | None:
+    """Return why these layers cannot be tied; None where they can. A module whose layers have no stages yet will do.
+
+    The constructor of DeepSpeed's module would wait for ever: it makes groups that differ among the sequence ranks.
+    """
+    topology = module.topology()
+    tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
+    size = topology.get_dim(AXIS)
+    if not tied or size <= 1 or topology.get_dim("pipe") == 1:
+        return None
+    return (
+        f"a topology with {size} ranks on the axis {AXIS!r} cannot be combined with tied layers ({', '.join(tied)}): "
+        "DeepSpeed (0.19.8) makes wrong groups for them. Use LayerSpec in place of TiedLayerSpec"
+    )
+
+
+def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
+    """Make the groups of the axis, and have DeepSpeed's `grid` know them. A collective over all ranks.
+
+    From now on `groups` of DeepSpeed finds in it the group of data and sequence, over which ZeRO divides states, and
+    its group of model parallelism holds the stages of one pipeline.
+    """
+    topology, rank = grid.topology(), grid.get_global_rank()
+    if topology.get_dim(AXIS) <= 1:
+        return SequenceRanks()
+    if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
+        return sequence_ranks_of(grid)
+    grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
+    stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
+    replicas = _group_of(rank, stages)
+    grid.replicas_group = replicas
+    grid.get_sequence_data_parallel_group = lambda: replicas
+    grid.get_sequence_data_parallel_world_size = lambda: torch_dist.get_world_size(replicas)
+    grid.get_sequence_data_parallel_rank = lambda: torch_dist.get_rank(replicas)
+    grid.ds_model_proc_group = grid.get_pipe_parallel_group()
+    grid.ds_model_world_size, grid.ds_model_rank = len(grid.pp_group), grid.pp_group.index(rank)
+    _leave_out_of_names(topology)
+    return sequence_ranks_of(grid)
+
+
+def sequence_ranks_of(grid: PipelineParallelGrid) -> SequenceRanks:
+    """Return the ranks that `take_sequence_axis` has made a group of; this one alone where there is no such axis."""
+    group = getattr(grid, "sequence_group", None)
+    if group is None:
+        return SequenceRanks()
+    exchange = functools.partial(torch_dist.all_to_all_single, group=group)
+    return SequenceRanks(torch_dist.get_world_size(group), torch_dist.get_rank(group), exchange, group)
+
+
+def peers_of(grid: PipelineParallelGrid) -> tuple[int, ...] | None:
+    """Return the ranks of one stage that draw the same rows, this one among them; None where it is alone.
+
+    They hold parts of the same layers (tensor parallelism) or run parts of the same slices (the axis `sequence`).
+    """
+    if grid.get_slice_parallel_world_size() > 1:
+        return tuple(grid.slice_group)
+    lists = grid.topology().get_axis_comm_lists(AXIS)
+    ranks = next((tuple(each) for each in lists if grid.get_global_rank() in each), ())
+    return ranks if len(ranks) > 1 else None
+
+
+def _group_of(rank: int, lists: list[list[int]]) -> Any:
+    own = None
+    for ranks in lists:
+        group = torch_dist.new_group(ranks)
+        own = group if rank in ranks else own
+    return own
+
+
+def _leave_out_of_names(topology: ProcessTopology) -> None:
+    """Have files of layers named without the axis: its ranks have the same layers, and one of them saves them."""
+    stock = topology.get_rank_repr
+
+    def get_rank_repr(rank: int, omit_axes: Any = ("data", "pipe"), **options: Any) -> str:
+        return str(stock(rank, omit_axes=[*omit_axes, AXIS], **options))
+
+    topology.get_rank_repr = get_rank_repr
+
+
+@contextmanager
+def counted_as_replicas(grid: PipelineParallelGrid, ranks: SequenceRanks) -> Iterator[None]:
+    """Let DeepSpeed's pipeline engine take all ranks of a stage for replicas meanwhile, as it sums and saves."""
+    if ranks.size == 1:
+        yield
+        return
+    names = ("dp_proc_group", "data_parallel_id", "data_parallel_size")
+    group, before = grid.replicas_group, [getattr(grid, name) for name in names]
+    after = (group, torch_dist.get_rank(group), torch_dist.get_world_size(group))
+    try:
+        for name, value in zip(names, after, strict=True):
+            setattr(grid, name, value)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(grid, name, value)
+
+
+def mean_over_ranks(booked: Any, ranks: SequenceRanks) -> Any:
+    """Return the means over the sequence ranks of all tensors in `booked`: losses, lists or dicts of them, or None."""
+    if ranks.size == 1:
+        return booked
+
+    def mean(loss: Tensor) -> Tensor:
+        total = loss.detach().clone()
+        torch_dist.all_reduce(total, group=ranks.group)
+        return total / ranks.size
+
+    return tree_map_only(Tensor, mean, booked)
+
+
+def gathered(output: Any, ranks: SequenceRanks) -> list[Any]:
+    """Return what each sequence rank has for `output`, a tensor or a tuple of them, in the order of their tokens."""
+    if ranks.size == 1:
+        return [output]
+    if not torch.is_tensor(output):
+        return list(zip(*(gathered(each, ranks) for each in output), strict=True))
+    everyone = [torch.empty_like(output, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
+    torch_dist.all_gather(everyone, output.detach().contiguous(), group=ranks.group)
+    return everyone

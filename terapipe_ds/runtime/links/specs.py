@@ -1,0 +1,90 @@
+"""What the messages of a link look like: the shapes that a sender announces once, and both ends know from then on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.complex64, torch.complex128,
+)  # fmt: skip
+_ANNOUNCEMENT_INTS = 256
+
+
+class LinkError(RuntimeError):
+    """A message between two stages that cannot be sent or received."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the receiver must know of a tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """The tensors of one message; `is_tuple`: the layers hand a tuple on, not a bare tensor."""
+
+    tensors: tuple[TensorSpec, ...]
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], is_tuple: bool) -> MessageSpec:
+        return cls(tuple(TensorSpec.of(t) for t in tensors), is_tuple)
+
+    def fits(self, tensors: Sequence[torch.Tensor], is_tuple: bool) -> bool:
+        """Return whether this is the spec of `tensors`, which is sooner said than their own is made."""
+        if is_tuple is not self.is_tuple or len(tensors) != len(self.tensors):
+            return False
+        for tensor, spec in zip(tensors, self.tensors, strict=True):
+            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
+                return False
+        return True
+
+    @cached_property
+    def gradient(self) -> MessageSpec:
+        """The spec of what flows back: one gradient for each tensor that requires one."""
+        return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
+
+    def encode(self) -> torch.Tensor:
+        """Return the announcement of this spec: a tensor of int64 of a fixed size."""
+        ints = [int(self.is_tuple), len(self.tensors)]
+        for spec in self.tensors:
+            ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
+        if len(ints) > _ANNOUNCEMENT_INTS:
+            raise LinkError(
+                f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
+            )
+        return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
+
+    @staticmethod
+    def blank() -> torch.Tensor:
+        """Return a tensor to receive an announcement in."""
+        return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, announcement: torch.Tensor) -> MessageSpec:
+        """Return the spec that `encode` has announced."""
+        ints = iter(announcement.tolist())
+        is_tuple, count = bool(next(ints)), next(ints)
+        specs = []
+        for _ in range(count):
+            dtype, requires_grad, num_dims = _DTYPES[next(ints)], bool(next(ints)), next(ints)
+            specs.append(TensorSpec(tuple(next(ints) for _ in range(num_dims)), dtype, requires_grad))
+        return cls(tuple(specs), is_tuple)

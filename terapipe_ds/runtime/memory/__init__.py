@@ -1,0 +1,1 @@
+"""Where saved tensors of live slices are while no action needs them."""

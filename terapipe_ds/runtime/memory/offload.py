@@ -1,0 +1,232 @@
+"""Bring what live slices saved for their backward to the host, and back ahead of it.
+
+The order of a stage says when the backward of each slice comes. What a slice saves goes to the host where its B is far
+enough, and comes back `OFFLOAD_AHEAD` computations ahead of it (`simulator.offload`):
+
+    computation   F2        ...  ...  ...      B5        B3        B2
+    tensors       saved, on their way out, away, on their way back, used
+
+Copies run on a stream of their own, in this order. A tensor's memory goes once its copy out is done: at the end of the
+computation after F at the latest, so that one computation hides the copy. On a CPU the same code copies at once.
+
+What is copied is the memory under a tensor, once for all tensors of a slice that share it, so that views come back as
+they were, strides included, and the backward has the same bits. What stays: parameters and buffers of the module,
+which are not the slice's own; small tensors; views of a much larger memory; and keys and values, which are in the
+slice store and never saved by slices. A tensor that is changed in place after it was saved is an error, as in torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Key
+from terapipe_ds.runtime.memory.host_buffers import HostBuffers
+from terapipe_ds.schedule.action import Action
+from terapipe_ds.simulator.offload import offloaded_until
+
+_SMALLEST_BYTES = 1024  # below, a copy takes longer than the memory is worth
+_MOST_BESIDES = 4.0  # times of a view's bytes; a larger memory has more in it than this slice's
+
+
+class SavedTensorChangedError(RuntimeError):
+    """A layer has changed in place what autograd had saved for the backward."""
+
+
+class Offloaded:
+    """The memory of saved tensors of one slice, on the device, on the host, or on its way."""
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device, lane: Lane) -> None:
+        self.lane, self._device, self._size = lane, device, storage.nbytes()
+        self._on_device: torch.UntypedStorage | None = storage
+        self._buffer: Tensor | None = lane.buffers.take(self._size)
+        self._leaves = lane.copy(self._buffer, _flat(storage, device))
+        self._back: Any = None
+
+    def leave(self) -> None:
+        """Give the memory of the device back, once the copy is done."""
+        if self._buffer is not None:
+            self.lane.wait_on_host(self._leaves)
+            self._on_device = None
+
+    def come_back(self) -> None:
+        """Begin to bring the memory back, if it is away."""
+        if self._on_device is None and self._buffer is not None:
+            flat = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            self._back = self.lane.copy(flat, self._buffer)
+            self._on_device = flat.untyped_storage()
+        self._give_buffer()
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return the memory on the device, as of the work that is issued next."""
+        self.come_back()
+        assert self._on_device is not None
+        self.lane.wait_on_device(self._back)
+        return self._on_device
+
+    def _give_buffer(self) -> None:
+        # the next copy into it runs on the same stream after the one out of it
+        if self._buffer is not None:
+            self.lane.buffers.give(self._buffer)
+            self._buffer = None
+
+    def __del__(self) -> None:
+        self._give_buffer()
+
+
+class Lane:
+    """The stream that copies run on; on a CPU there is none, and a copy is done when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.buffers = HostBuffers(is_pinned=self._stream is not None)
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Copy behind all that the device was told so far; return the event of its end."""
+        with torch.no_grad():
+            if self._stream is None:
+                target.copy_(source)
+                return None
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                target.copy_(source, non_blocking=True)
+                if target.is_cuda:  # it may be freed before anything has waited for the copy
+                    target.record_stream(self._stream)
+                return self._stream.record_event()
+
+    def wait_on_host(self, event: Any) -> None:
+        """Let this process wait for a copy."""
+        if event is not None:
+            event.synchronize()
+
+    def wait_on_device(self, event: Any) -> None:
+        """Let the work that is issued next wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor over offloaded memory."""
+
+    memory: Offloaded
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        storage = self.memory.storage()
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True)
+class _Stays:
+    """A saved tensor that stays, at the version in which it was saved."""
+
+    kept: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        _check_version(self.kept, self.version)
+        return self.kept
+
+
+class ActivationOffload:
+    """Offload what the slices of one stage save, batch by batch."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._lane = module, Lane(device)
+        self.open_batch(None)
+
+    @property
+    def buffers(self) -> HostBuffers:
+        """Return the host's buffers."""
+        return self._lane.buffers
+
+    def open_batch(self, batch: BatchInFlight | None) -> None:
+        """Begin a batch; nothing of another one is kept."""
+        self._until: dict[Key, int] = {}
+        self._due: dict[int, list[Key]] = {}
+        self._step = -1  # of the order
+        self._leaving: list[tuple[int, dict[tuple[int, int], tuple[Offloaded, Tensor]]]] = []
+        self._away: dict[Key, list[weakref.ref[Offloaded]]] = {}
+        self._fixed: frozenset[int] = frozenset()
+        if batch is None or not batch.training:
+            return
+        order = batch.schedule.orders[batch.stage_id]
+        for (part_id, unit), until in offloaded_until(order).items():
+            self._until[part_id, *unit] = until
+            self._due.setdefault(until, []).append((part_id, *unit))
+        self._fixed = frozenset(_memory_of([*self._module.parameters(), *self._module.buffers()]))
+
+    def begin(self, action: Action) -> None:
+        """Note that a computation begins: memory whose copy had one to be done goes, and what is due comes back."""
+        if not self._until:
+            return
+        self._step += 1
+        while self._leaving and self._leaving[0][0] < self._step - 1:
+            _, made = self._leaving.pop(0)
+            for (_, version), (memory, tensor) in made.items():
+                _check_version(tensor, version)
+                memory.leave()
+            made.clear()  # autograd keeps `pack` with what it has made
+        for key in self._due.get(self._step, ()):
+            for reference in self._away.pop(key, ()):
+                memory_back = reference()
+                if memory_back is not None:
+                    memory_back.come_back()
+
+    def saving(self, key: Key) -> Any:
+        """Return a context for the F of a slice, in which what it saves is on its way to the host."""
+        if key not in self._until:
+            return _NOTHING
+        made: dict[tuple[int, int], tuple[Offloaded, Tensor]] = {}
+        self._leaving.append((self._step, made))
+        away = self._away.setdefault(key, [])
+
+        def pack(tensor: Tensor) -> _View | _Stays:
+            if not self._goes(tensor):
+                return _Stays(tensor, tensor._version)
+            storage = tensor.untyped_storage()
+            of = storage.data_ptr(), tensor._version
+            if of not in made:
+                made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
+                away.append(weakref.ref(made[of][0]))
+            return _View(made[of][0], tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor())
+
+    def _goes(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return False
+        if tensor.nbytes < _SMALLEST_BYTES:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() not in self._fixed and storage.nbytes() <= _MOST_BESIDES * tensor.nbytes
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> Iterable[int]:
+    return (tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise SavedTensorChangedError(
+            f"a tensor {list(tensor.shape)} that autograd saved for the backward of a slice was changed in place "
+            f"afterwards (version {tensor._version}, saved at {version}): let the layer work on a copy of it"
+        )
+
+
+_NOTHING = nullcontext()

@@ -1,0 +1,65 @@
+"""Choose the layers that recompute on a running pipeline, and what of it each batch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from deepspeed.pipe import PipelineModule
+
+from terapipe_ds.planner import PlanResult
+from terapipe_ds.planner.recompute import costs_of, measured_layers, plan_with_recompute
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.planning.schedule_choice import Cuts
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+
+
+class Recomputing(Protocol):
+    """What runs for sequences of one length; None: nothing was chosen for it."""
+
+    @property
+    def recompute(self) -> frozenset[int] | None: ...
+
+
+def best_with_recompute(
+    stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
+) -> tuple[PlanResult, list[Any]]:
+    """Return the plan, the schedule and the layers to run, and the costs of the parts then.
+
+    Raises:
+        MemoryLimitError: nothing fits, although everything is recomputed.
+        PlannerError: layers or their memory could not be measured.
+    """
+    config, layout = stage.config, stage.layout
+    assert limit_bytes is not None, "refused by the config"
+    parts = measured_layers(cuts.parts, bounds_of_parts(stage.engine.module, layout))
+    result = plan_with_recompute(
+        parts,
+        length,
+        stage.engine.micro_batches,
+        config.granularity_for(length),
+        config.schedule,
+        limit_bytes,
+        plan=None if config.slices == "auto" else config.plan_for(length),
+        schedule_options=config.schedule_options,
+    )
+    return result, costs_of(parts, result.recompute or ())
+
+
+def bounds_of_parts(module: Any, layout: Layout) -> list[int]:
+    """Return where the parts of a pipeline begin, and the number of layers."""
+    return [int(bound) for bound in (module.parts if layout.bounds is None else layout.bounds)]
+
+
+def recompute_for(module: PipelineModule, choices: Iterable[Recomputing]) -> None:
+    """Let the layers recompute that a batch needs, which may have sequences of several lengths.
+
+    More than one of them needs still fits, so it is all that any of them needs. Where slices were set by hand nothing
+    was chosen, and everything recomputes.
+    """
+    wanted: set[int] = set()
+    for choice in choices:
+        layers = choice.recompute
+        wanted |= set(range(len(module._layer_specs))) if layers is None else layers
+    recompute_layers(module, wanted)

@@ -1,0 +1,218 @@
+"""Links of real stages: how many messages are on their way, and what travels over them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import terapipe_ds
+from terapipe_ds.costs.profile import Profile
+from terapipe_ds.runtime.links import formats
+from terapipe_ds.runtime.links.channel import SendChannel
+from tests.distributed.engines import (
+    batches,
+    config,
+    differences,
+    engine_of,
+    fp32_layers,
+    gpt_layers,
+    logged,
+    pipeline_module,
+    raised_by,
+    section,
+    stock_run,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+
+def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
+    """Train with 23 slices of one token; return the errors, and what was outstanding where the budget was spent.
+
+    Stage 0 hears nothing before it has sent all activations, however fast stage 1 is.
+    """
+    seen: list[int] = []
+    keep = SendChannel.keep_at_most
+
+    def watched(self: SendChannel, count: int) -> None:
+        seen.append(self.num_outstanding)
+        keep(self, count)
+        assert self.num_outstanding <= count
+
+    with (
+        mock.patch.object(SendChannel, "keep_at_most", watched),
+        engine_of(gpt_layers(), section(schedule="gpipe", slices=23)) as engine,
+    ):
+        errors = differences(train(engine, batches(2)), stock_run())
+        return errors, seen, engine._stage.links.outstanding_sends
+
+
+def test_a_fast_stage_waits_where_its_budget_is_spent() -> None:
+    found = rank_pool(2).run(job_far_ahead)
+    assert not violations([errors for errors, _, _ in found])
+    assert [budget for _, _, budget in found] == [8, 8]
+    _, seen, _ = found[0]
+    assert seen.count(9) > 20, "of 92 activations all but the first ones of a step had to wait"
+    assert max(max(seen) for _, seen, _ in found) == 9
+
+
+class Rounded(torch.autograd.Function):
+    """What a link does to 16 numbers of a token, which are one tile, by torch's own casts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
+        ctx.backward_format = backward
+        if forward is None:
+            return x.clone()
+        if forward == "bf16":
+            return x.bfloat16().to(x.dtype)
+        largest = {"fp8": 448.0, "int8": 127.0}[forward]
+        scale = x.float().abs().amax(-1, keepdim=True) / largest
+        scaled = x.float() / scale
+        rounded = scaled.round() if forward == "int8" else scaled.to(torch.float8_e4m3fn).float()
+        return (rounded * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.bfloat16().to(grad.dtype) if ctx.backward_format == "bf16" else grad, None, None
+
+
+def stock_with(forward: str | None, backward: str | None, cuts: int) -> Any:
+    """Train with the stock engine on one stage, and round where so many links part the layers."""
+    bounds = pipeline_module(gpt_layers(), stages=1 + cuts).parts[1:-1] if cuts == 1 else ()
+    with engine_of(gpt_layers(), None, stages=1) as engine:
+        for bound in bounds:
+            layer = engine.module.forward_funcs[bound]
+            layer.register_forward_pre_hook(lambda _, args: (Rounded.apply(args[0], forward, backward),))
+        return train(engine, batches(2))
+
+
+def job_formats(forward: str | None, backward: str | None, **changes: Any) -> dict[str, Any]:
+    """Train with links of these formats; return errors, the sizes of a step's messages, an evaluation and the log."""
+    sent: list[int] = []
+    isend = torch.distributed.isend
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    links = {"forward": forward, "backward": backward}
+    with logged() as said, engine_of(gpt_layers(), section(links=links, **changes)) as engine:
+        evaluated = float(engine.eval_batch(iter(batches(1)[0])))
+        run = train(engine, batches(2))
+        with mock.patch.object(torch.distributed, "isend", counted):
+            engine.train_batch(iter(batches(1)[0]))
+    with engine_of(gpt_layers(), None, stages=1) as engine:
+        of_stock = float(engine.eval_batch(iter(batches(1)[0])))
+    return {
+        "errors": differences(run, stock_with(forward, backward, cuts=1)),
+        "from exact": differences(run, stock_run())["gradient"],
+        "sent": sent,
+        "evaluation": abs(evaluated - of_stock) / of_stock,
+        "said": [line for line in said if "terapipe.links" in line],
+    }
+
+
+MESSAGES = 2 * 3, 2 * 2 * 23  # of a step of two micro-batches in three slices; their tokens over both rows
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "schedule"),
+    [("bf16", None, "seq1f1b"), ("fp8", None, "zb-h1"), ("int8", "bf16", "seq1f1b"), (None, "bf16", "terapipe")],
+)
+@pytest.mark.sample(2)
+def test_training_is_that_of_layers_with_rounding_between_them(
+    forward: str | None, backward: str | None, schedule: str
+) -> None:
+    """The formats are those of torch's casts, whatever the slices; nothing else is rounded, least an evaluation."""
+    first, last = rank_pool(2).run(job_formats, forward=forward, backward=backward, schedule=schedule)
+    assert not violations([first["errors"], last["errors"]], limit=1e-7)
+    assert max(first["from exact"], last["from exact"]) > 1e-4, "the formats do something"
+    assert max(first["evaluation"], last["evaluation"]) < 1e-6
+    numbers, tokens = {None: 8 * 16, "bf16": 2 * 16, "fp8": 16 + 4, "int8": 16 + 4}, MESSAGES[1]
+    for sent, of_format in ((first["sent"], forward), (last["sent"], backward)):
+        expected = tokens * numbers[of_format]
+        assert len(sent) == MESSAGES[0] and expected <= sum(sent) <= expected + 16 * len(sent)
+    assert len(first["said"]) == 1 and not last["said"]
+    assert f"activations travel as {forward or 'they are'}, gradients as {backward or 'they are'}" in first["said"][0]
+    assert "no longer equal" in first["said"][0]
+
+
+def job_exact_first_links() -> list[Any]:
+    """Return the formats of this stage's wires, and whether a part's link stays exact."""
+    links = {"forward": "int8", "backward": "bf16", "exact_until_part": 1}
+    with engine_of(gpt_layers(), section(links=links), stages=3) as engine:
+        wires, ends = engine._wires, [(0, 0, 1, 0), (1, 0, 2, 0)]
+        return [
+            (wires.activations(each).wire_format, wires.gradients(each).wire_format)
+            for each in ends
+            if engine.stage_id in (each[0], each[2])
+        ]
+
+
+def test_early_links_stay_exact() -> None:
+    exact, packed = (None, None), ("int8", "bf16")
+    assert rank_pool(3).run(job_exact_first_links) == [[exact], [exact, packed], [packed]]
+
+
+def job_refused(links: dict[str, Any], lacks_fp8: bool = False, stages: int = 2) -> tuple[str, str]:
+    ds_config = config(terapipe=section(links=links))
+    is_old = lacks_fp8 and torch.distributed.get_rank() == 1
+    with mock.patch.object(formats, "torch", SimpleNamespace(__version__="2.0")) if is_old else nullcontext():
+        return raised_by(lambda: terapipe_ds.initialize(model=pipeline_module(gpt_layers(), stages), config=ds_config))
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"links": {"forward": "fp8"}, "lacks_fp8": True}, ["on rank 1", "has no float8_e4m3fn", 'take "int8"']),
+        ({"links": {"backward": "bf16", "exact_until_part": 1}}, ["no link begins", "exact_until_part at most 0"]),
+        ({"links": {"forward": "int8"}, "stages": 1}, ["all layers are on one stage", "leave the key out"]),
+    ],
+    ids=["without fp8", "no link", "one stage"],
+)
+def test_what_cannot_be_packed_is_refused_on_every_rank(options: dict[str, Any], messages: list[str]) -> None:
+    for kind, text in rank_pool(2).run(job_refused, **options):
+        assert kind == "TeraPipeConfigError" and all(message in text for message in messages), text
+
+
+def job_differing() -> tuple[str, str]:
+    links = {"forward": "int8"} if torch.distributed.get_rank() == 0 else {}
+
+    def run() -> None:
+        with engine_of(gpt_layers(), section(links=links)) as engine:
+            train(engine, batches(1))
+
+    return raised_by(run)
+
+
+def test_ranks_that_differ_in_formats_hear_of_it() -> None:
+    for kind, text in rank_pool(2).run(job_differing):
+        assert "TeraPipeConfigError" in kind or "config" in text, (kind, text)
+
+
+def job_measured(folder: str, links: dict[str, Any]) -> int:
+    """Plan from measured costs; return how many profiles are kept then."""
+    terapipe = section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
+    with engine_of(fp32_layers(), terapipe) as engine:
+        train(engine, batches(1))
+    return len(list(Path(folder).iterdir()))
+
+
+def test_measured_links_carry_the_formats(tmp_path: Path) -> None:
+    """A sample is the mean of both ways, of two rows: 16 fp32 numbers a token, 20 bytes in int8, 32 in bf16."""
+    pool, seen = rank_pool(2), []
+    for index, links in enumerate(({}, {"forward": "int8"}, {"forward": "int8", "backward": "bf16"})):
+        assert pool.run(job_measured, folder=str(tmp_path), links=links)[0] == index + 1
+        (path,) = {*tmp_path.iterdir()} - {path for path, _ in seen}
+        seen.append((path, {link.tokens: link.num_bytes for link in Profile.load(path).links}))
+    of_token = {0: 2 * 64, 1: 2 * (20 + 64) // 2, 2: 2 * (20 + 32) // 2}
+    for index, (_, measured) in enumerate(seen):
+        assert measured and all(0 <= size - of_token[index] * tokens <= 16 for tokens, size in measured.items())

@@ -1,0 +1,82 @@
+"""`"slices": [[...], [...]]`: each micro-batch of a step in slices of its own, trained as by the stock engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from terapipe_ds import SlicePlan
+from tests.distributed.engines import (
+    LENGTH,
+    batches,
+    differences,
+    engine_of,
+    gpt_layers,
+    raised_by,
+    section,
+    step_error,
+    stock_run,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+LISTS = [[9, 8, 6], [LENGTH], [4, 10, 5, 4]]
+
+
+def job_train(schedule: str, lists: list[list[int]], **changes: Any) -> tuple[dict[str, float], list[list[int]], float]:
+    terapipe = section(schedule=schedule, slices=lists, **changes)
+    with engine_of(gpt_layers(), terapipe, gradient_accumulation_steps=3) as engine:
+        data = batches(2, 3)
+        ours = train(engine, data)
+        plans = [list(engine.slice_plan(LENGTH, m).lengths) for m in range(4)]
+        seven = [one for batch in batches(3, 3) for one in batch][:7]
+        before = float(engine.eval_batch(iter(seven), num_micro_batches=7))  # in turns
+        engine.use_slice_plan(SlicePlan((LENGTH,)))
+        whole = float(engine.eval_batch(iter(seven), num_micro_batches=7))
+    return differences(ours, stock_run(num_micro_batches=3)), plans, abs(before - whole) / abs(whole)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b-zb", "seq1f1b", "zbv", "terapipe"])
+def test_trains_as_the_stock_engine(schedule: str) -> None:
+    for errors, plans, of_evaluation in rank_pool(2).run(job_train, schedule=schedule, lists=LISTS):
+        assert not violations([errors])
+        assert plans == [*LISTS, LISTS[0]]
+        assert of_evaluation < 1e-6
+
+
+def job_by_hand() -> tuple[dict[str, float], list[int], tuple[str, str]]:
+    with engine_of(gpt_layers(), section(), gradient_accumulation_steps=3) as engine:
+        engine.use_slice_plan([SlicePlan(tuple(lengths)) for lengths in LISTS], "seq1f1b-zb")
+        refused = raised_by(lambda: engine.use_slice_plan([SlicePlan((LENGTH,))] * 2))
+        ours = train(engine, batches(2, 3))
+        counts = [engine.slice_plan(LENGTH, m).num_slices for m in range(3)]
+    return differences(ours, stock_run(num_micro_batches=3)), counts, refused
+
+
+def test_set_by_hand() -> None:
+    for errors, counts, (kind, text) in rank_pool(2).run(job_by_hand):
+        assert not violations([errors]) and counts == [3, 1, 4]
+        assert kind == "PlanError" and "2 plans" in text and "each of the 3 micro-batches" in text
+
+
+def job_refused() -> list[tuple[str, str]]:
+    def build(lists: list[list[int]]) -> None:
+        with engine_of(gpt_layers(), section(slices=lists), gradient_accumulation_steps=3):
+            pass
+
+    problems = [raised_by(lambda: build(LISTS[:2]))]
+    with engine_of(gpt_layers(), section(slices=LISTS), gradient_accumulation_steps=3) as engine:
+        problems.append(step_error(engine, batches(1, 3, length=LENGTH - 1)[0]))
+        engine.set_train_batch_size(4)
+        problems.append(step_error(engine, batches(1, 2)[0]))
+    return problems
+
+
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    for problems in rank_pool(2).run(job_refused):
+        assert [kind for kind, _ in problems[:1]] == ["TeraPipeConfigError"]
+        assert "2 lists for 3 micro-batches" in problems[0][1]
+        assert "each list adds up to 23 tokens, but a sequence has 22" in problems[1][1]
+        assert "3 lists for 2 micro-batches" in problems[2][1]

@@ -1,0 +1,227 @@
+"""Ranks that divide the tokens of each slice train as one process trains whole sequences, in fp64 on four ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import terapipe_ds
+from tests.distributed import compare, engines
+from tests.distributed.cases import Case
+from tests.distributed.compare import RankRecord
+from tests.distributed.engines import engine_of, torch_attention
+from tests.distributed.harness import rank_pool
+from tests.distributed.single_process import Whole, layers, micro_batches, to_numpy, train_alone
+from tests.distributed.training import _train, options, terapipe_section
+
+RANKS = 4
+BASE = Case(slices=(6, 2, 4), masked=True)
+PACKED = replace(BASE, documents=True, kv_heads=2)
+
+
+def topology(stages: int, replicas: int = 1) -> ProcessTopology:
+    return ProcessTopology(axes=["pipe", "data", "sequence"], dims=[stages, replicas, RANKS // stages // replicas])
+
+
+@contextlib.contextmanager
+def engine_on(case: Case, changes: dict[str, Any], **more: Any) -> Iterator[Any]:
+    found = {**options(case), **more}
+    found["module"] = {**found.get("module", {}), "topology": topology(case.stages, case.data_parallel)}
+    with engine_of(layers(case), {**terapipe_section(case), **changes}, **found) as engine:
+        yield engine
+
+
+def train_on_sequence_ranks(case: Case, **changes: Any) -> RankRecord:
+    with engine_on(case, changes) as engine:
+        return _train(engine, case)
+
+
+def logits_on_sequence_ranks(case: Case) -> Any:
+    with engine_on(case, {}) as engine:
+        data = iter(micro_batches(case, 0, 1))
+        return engine.eval_batch(data, return_logits=True, bcast_loss=False)[1]
+
+
+def save_and_resume(case: Case, folder: str) -> RankRecord:
+    """Train one step, save it, and train both steps again from there; return the record of the second step."""
+    with engine_on(case, {}) as engine:
+        engine.train_batch(iter(micro_batches(case, 0, 1)))
+        engine.save_checkpoint(folder, tag="step1")
+    with engine_on(case, {}) as engine:
+        return _from_checkpoint(engine, case, folder)
+
+
+def resume(case: Case, folder: str) -> RankRecord:
+    with engine_of(layers(case), terapipe_section(case), **options(case)) as engine:
+        return _from_checkpoint(engine, case, folder)
+
+
+def _from_checkpoint(engine: Any, case: Case, folder: str) -> RankRecord:
+    """Train the second step, and return a record of its parameters."""
+    assert engine.load_checkpoint(folder, tag="step1")[0] is not None
+    engine.train_batch(iter(micro_batches(case, 0, 2)))
+    record = RankRecord(engine.global_rank, engine.stage_id, 0, type(engine).__name__)
+    record.parameters = to_numpy(dict(engine.module.named_parameters()))
+    return record
+
+
+def train_llama() -> dict[str, float]:
+    from tests.distributed.hugging_face_jobs import train_family
+
+    return train_family("llama", engines.section(slices=[8, 4, 4]), topology=topology(2))[0]
+
+
+def refusal_of_tied_embeddings() -> tuple[str, str]:
+    from tests.hugging_face_families import config_of
+
+    return engines.raised_by(lambda: terapipe_ds.from_config(config_of("gpt2"), topology=topology(2)))
+
+
+def refusal_of_tied_layers() -> tuple[str, str]:
+    """Build a module of one's own, whose constructor waits for ever where nothing stops it."""
+    tied = [TiedLayerSpec("one weight", torch.nn.Linear, 4, 4) for _ in range(2)]
+    terapipe_ds.register()
+    try:
+        return engines.raised_by(lambda: PipelineModule(tied, topology=topology(2), partition_method="uniform"))
+    finally:
+        terapipe_ds.unregister()
+
+
+class Numbered(Dataset[Any]):
+    """Rows that are known by their first token."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = torch.arange(12) + index
+        return row, row
+
+
+def rows_of_the_loader(case: Case) -> tuple[int, list[int]]:
+    """Return the size of a batch, and the first tokens of the first micro-batch."""
+    made = mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process)
+    with made, engine_on(case, {}, initialize={"training_data": Numbered()}) as engine:
+        tokens, _ = next(engine.data_iterator)
+        return engine.train_batch_size(), tokens[:, 0].tolist()
+
+
+def refusal(changes: dict[str, Any], options: dict[str, Any], case: Case = BASE) -> tuple[str, str]:
+    def start() -> None:
+        with engine_on(case, changes, **options):
+            pass
+
+    return engines.raised_by(start)
+
+
+def error_of_other_rows(case: Case) -> str:
+    with engine_on(case, {}) as engine:
+        seed = int(engine.global_rank == 1)  # the second sequence rank of the first stage
+        data = iter(micro_batches(replace(case, data_seed=seed), 0, 1))
+        return engines.raised_by(lambda: engine.train_batch(data))[1]
+
+
+class TestSequenceRanks:
+    @pytest.mark.parametrize(
+        "case",
+        [
+            BASE,
+            replace(BASE, kv_heads=2, schedule="seq1f1b-zb", checkpointing="non_reentrant"),
+            replace(BASE, kv_heads=1, positions="learned", gpt3=True, loss_reduction="mean"),
+            replace(BASE, stages=1, slices=(8, 4), kv_heads=2, checkpointing="reentrant", loss_reduction="sum"),
+            replace(BASE, stages=1, data_parallel=2, clipping=True),
+            replace(BASE, precision="fp32_zero1", clipping=True),
+            PACKED,
+            replace(PACKED, positions="learned", schedule="zbv"),
+        ],
+        ids=str,
+    )
+    def test_training_equals_one_process(self, case: Case) -> None:
+        """Losses, gradients, clipped norms, parameters and evaluation."""
+        run = rank_pool(RANKS).run(train_on_sequence_ranks, case=case)
+        alone = replace(case, schedule="seq1f1b", checkpointing="off", stages=2)
+        assert not compare.violations(compare.errors(run, train_alone(alone)), compare.contract(case))
+
+    def test_a_llama_of_transformers_equals_the_whole_model(self) -> None:
+        pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+        assert not engines.violations(rank_pool(RANKS).run(train_llama))
+
+    def test_tied_embeddings_of_transformers_are_refused(self) -> None:
+        pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+        for kind, text in rank_pool(RANKS).run(refusal_of_tied_embeddings):
+            assert (kind, "makes wrong groups of tied layers" in text) == ("ModelRefusedError", True)
+
+    def test_tied_layers_of_a_module_are_refused_while_it_is_built(self) -> None:
+        for kind, text in rank_pool(RANKS).run(refusal_of_tied_layers):
+            assert (kind, "tied layers (one weight)" in text) == ("TeraPipeConfigError", True)
+
+    @pytest.mark.parametrize("slices", [(6, 2, 4), (12,)], ids=["three", "one"])
+    def test_logits_of_an_evaluation_are_those_of_whole_sequences(self, slices: tuple[int, ...]) -> None:
+        whole = Whole(layers(BASE))
+        inputs = micro_batches(BASE, 0, 1)[-1][0]
+        for logits in rank_pool(RANKS).run(logits_on_sequence_ranks, case=replace(BASE, slices=slices))[-2:]:
+            with torch_attention(), torch.no_grad():
+                assert compare.relative_error(logits, whole(inputs)) < 1e-10
+
+    @pytest.mark.parametrize("precision", ["fp64", "fp32_zero1"])
+    def test_a_checkpoint_is_resumed_and_has_each_layer_once(self, precision: str, tmp_path: Path) -> None:
+        """Also by the same stages without sequence ranks, where ZeRO has not divided the states."""
+        case = replace(BASE, precision=precision)
+        run = rank_pool(RANKS).run(save_and_resume, case=case, folder=str(tmp_path))
+        limit, alone = compare.contract(case)["parameter"], train_alone(case)
+        assert compare.errors(run, alone)["parameter"].error <= limit
+        saved = sorted(path.name for path in (tmp_path / "step1").glob("layer_*"))
+        assert saved == [f"layer_{index:02d}-model_states.pt" for index in range(len(saved))]
+        if precision == "fp64":
+            run = rank_pool(2).run(resume, case=case, folder=str(tmp_path))
+            assert compare.errors(run, alone)["parameter"].error <= limit
+
+    def test_the_loader_of_deepspeed_gives_all_sequence_ranks_the_same_rows(self) -> None:
+        """Two replicas of two sequence ranks each; the batch counts replicas."""
+        results = rank_pool(RANKS).run(rows_of_the_loader, case=replace(BASE, stages=1, data_parallel=2))
+        assert [rows for _, rows in results] == [[0, 2], [0, 2], [1, 3], [1, 3]]
+        assert {size for size, _ in results} == {BASE.rows * BASE.micro_batches * 2}
+
+    @pytest.mark.parametrize(
+        ("changes", "options", "message"),
+        [
+            ({"slices": [7, 5]}, {}, r"slices of 7, 5 tokens are no multiples of 2"),
+            ({"verify": "first_batch"}, {}, "cannot be combined with terapipe.verify = 'first_batch'"),
+            ({}, {"sequence_parallel_size": 4}, r"sequence_parallel_size = 4, but the topology.*sizes \[2, 1, 2\]"),
+        ],
+        ids=["lengths", "verify", "key"],
+    )
+    def test_what_does_not_work_is_refused(
+        self, changes: dict[str, Any], options: dict[str, Any], message: str
+    ) -> None:
+        for kind, text in rank_pool(RANKS).run(refusal, changes=changes, options=options):
+            assert kind == "TeraPipeConfigError"
+            assert re.search(message, text)
+
+    def test_other_rows_on_a_sequence_rank_are_refused(self) -> None:
+        for text in rank_pool(RANKS).run(error_of_other_rows, case=BASE):
+            assert "ranks of one replica have drawn different data" in text
+            assert "inputs of sequence ranks [0, 1] (stage 0, replica 0)" in text
+
+    @pytest.mark.parametrize(
+        "changes", [{"slices": "auto"}, {"slices": "auto", "schedule": "auto"}], ids=["slices", "schedule"]
+    )
+    def test_slices_are_planned_from_measured_shares(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        """Every slice is a multiple of the ranks, although the granularity is one token."""
+        planned = {**changes, "granularity_tokens": 1, "planner": {"cache_dir": str(tmp_path)}}
+        run = rank_pool(RANKS).run(train_on_sequence_ranks, case=BASE, **planned)
+        assert not compare.violations(compare.errors(run, train_alone(BASE)), compare.contract(BASE))
+        (profile,) = tmp_path.glob("profile-*.json")
+        assert "slices in multiples of 2 tokens" in profile.read_text()

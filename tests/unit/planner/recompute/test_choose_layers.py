@@ -1,0 +1,204 @@
+"""Which layers recompute: against every subset of small pipelines, and what the choice is made of."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, describe
+from terapipe_ds.planner.recompute import Layer, PartLayers, choose_layers, frontier, plan_with_recompute
+from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.simulator import Replay
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`scale` times a curve that all layers share."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self.forward * (1 + tokens + 0.01 * tokens * prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return self.backward * (1 + tokens + 0.01 * tokens * prefix)
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return self.weight * tokens
+
+
+def part_of(layers: Sequence[Layer], besides: float = 3.0, **memory: Any) -> PartLayers:
+    forward = sum(layer.costs.forward for layer in layers)
+    backward = sum(layer.costs.backward for layer in layers)
+    whole = sum(layer.whole_bytes for layer in layers)
+    kept = besides + sum(layer.saved_bytes for layer in layers)
+    known: dict[str, Any] = {
+        "static_bytes": 50, "store_bytes_per_token": 2.0, "store_grad_bytes_per_token": 4.0, "working_bytes": 7,
+        "working_bytes_per_token": 2.0, "gradient_bytes": 20, "whole_bytes_per_token": whole,
+    }  # fmt: skip
+    return PartLayers(Costs(forward, backward), PartMemory(slice_bytes_per_token=kept, **known | memory), tuple(layers))
+
+
+def random_part(rng: random.Random, count: int, first: int, alike: bool) -> PartLayers:
+    shared = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
+    layers = []
+    for index in range(count):
+        own = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
+        layers.append(Layer(first + index, *(shared if alike else own)))
+    return part_of(layers)
+
+
+def every_memory(part: PartLayers, is_whole: bool) -> Iterator[tuple[tuple[int, ...], PartMemory]]:
+    """All subsets, with the memory of the part by its definition."""
+    memory, layers = part.memory, part.layers
+    more = [layer.whole_bytes if is_whole else 0.0 for layer in layers]
+    for count in range(len(layers) + 1):
+        for chosen in itertools.combinations(range(len(layers)), count):
+            kept = [
+                layer.input_bytes if index in chosen else layer.saved_bytes + more[index]
+                for index, layer in enumerate(layers)
+            ]
+            besides = memory.slice_bytes_per_token - sum(layer.saved_bytes for layer in layers)
+            moments = [besides + sum(kept[:index]) + layers[index].saved_bytes + more[index] for index in chosen]
+            beyond = max([0.0, *(moment - besides - sum(kept) for moment in moments)])
+            stays = [layer for index, layer in enumerate(layers) if index not in chosen]
+            slices = besides + sum(layer.saved_bytes for layer in stays)
+            slices += sum(layers[index].input_bytes for index in chosen)
+            yield (
+                chosen,
+                replace(
+                    memory,
+                    slice_bytes_per_token=slices,
+                    whole_bytes_per_token=sum(layer.whole_bytes for layer in stays),
+                    working_bytes_per_token=memory.working_bytes_per_token + beyond,
+                ),
+            )
+
+
+def fastest_by_hand(parts: Sequence[PartLayers], schedule: Schedule, plan: SlicePlan, limit: float) -> float | None:
+    """The least makespan over all subsets of all stages at once that fit; None: none does."""
+    replay, options = Replay.of(schedule), []
+    for stage_id, part in enumerate(parts):
+        fitting = []
+        for chosen, memory in every_memory(part, plan.num_slices == 1):
+            model = MemoryModel(tuple(memory if k == stage_id else other.memory for k, other in enumerate(parts)))
+            if replay.peak_bytes(plan, model)[stage_id] <= limit:
+                again = sum(part.layers[index].costs.forward for index in chosen)
+                fitting.append(replace(part.costs, backward=part.costs.backward + again))
+        options.append(list(dict.fromkeys(fitting)))
+    return min((replay.makespan(plan, list(one)) for one in itertools.product(*options)), default=None)
+
+
+CASES = [("seq1f1b", 2, 3), ("1f1b", 2, 2), ("terapipe", 2, 2), ("seq1f1b-zb", 2, 2), ("seq1f1b", 3, 2)]
+
+
+@pytest.mark.parametrize(("name", "stages", "layers"), CASES)
+@pytest.mark.parametrize("lengths", [(8,), (3, 5), (4, 2, 2)], ids=str)
+@pytest.mark.parametrize("alike", [False, True])
+def test_no_subset_of_any_stage_makes_a_shorter_step(
+    name: str, stages: int, layers: int, lengths: tuple[int, ...], alike: bool
+) -> None:
+    rng, plan, answers = random.Random(f"{name} {lengths} {alike}"), SlicePlan(lengths), set()
+    schedule = build(name, stages, 3, len(lengths))
+    for _ in range(6):
+        parts = [random_part(rng, layers, stage_id * layers, alike) for stage_id in range(stages)]
+        peaks = Replay.of(schedule).peak_bytes(plan, MemoryModel(tuple(part.memory for part in parts)))
+        for share in (0.5, 0.7, 0.85, 1.0):
+            limit = share * max(peaks)
+            expected = fastest_by_hand(parts, schedule, plan, limit)
+            if expected is None:
+                with pytest.raises(MemoryLimitError, match=r"stage \d needs .* raise planner.memory_limit_gb"):
+                    choose_layers(parts, schedule, plan, limit)
+                continue
+            choice = choose_layers(parts, schedule, plan, limit)
+            assert choice.is_exact
+            timeline = Replay.of(schedule).run(plan, list(choice.costs), memory=choice.memory)
+            assert timeline.makespan_s == pytest.approx(expected, rel=1e-9)
+            assert timeline.peak_bytes is not None and max(timeline.peak_bytes) <= limit
+            answers.add(choice.layers)
+    assert len(answers) > 3  # limits that matter
+
+
+EQUAL = [Layer(layer_id, Costs(1.0, 2.0), 12.0, 2.0, 3.0) for layer_id in range(4)]
+
+
+def test_of_equal_layers_the_first_recompute_because_the_last_are_done_before_them() -> None:
+    subsets, is_exact = frontier.frontier(EQUAL, [1.0] * 4, 0.0, False)
+    assert is_exact and [one.layers for one in subsets] == [(), (0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
+    assert [one.kept_bytes for one in subsets] == [48, 38, 28, 18, 8]
+    assert [one.moment_bytes for one in subsets] == [0, 12, 14, 16, 18]
+
+
+def test_later_stages_recompute_less() -> None:
+    parts = [part_of([replace(layer, layer_id=4 * k + layer.layer_id) for layer in EQUAL]) for k in range(4)]
+    plan, schedule = SlicePlan((8, 8, 8)), build("seq1f1b", 4, 4, 3)
+    peaks = Replay.of(schedule).peak_bytes(plan, MemoryModel(tuple(part.memory for part in parts)))
+    assert list(peaks) == sorted(peaks, reverse=True)
+    counts = [len(layers) for layers in choose_layers(parts, schedule, plan, peaks[3]).layers]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > counts[3] == 0
+    assert choose_layers(parts, schedule, plan, peaks[0]).layers == ((),) * 4
+
+
+def test_a_layer_that_keeps_only_its_input_never_recomputes() -> None:
+    parts = [part_of([Layer(0, Costs(1.0, 1.0), 2.0, 2.0), Layer(1, Costs(1.0, 1.0), 9.0, 2.0)])]
+    plan, schedule = SlicePlan((4, 4)), build("seq1f1b", 1, 1, 2)
+    with pytest.raises(MemoryLimitError):
+        choose_layers(parts, schedule, plan, 1.0)
+    need = Replay.of(schedule).peak_bytes(plan, MemoryModel((parts[0].memory,)))[0]
+    assert choose_layers(parts, schedule, plan, need - 1).layers == ((1,),)
+
+
+def test_many_different_layers_are_compared_in_bounded_time() -> None:
+    rng = random.Random(1)
+    layers = [Layer(i, Costs(rng.random(), 1.0), 2 + 30 * rng.random(), rng.random()) for i in range(40)]
+    subsets, is_exact = frontier.frontier(layers, [rng.random() for _ in layers], 0.0, False)
+    assert not is_exact and len(subsets) <= frontier.MOST_SUBSETS
+    assert subsets[0].layers == () and [one.again for one in subsets] == sorted(one.again for one in subsets)
+
+
+def pipeline(costs: Costs = Costs(1.0, 2.0)) -> list[PartLayers]:
+    layers = [Layer(layer_id, costs, 12.0, 2.0, 3.0) for layer_id in range(4)]
+    return [part_of([replace(layer, layer_id=4 * k + layer.layer_id) for layer in layers]) for k in range(4)]
+
+
+def limit_of(parts: Sequence[PartLayers], schedule: str, plan: SlicePlan, share: float) -> float:
+    model = MemoryModel(tuple(part.memory for part in parts))
+    return share * max(Replay.of(build(schedule, 4, 4, plan.num_slices)).peak_bytes(plan, model))
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "auto"])
+def test_slices_and_layers_are_found_together(schedule: str) -> None:
+    parts, plan = pipeline(), SlicePlan.equal(32, 4, 2)
+    limit = limit_of(parts, "seq1f1b", plan, 0.6)
+    result = plan_with_recompute(parts, 32, 4, 2, schedule, limit)
+    given = plan_with_recompute(parts, 32, 4, 2, schedule, limit, plan=plan)
+    assert result.predicted_s <= given.predicted_s
+    for each in (result, given):
+        assert each.peak_bytes is not None and max(each.peak_bytes) <= limit
+        choice = choose_layers(parts, build(each.schedule, 4, 4, each.plan.num_slices), each.plan, limit)
+        replayed = Replay.of(build(each.schedule, 4, 4, each.plan.num_slices)).makespan(each.plan, list(choice.costs))
+        assert each.predicted_s == pytest.approx(replayed) and choice.layers == each.recompute
+    assert plan_with_recompute(parts, 32, 4, 2, schedule, limit) == result  # the same on every rank
+    text = "\n".join(describe(result))
+    assert "recompute stage 0: layers 0" in text and "more" in text
+
+
+def test_without_need_nothing_recomputes() -> None:
+    parts, plan = pipeline(), SlicePlan.equal(32, 4, 2)
+    result = plan_with_recompute(parts, 32, 4, 2, "seq1f1b", limit_of(parts, "seq1f1b", plan, 9.0))
+    assert result.recompute == ((),) * 4 and "recompute nothing: every stage fits without" in describe(result)
+
+
+def test_what_cannot_be_chosen_is_refused() -> None:
+    with pytest.raises(MemoryLimitError, match="all its layers recomputed"):
+        plan_with_recompute(pipeline(), 32, 4, 2, "auto", 60.0, plan=SlicePlan((16, 16)))
+    with pytest.raises(PlannerError, match="one part per stage"):
+        choose_layers(pipeline(), build("zbv", 2, 2, 2), SlicePlan((16, 16)), 1e9)

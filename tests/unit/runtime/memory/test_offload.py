@@ -1,0 +1,173 @@
+"""Saved tensors on the host: the same bits, views and strides; what stays; what is an error."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.memory.host_buffers import HostBuffers
+from terapipe_ds.runtime.memory.offload import ActivationOffload, SavedTensorChangedError
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+from terapipe_ds.schedule import Action, Kind, Schedule, build
+
+
+@dataclass
+class Batch:
+    """What the offload asks of a batch."""
+
+    schedule: Schedule = field(default_factory=lambda: build("gpipe", 1, 8, 1))
+    stage_id: int = 0
+    training: bool = True
+
+
+class Block(nn.Module):
+    """Products, a fused projection whose views are used, a transposition, a buffer and something small."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fused, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.register_buffer("scale", torch.rand(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.fused(x).chunk(3, dim=-1)
+        mixed = torch.softmax(a @ b.transpose(0, 1), dim=-1) @ c
+        return self.out(torch.nn.functional.gelu(mixed * self.scale)) * x.mean()
+
+
+def computations(batch: Batch) -> list[Action]:
+    return list(batch.schedule.orders[0])
+
+
+def run(block: nn.Module, offload: ActivationOffload | None, batch: Batch) -> tuple[list[Tensor], list[int]]:
+    """All F, then all B, of eight micro-batches of one slice; the gradients, and bytes left after each computation."""
+    torch.manual_seed(2)
+    inputs = [torch.randn(64, 32).requires_grad_() for _ in range(8)]
+    outputs, left = {}, []
+    if offload is not None:
+        offload.open_batch(batch)  # type: ignore[arg-type]
+    for action in computations(batch):
+        with MemoryPeak() as peak:
+            if offload is not None:
+                offload.begin(action)
+            if action.kind is Kind.FORWARD:
+                saving: Any = torch.no_grad() if offload is None else offload.saving((0, *action.unit))
+                with torch.enable_grad(), saving if offload is not None else torch.enable_grad():
+                    outputs[action.unit] = block(inputs[action.micro_batch_id]).sum()
+            else:
+                outputs.pop(action.unit).backward()
+        left.append(peak.left_bytes)
+    gradients = [leaf.grad for leaf in (*block.parameters(), *inputs)]
+    return [gradient for gradient in gradients if gradient is not None], left
+
+
+def test_the_same_bits_in_less_memory() -> None:
+    plain, left = run(Block(), None, Batch())
+    offload = ActivationOffload(Block(), torch.device("cpu"))
+    block = offload._module
+    ours, left_ours = run(block, offload, Batch())
+    assert len(plain) == len(ours) == 12 and all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    # of eight slices the first two and the last, or three ahead of their B and the one before, are there
+    assert max_total(left_ours) < 0.6 * max_total(left)
+    buffers = offload.buffers
+    assert buffers.live_bytes == 0 < buffers.peak_bytes <= buffers.reserved_bytes
+    before = buffers.reserved_bytes
+    run(block, offload, Batch())
+    assert buffers.reserved_bytes == before  # the next batch takes the same buffers
+
+
+def max_total(changes: list[int]) -> int:
+    total = most = 0
+    for change in changes:
+        total += change
+        most = max(most, total)
+    return most
+
+
+def packed(offload: ActivationOffload, tensor: Tensor) -> Tensor:
+    """Save a tensor as autograd does, let it leave, and return it as the backward gets it."""
+    batch = Batch()
+    offload.open_batch(batch)  # type: ignore[arg-type]
+    first, *rest = computations(batch)
+    offload.begin(first)
+    context = offload.saving((0, *first.unit))
+    saved = context.pack_hook(tensor)
+    del tensor
+    for action in rest[:2]:
+        offload.begin(action)
+    gc.collect()
+    return context.unpack_hook(saved)
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "columns": lambda x: x[:, 20:],
+    "int64": lambda x: (100 * x).long(),
+    "bool": lambda x: x > 0,
+    "strided": lambda x: x.view(16, 4, 40)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_come_back_as_they_were(name: str) -> None:
+    offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
+    tensor = VIEWS[name](torch.randn(64, 40))
+    expected, stride, address = tensor.clone(), tensor.stride(), tensor.untyped_storage().data_ptr()
+    back = packed(offload, tensor)
+    assert torch.equal(back, expected) and back.stride() == stride and back.dtype == expected.dtype
+    assert back.untyped_storage().data_ptr() != address and offload.buffers.peak_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["parameter", "its transposition", "buffer", "small", "part of a larger memory"])
+def test_what_is_not_the_slices_own_stays(name: str) -> None:
+    block, large = Block(), torch.randn(64, 400)
+    tensor = {
+        "parameter": block.fused.weight, "its transposition": block.fused.weight.t(), "buffer": block.scale,
+        "small": torch.randn(4), "part of a larger memory": large[:, :40],
+    }[name]  # fmt: skip
+    offload = ActivationOffload(block, torch.device("cpu"))
+    assert packed(offload, tensor) is tensor and offload.buffers.peak_bytes == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (4,)])
+def test_a_tensor_that_changes_after_it_was_saved_is_an_error(shape: tuple[int, ...]) -> None:
+    """Whether it goes or stays."""
+    batch, tensor = Batch(), torch.randn(shape)
+    offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
+    offload.open_batch(batch)  # type: ignore[arg-type]
+    first, *rest = computations(batch)
+    offload.begin(first)
+    context = offload.saving((0, *first.unit))
+    saved = context.pack_hook(tensor)
+    tensor.add_(1)
+    with pytest.raises(SavedTensorChangedError, match="was changed in place"):
+        for action in rest[:2]:
+            offload.begin(action)
+        context.unpack_hook(saved)
+
+
+def test_an_evaluation_and_slices_whose_backward_is_near_save_as_ever() -> None:
+    offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
+    for batch in (Batch(training=False), Batch(build("1f1b", 1, 4, 1))):
+        offload.open_batch(batch)  # type: ignore[arg-type]
+        for action in computations(batch):
+            offload.begin(action)
+            assert not hasattr(offload.saving((0, *action.unit)), "pack_hook")
+
+
+def test_host_buffers_are_no_memory_of_the_device() -> None:
+    buffers = HostBuffers(is_pinned=False)
+    with MemoryPeak() as peak:
+        one = buffers.take(1 << 20)
+    one.fill_(7)
+    assert peak.grown_bytes < 1 << 10 and buffers.live_bytes == 1 << 20
+    buffers.give(one)
+    assert buffers.take(1 << 20) is one and buffers.take(1 << 19).numel() == 1 << 19

@@ -4,8 +4,10 @@ The compiler sees shapes alone. The active slice, its store and the name of the 
 so that one graph serves all slices and all layers of a kind. A call that will have a backward leaves its `Call` here,
 under a number that the graph saves as a tensor: the backward cannot run without it, nor before its forward.
 
-An operator changes the store of its own layer only, once per run of the layer, so that the compiler may move it among
-others as its tensors allow. It is in no list of what the compiler may run a second time in the backward.
+An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move it
+among others as its tensors allow. Its call has a number of its own in the graph: two calls that are equal otherwise stay
+two. One whose output is not used may be left out, in the forward and the backward alike. An operator is in no list of
+what the compiler may run a second time in the backward.
 """
 
 from __future__ import annotations
@@ -18,31 +20,10 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
+from terapipe_ds.attention.compiled_layer import running
 from terapipe_ds.attention.sliced import Call, gradient_of_sinks, prepare
 
 
-class running_layer:
-    """Name the compiled layer that runs for the body; its calls of attention are told apart by their number."""
-
-    __slots__ = ("_name", "calls")
-
-    def __init__(self, name: str) -> None:
-        self._name, self.calls = name, 0
-
-    def __enter__(self) -> running_layer:
-        _running.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _running.remove(self)
-
-    def next_call(self) -> tuple[str, int]:
-        """Return the name of the next call of attention."""
-        self.calls += 1
-        return self._name, self.calls - 1
-
-
-_running: list[running_layer] = []
 _calls: dict[int, Call] = {}
 _numbers = itertools.count()
 
@@ -63,17 +44,20 @@ def attend(
     softcap: float | None,
     needs_grad: bool,
     kv_needs_grad: bool,
+    number_of_call: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend as `sliced_attention` does; return output, log-sum-exp and the number of the call, which is -1 without.
 
-    The output lies in memory as [B, T, H, D_v].
+    The output lies in memory as [B, T, H, D_v]. `number_of_call` tells the calls of one layer apart.
     """
-    if not _running:
+    if running.name is None:
         raise SliceStoreError(
             "sliced_attention runs in a layer that was compiled outside of the engine, so that its name is "
             "not known; leave torch.compile out and set terapipe.compile to true"
         )
-    name = _running[-1].next_call()
+    if (active := active_slice()) is not None and active.exchange is not None:
+        raise SliceStoreError("a compiled layer cannot exchange heads with sequence ranks: set terapipe.compile to false")
+    name = running.name, number_of_call
     call, q, k, v = prepare(q, k, v, name, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
     if call.is_whole:  # the compiler may use the memory of k and v for something else
         k, v = k.clone(), v.clone()
@@ -142,7 +126,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     q, out, lse, number, sinks = ctx.saved_tensors
     d_q, d_k, d_v, d_sinks = attend_backward(grad, q, out, lse, number, sinks, ctx.heads)
-    return d_q, d_k, d_v, None if sinks is None else d_sinks, None, None, None, None, None, None
+    return d_q, d_k, d_v, None if sinks is None else d_sinks, None, None, None, None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)

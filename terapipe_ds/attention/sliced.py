@@ -20,10 +20,16 @@ from terapipe_ds.attention.active_slice import ActiveSlice, AppendingStore, Entr
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
 from terapipe_ds.attention.checks import Options, check_inputs, check_options
+from terapipe_ds.attention.compiled_layer import next_call, running
 from terapipe_ds.attention.reach import Reach, Span, reach_of
 from terapipe_ds.attention.slice_store import SliceStoreError
 
 Tensor = torch.Tensor
+_OUT_OF_GRAPH = (
+    "is to be compiled (terapipe.compile), but torch runs its attention outside of the graph: something in the layer "
+    "cannot be traced, or it was compiled too often. TORCH_LOGS=graph_breaks,recompiles shows what; mend it, or leave "
+    "compile_safe out of the layer's class"
+)
 
 
 def sliced_attention(
@@ -62,9 +68,11 @@ def sliced_attention(
         needs_grad = kv_needs_grad or (
             torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad))
         )
-        of_call = scale, dropout_p, window, softcap, needs_grad, kv_needs_grad
+        of_call = scale, dropout_p, window, softcap, needs_grad, kv_needs_grad, next_call()
         compiled_out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *of_call)[0]
         return compiled_out
+    if running.name is not None:
+        raise SliceStoreError(f"layer {layer!r} {_OUT_OF_GRAPH}")
     active = active_slice()
     if active is not None and active.exchange is not None:
 

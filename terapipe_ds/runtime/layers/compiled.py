@@ -4,12 +4,15 @@ The forward of each layer is compiled by itself, as is usual for pipelines; hook
 from the first call, and what differs between slices and layers is read by the operators of `attention/opaque.py`.
 A layer that asks for the active slice in another way would be compiled again for each slice, or keep what it read: only
 layers whose class says `compile_safe = True` are compiled, and the others run as they are.
+
+A layer that wraps the modules of others names what of it is compiled by `compiled_parts()`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,18 +22,34 @@ from terapipe_ds.attention import running_layer
 
 logger = logging.getLogger("terapipe_ds")
 
+Backend = str | Callable[..., Any]
+DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others
+_MOST_GRAPHS = 16  # of a kind of layer: torch's own limit of 8 counts training, evaluation and recompute alike
+_as_they_are = 0  # blocks of `layers_as_they_are` that are open; of the process: autograd has threads of its own
 
-def compile_layers(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> list[str]:
+
+@contextmanager
+def layers_as_they_are() -> Iterator[None]:
+    """Run compiled layers uncompiled for the body: where other code looks at each of their operations."""
+    global _as_they_are
+    _as_they_are += 1
+    try:
+        yield
+    finally:
+        _as_they_are -= 1
+
+
+def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[str]:
     """Compile the layers that `module` runs, of all parts that the stage holds; return their kinds."""
     kinds: set[str] = set()
     others: set[str] = set()
-    for part_id, part in enumerate(getattr(module, "held_parts", (module,))):
+    for chunk_id, part in enumerate(getattr(module, "held_parts", (module,))):
         for index, layer in enumerate(getattr(part, "forward_funcs", ())):
             if isinstance(layer, nn.Module):
-                is_safe = getattr(type(layer), "compile_safe", False)
-                (kinds if is_safe else others).add(type(layer).__name__)
-                if is_safe:
-                    compile_layer(layer, f"layer {index} of chunk {part_id}", backend)
+                parts = compiled_parts(layer)
+                (kinds if parts else others).add(type(layer).__name__)
+                for number, each in enumerate(parts):
+                    compile_layer(each, f"layer {index} of chunk {chunk_id}, part {number}", backend)
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
@@ -40,19 +59,30 @@ def compile_layers(module: nn.Module, backend: str | Callable[..., Any] = "induc
     return sorted(kinds)
 
 
-def compile_layer(layer: nn.Module, name: str, backend: str | Callable[..., Any] = "inductor") -> None:
+def compiled_parts(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of `layer` that are compiled: itself, or those that it names; none where it may not be."""
+    named = getattr(layer, "compiled_parts", None)
+    if named is not None:
+        return list(named())
+    return [layer] if getattr(type(layer), "compile_safe", False) else []
+
+
+def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -> None:
     """Have calls of `layer` run its compiled forward; `name` is unique within the stage.
 
     torch leaves the attribute that is set here out of copies and pickles of a module.
     """
-    compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
+    options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, "recompile_limit": _MOST_GRAPHS}
+    compiled = torch.compile(layer.forward, dynamic=True, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _as_they_are:
+            return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
         own = vars(layer).get("forward")
         vars(layer)["forward"] = compiled
         try:
             with running_layer(name):
-                return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
+                return layer._call_impl(*args, **kwargs)  # noqa: SLF001
         finally:
             if own is None:
                 vars(layer).pop("forward", None)

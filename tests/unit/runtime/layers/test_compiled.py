@@ -14,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, carry, opaque, push_slice
+from terapipe_ds.attention.compiled_layer import running
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
 from terapipe_ds.runtime.layers.compiled import compile_layer
 
@@ -51,7 +52,7 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not opaque._calls and not opaque._running
+    assert not opaque._calls and running.name is None
 
 
 def stack(kind: str, **options: Any) -> nn.ModuleList:

@@ -4,10 +4,10 @@ The compiler sees shapes alone. The active slice, its store and the name of the 
 so that one graph serves all slices and all layers of a kind. A call that will have a backward leaves its `Call` here,
 under a number that the graph saves as a tensor: the backward cannot run without it, nor before its forward.
 
-An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move it
-among others as its tensors allow. Its call has a number of its own in the graph: two calls that are equal otherwise stay
-two. One whose output is not used may be left out, in the forward and the backward alike. An operator is in no list of
-what the compiler may run a second time in the backward.
+An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move
+it among others as its tensors allow. Its call has a number of its own in the graph: two calls that are equal otherwise
+stay two. One whose output is not used may be left out, in the forward and the backward alike. An operator is in no list
+of what the compiler may run a second time in the backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.compiled_layer import running
 from terapipe_ds.attention.sliced import Call, gradient_of_sinks, prepare
-
 
 _calls: dict[int, Call] = {}
 _numbers = itertools.count()
@@ -56,7 +55,9 @@ def attend(
             "not known; leave torch.compile out and set terapipe.compile to true"
         )
     if (active := active_slice()) is not None and active.exchange is not None:
-        raise SliceStoreError("a compiled layer cannot exchange heads with sequence ranks: set terapipe.compile to false")
+        raise SliceStoreError(
+            "a compiled layer cannot exchange heads with sequence ranks: set terapipe.compile to false"
+        )
     name = running.name, number_of_call
     call, q, k, v = prepare(q, k, v, name, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
     if call.is_whole:  # the compiler may use the memory of k and v for something else

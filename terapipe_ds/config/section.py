@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.conflicts import conflicts_in
 from terapipe_ds.config.problems import (
     Path,
+    compile_problems,
     link_problems,
     models_of,
     problems_of,
@@ -135,6 +136,7 @@ class TeraPipeConfig(StrictModel):
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
         lines += () if problems else link_problems(self.links)
+        lines += compile_problems(known) if of_schedule and ("planner",) not in problems else ()
         lines += (
             recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
         )

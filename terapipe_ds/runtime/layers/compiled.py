@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from terapipe_ds.attention import running_layer
+from terapipe_ds.runtime.agreement import gather
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -57,6 +58,35 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
             ", ".join(sorted(others)),
         )
     return sorted(kinds)
+
+
+def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ranks: bool) -> str | None:
+    """Return why `"compile": true` is not possible here; a collective over all ranks."""
+    if profiles_flops:
+        return (
+            "terapipe.compile = true with flops_profiler: it counts operations one by one, and sees none inside of a "
+            "compiled layer; switch one of the two off"
+        )
+    if has_sequence_ranks:
+        return (
+            "terapipe.compile = true with a 'sequence' axis of the topology: heads are exchanged between operations of "
+            "attention, which a compiled layer does not show; set compile to false, or leave the axis out"
+        )
+    layers = [each for each in layers_run_by(module) if compiled_parts(each)]
+    if any(gather(bool(layers))):
+        return None
+    kinds = ", ".join(sorted({type(each).__name__ for each in layers_run_by(module)}))
+    return (
+        f"terapipe.compile = true: no layer can be compiled, of {kinds} here. A layer may be where it asks for the "
+        "slice by sliced_attention and carry alone, and its class then says compile_safe = True (docs/compile.md). "
+        "Those of Megatron ask in other ways. Set compile to false"
+    )
+
+
+def layers_run_by(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that `module` runs, of all parts that the stage holds."""
+    parts = getattr(module, "held_parts", (module,))
+    return [each for part in parts for each in getattr(part, "forward_funcs", ()) if isinstance(each, nn.Module)]
 
 
 def compiled_parts(layer: nn.Module) -> list[nn.Module]:

@@ -479,8 +479,13 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
 
 @pytest.mark.parametrize(
     ("others", "told"),
-    [({"schedule": "seq1f1b-zb"}, "nothing is left for W"), ({"schedule": "auto"}, "not compared"), ({}, None)],
-    ids=["split", "auto", "unsplit"],
+    [
+        ({"schedule": "seq1f1b-zb"}, "nothing is left for W"),
+        ({"planner": {"profile": "a.json"}}, "names a file"),
+        ({}, None),
+        ({"schedule": "auto", "slices": "auto"}, None),
+    ],
+    ids=["split", "profile", "unsplit", "auto"],
 )
 def test_compiled_layers_take_schedules_without_weight_passes(others: dict[str, str], told: str | None) -> None:
     section = {"enabled": True, "slices": 4, "compile": True, **others}
@@ -489,11 +494,6 @@ def test_compiled_layers_take_schedules_without_weight_passes(others: dict[str, 
         return
     with pytest.raises(TeraPipeConfigError, match=told):
         read(section)
-
-
-def test_compiled_layers_are_not_measured() -> None:
-    with pytest.raises(TeraPipeConfigError, match="not measured"):
-        read({"enabled": True, "compile": True})
 
 
 @pytest.mark.parametrize(

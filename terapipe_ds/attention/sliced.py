@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 _OUT_OF_GRAPH = (
     "is to be compiled (terapipe.compile), but torch runs its attention outside of the graph: something in the layer "
     "cannot be traced, or it was compiled too often. TORCH_LOGS=graph_breaks,recompiles shows what; mend it, or leave "
-    "compile_safe out of the layer's class"
+    "compile_safe out of the layer's class, or set terapipe.compile to false"
 )
 
 

@@ -54,7 +54,8 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
-            "terapipe.compile: layers of %s run as they are, because their class does not say compile_safe = True",
+            "terapipe.compile: layers of %s run as they are: their class does not say compile_safe = True, or they ask "
+            "for the slice in other ways than sliced_attention (docs/compile.md)",
             ", ".join(sorted(others)),
         )
     return sorted(kinds)

@@ -51,7 +51,7 @@ class SliceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *others: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values of a layer; those of the slice are only handed on, in a graph for layers of any index."""
+        """Keep keys and values of a layer; those of the slice are only handed on, whatever the index of the layer."""
         if not self.gives_prefix:
             return key_states, value_states
         keys, values = self.layers[layer_idx].update(key_states, value_states, *others, **named)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, carry, opaque, push_slice, sliced_attention
+from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, opaque, push_slice, sliced_attention
 from terapipe_ds.attention.compiled_layer import running
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
-from terapipe_ds.runtime.layers.compiled import compile_layer
+from terapipe_ds.runtime.layers import compiled
+from terapipe_ds.runtime.layers.compiled import compile_layer, layers_as_they_are
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -168,22 +169,72 @@ def train_again(layers: nn.ModuleList, lengths: list[int], documents: bool) -> l
     return [train_in_slices(layers, x, lengths, starts=starts), *gradients(layers, x)]
 
 
-def test_equal_calls_stay_two_and_unused_ones_do_no_harm() -> None:
-    """With a window, sinks and dropout; rows of one document, and of several. The reference is the same uncompiled."""
+def compare_repeated(backend: str | Callable[..., Any]) -> None:
+    """Compare with the same layers uncompiled: a window, sinks and dropout; rows of one document, and of several."""
     torch.manual_seed(1)
     options = {"window": 6, "softcap": 5.0, "dropout_p": 0.25}
     plain = nn.ModuleList(Repeated(32, **options) for _ in range(2)).double()
-    layers, graphs = copy.deepcopy(plain), CountedGraphs()
-    compile_all(layers, graphs)
+    layers = copy.deepcopy(plain)
+    compile_all(layers, backend)
     for lengths, documents in (([8, 5, 3], False), ([4, 5, 7], True), ([16], True)):
         ours, theirs = (train_again(each, lengths, documents) for each in (layers, plain))
         for got, want in zip(ours, theirs, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_calls_stay_two_and_unused_ones_do_no_harm() -> None:
+    graphs = CountedGraphs()
+    compare_repeated(graphs)
     assert 1 <= graphs.count <= 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
-def test_inductor_gives_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["gpt", "recurrent", "repeated"])
+def test_inductor_gives_the_same(kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    compare("gpt", CUTS[:1], "inductor")
+    if kind == "repeated":
+        compare_repeated("inductor")
+    else:
+        compare(kind, CUTS[:2], "inductor", recompute=kind == "gpt")
+
+
+class OutOfGraph(nn.Module):
+    compile_safe = True
+
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+        return sliced_attention(heads, heads, heads, "attention").transpose(1, 2).flatten(2)
+
+
+def test_attention_beside_the_graph_is_an_error() -> None:
+    """It would have another name than the same call in a graph."""
+    layer = OutOfGraph()
+    compile_layer(layer, "layer", CountedGraphs())
+    x, active = torch.randn(1, 8, 32), ActiveSlice(0, 8, 16, store=SliceStore())
+    with push_slice(active), pytest.raises(SliceStoreError, match="TORCH_LOGS=graph_breaks"):
+        layer(x)
+    with push_slice(active), layers_as_they_are():
+        assert layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("layers", "flops", "sequence", "told"),
+    [
+        ([OutOfGraph(), nn.Linear(2, 2)], False, False, None),
+        ([nn.Linear(2, 2)], False, False, "no layer can be compiled, of Linear here"),
+        ([OutOfGraph()], True, False, "flops_profiler"),
+        ([OutOfGraph()], False, True, "'sequence' axis"),
+    ],
+    ids=["some", "none", "flops", "sequence"],
+)
+def test_what_cannot_be_compiled_is_refused(
+    layers: list[nn.Module], flops: bool, sequence: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "gather", lambda value: [value])
+    module = nn.Sequential(*layers)
+    module.forward_funcs = layers  # type: ignore[assignment]
+    problem = compiled.problem_of_compile(module, flops, sequence)
+    assert problem is None if told is None else told in str(problem)

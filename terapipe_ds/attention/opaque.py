@@ -69,7 +69,7 @@ def attend(
         call.keep(kv_needs_grad, (k, v))
         number.fill_(next(_numbers))
         _calls[key := int(number)] = call
-        weakref.finalize(number, _calls.pop, key, None)
+        weakref.finalize(number.untyped_storage(), _calls.pop, key, None)  # whoever saves it may detach it
     return _as_tokens(out.detach()), lse.detach().to(_wide(q)).contiguous(), number
 
 

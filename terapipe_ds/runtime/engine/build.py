@@ -23,7 +23,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_nor
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
-from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile
+from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
@@ -104,6 +104,7 @@ class EngineSetup:
             refuse_everywhere(problem_of_compile(engine.module, engine.flops_profiler_enabled(), has_sequence_ranks))
         if engine.global_rank == 0:
             warn_of_links(config)
+            tell_of_schedules(config)
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:

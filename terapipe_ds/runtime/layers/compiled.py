@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from terapipe_ds.attention import running_layer
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.schedule import SEARCH
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -82,6 +84,16 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
         "slice by sliced_attention and carry alone, and its class then says compile_safe = True (docs/compile.md). "
         "Those of Megatron ask in other ways. Set compile to false"
     )
+
+
+def tell_of_schedules(config: TeraPipeConfig) -> None:
+    """Say once which schedules are not among those that are compared."""
+    if config.compile and config.schedule in ("auto", SEARCH):
+        logger.info(
+            "terapipe.compile with schedule %r: schedules that split backwards are left out, because the backward of a "
+            "compiled layer gives all its gradients at once",
+            config.schedule,
+        )
 
 
 def layers_run_by(module: nn.Module) -> list[nn.Module]:

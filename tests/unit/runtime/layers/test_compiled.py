@@ -150,7 +150,9 @@ class Repeated(nn.Module):
         self.project, self.sinks, self.options = nn.Linear(width, width), nn.Parameter(torch.randn(4)), options
 
     def forward(self, hidden: Tensor) -> Tensor:
-        heads = self.project(hidden).unflatten(-1, (4, -1)).transpose(1, 2)
+        row, document = opaque.row_positions(hidden), opaque.position_ids(hidden, 0)
+        places = (0.1 * row).cos()[None, :, None] + (0.3 * document).sin()[..., None]
+        heads = (self.project(hidden) + places.to(hidden.dtype)).unflatten(-1, (4, -1)).transpose(1, 2)
         options = {"sinks": self.sinks, **self.options}
         first = sliced_attention(heads, heads, heads, (self, 0), **options)
         again = sliced_attention(heads, heads, heads, (self, 1), **options)

@@ -28,6 +28,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.distributed.hugging_face_jobs import train_family
 
 
 class CountedGraphs:
@@ -135,3 +136,19 @@ def test_two_graphs_of_each_kind_serve_all_slices_lengths_and_steps() -> None:
         assert 1 <= first <= 2 * kinds
         assert sum(others) <= 2 * kinds - first + (2 if kinds == 1 else 0), others  # the norm may move
         assert recompute <= kinds and non_reentrant == 0
+
+
+def train_llama() -> tuple[dict[str, float], int]:
+    torch._dynamo.reset()
+    graphs = CountedGraphs()
+    with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
+        errors, _ = train_family("llama", section(compile=True, schedule="terapipe"))
+    return errors, graphs.count
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
+    """Its first step runs as it is, and the second one compiled."""
+    results = rank_pool(2).run(train_llama, timeout_s=600)
+    assert not violations([errors for errors, _ in results], 1e-10)
+    assert [graphs for _, graphs in results] == [1, 1]

@@ -7,9 +7,10 @@ tests and benchmarks.
 
 from __future__ import annotations
 
-from terapipe_ds.attention import carry
+from terapipe_ds.attention import carry, opaque
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, documents, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
+from terapipe_ds.attention.compiled_layer import running_layer
 from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
     PlainAttentionError,
@@ -31,7 +32,9 @@ __all__ = [
     "carry",
     "documents",
     "guard_plain_attention",
+    "opaque",
     "push_slice",
+    "running_layer",
     "set_backend",
     "sliced_attention",
 ]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,17 @@ from torch.autograd.function import once_differentiable
 from terapipe_ds.attention.active_slice import ActiveSlice, AppendingStore, Entry, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
+from terapipe_ds.attention.checks import Options, check_inputs, check_options
+from terapipe_ds.attention.compiled_layer import next_call, running
 from terapipe_ds.attention.reach import Reach, Span, reach_of
 from terapipe_ds.attention.slice_store import SliceStoreError
 
 Tensor = torch.Tensor
+_OUT_OF_GRAPH = (
+    "is to be compiled (terapipe.compile), but torch runs its attention outside of the graph: something in the layer "
+    "cannot be traced, or it was compiled too often. TORCH_LOGS=graph_breaks,recompiles shows what; mend it, or leave "
+    "compile_safe out of the layer's class, or set terapipe.compile to false"
+)
 
 
 def sliced_attention(
@@ -56,6 +62,17 @@ def sliced_attention(
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
     where slices run in an order that cannot give the right result, or without a store.
     """
+    if torch.compiler.is_compiling():  # `layer` is not read here: each one would have a graph of its own
+        q, k, v = _autocast(q, k, v)
+        kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        needs_grad = kv_needs_grad or (
+            torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad))
+        )
+        of_call = scale, dropout_p, window, softcap, needs_grad, kv_needs_grad, next_call()
+        compiled_out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *of_call)[0]
+        return compiled_out
+    if running.name is not None:
+        raise SliceStoreError(f"layer {layer!r} {_OUT_OF_GRAPH}")
     active = active_slice()
     if active is not None and active.exchange is not None:
 
@@ -69,13 +86,38 @@ def sliced_attention(
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
+    call, q, k, v = prepare(q, k, v, layer, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        needs_grad = (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        )
+        if torch.is_grad_enabled() and needs_grad:
+            return _SlicedAttention.apply(q, k, v, sinks, call)
+        return call.forward(q, k, v, sinks)[0]
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Hashable,
+    scale: float | None,
+    dropout_p: float,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Call, Tensor, Tensor, Tensor]:
+    """Return the call that `sliced_attention` makes, and q, k, v as it takes them. Raises as that does."""
+    active = active_slice()
+    is_whole = active is None or active.is_whole
     q, k, v = _autocast(q, k, v)
     if active is None:
         tokens = q.shape[2] if q.dim() == 4 else 1
         active = ActiveSlice(0, tokens, tokens)
-    _check_inputs(q, k, v, active, layer, dropout_p)
-    options = _Options(1 / math.sqrt(q.shape[-1]) if scale is None else scale, dropout_p, window, softcap)
-    _check_options(q, active, layer, options, sinks)
+    check_inputs(q, k, v, active, layer, dropout_p)
+    options = Options(1 / math.sqrt(q.shape[-1]) if scale is None else scale, dropout_p, window, softcap)
+    check_options(q, active, layer, options, sinks)
     q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels take this for granted
     if is_whole:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -88,23 +130,7 @@ def sliced_attention(
     value_dim = None if v.shape[3] == q.shape[3] else v.shape[3]
     need = Need(dropout_p > 0, reach.window is not None, softcap is not None, reach.starts is not None, value_dim)
     store = _Whole() if is_whole or active.store is None else active.store
-    call = _Call(active, store, layer, choose_backend(q, need), reach, options)
-    with torch.autocast(q.device.type, enabled=False):
-        needs_grad = (
-            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        )
-        if torch.is_grad_enabled() and needs_grad:
-            return _SlicedAttention.apply(q, k, v, sinks, call)
-        return call.forward(q, k, v, sinks)[0]
-
-
-class _Options(NamedTuple):
-    """The numbers of one call."""
-
-    scale: float
-    dropout_p: float
-    window: int | None
-    softcap: float | None
+    return Call(active, store, layer, choose_backend(q, need), reach, options), q, k, v
 
 
 class _Whole:
@@ -140,7 +166,7 @@ class _Whole:
         return dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Call:
+class Call:
     """What one call has besides tensors, and what its backward needs of the store."""
 
     def __init__(
@@ -150,13 +176,25 @@ class _Call:
         layer: Hashable,
         backend: Backend,
         reach: Reach,
-        options: _Options,
+        options: Options,
     ) -> None:
         self.active, self.store, self.layer = active, store, layer
         self.backend, self.reach, self.options = backend, reach, options
         self.is_limited = reach.is_limited
         self.entry: Entry | None = None
         self.states: list[tuple[Any, ...]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the slice is the whole sequence, so that keys and values are the caller's to keep."""
+        return isinstance(self.store, _Whole)
+
+    def keep(self, kv_needs_grad: bool, keys_values: tuple[Tensor, Tensor]) -> None:
+        """Note that a backward will come; where the slice is the whole sequence, hold its keys and values for it."""
+        assert self.entry is not None
+        self.entry.record(kv_needs_grad)
+        if isinstance(self.entry, _Whole):
+            self.entry.keys_values_of_slice = keys_values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Append k and v to the store and attend; return the output and the log-sum-exp, with that of the sinks."""
@@ -257,7 +295,7 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         q = _own_memory(q)
         out, lse = call.forward(q, k, v, sinks)
         assert call.entry is not None
@@ -292,53 +330,3 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     return q, k, v
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable, dropout_p: float) -> None:
-    tokens, shapes = active.num_tokens, f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or q.shape[2] != tokens:
-        problem = (
-            f"the active slice [{active.start}, {active.stop}) has {tokens} tokens, so q must be [B, H, {tokens}, D], "
-            f"got {shapes}; pass the slice's own tokens, and no others"
-        )
-    elif (
-        k.dim() != 4
-        or v.dim() != 4
-        or k.shape[:3] != v.shape[:3]
-        or (k.shape[0], *k.shape[2:]) != (q.shape[0], tokens, q.shape[3])
-    ):
-        problem = f"q must be [B, H, T, D], k [B, H_kv, T, D] and v [B, H_kv, T, D_v], got {shapes}"
-    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        problem = f"the query heads must be a multiple of the key heads, got {shapes}"
-    elif not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        kinds = f"{q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}"
-        problem = f"q, k and v need one dtype and one device, got {kinds}"
-    elif not 0.0 <= dropout_p < 1.0:
-        problem = f"dropout_p must be in [0, 1), got {dropout_p}"
-    else:
-        return
-    raise ValueError(f"layer {layer!r}: {problem}")
-
-
-def _check_options(q: Tensor, active: ActiveSlice, layer: Hashable, options: _Options, sinks: Tensor | None) -> None:
-    scale, _, window, softcap = options
-    rows = None if active.documents is None else len(active.documents.starts)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        problem = f"window must be a number of tokens >= 1, its own included, or None for all, got {window!r}"
-    elif not _is_positive(scale):
-        problem = f"scale must be a finite number > 0, or None, got {scale!r}; multiply q by any other"
-    elif softcap is not None and not _is_positive(softcap):
-        problem = f"softcap must be a finite number > 0, or None, got {softcap!r}; a tensor would get no gradient"
-    elif sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
-        problem = f"sinks must be one number per query head, [{q.shape[1]}], got {list(sinks.shape)} of {sinks.dtype}"
-    elif sinks is not None and sinks.device != q.device:
-        problem = f"sinks must be on the device of q, {q.device}, not on {sinks.device}"
-    elif rows is not None and rows != q.shape[0]:
-        problem = f"the documents are those of {rows} rows, but q has {q.shape[0]}: {tuple(q.shape)}"
-    else:
-        return
-    raise ValueError(f"layer {layer!r}: {problem}")
-
-
-def _is_positive(x: float) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and 0.0 < x < math.inf

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, LinksConfig, TeraPipeConfigError, shown_value
 from terapipe_ds.messages import show_key, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, ScheduleError, load, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, Kind, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
@@ -98,6 +98,34 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         if chunks not in (1, of_file):
             shown = shown_value(chunks, "chunks_per_stage")
             yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+
+
+def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have beside `"compile": true`."""
+    if section.get("compile") is not True:
+        return
+    name, planner = section.get("schedule", "seq1f1b"), section.get("planner", {})
+    shown = shown_value(True, "compile")
+    if name in SPLIT_SCHEDULES or _splits_in_file(name):
+        why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
+        fix = 'give "auto", or a schedule that does not split backwards (seq1f1b), or set compile to false'
+        yield f"{shown} with schedule = {show_value(name)}: {why}; {fix}"
+    if not isinstance(planner, Mapping):
+        planner = planner.model_dump()
+    if planner.get("profile", "measure") != "measure":
+        fix = 'set it to "measure", which measures the compiled layers in the job'
+        yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"
+
+
+def _splits_in_file(name: str) -> bool:
+    """Return whether the schedule in a file has a W; a file that cannot be read has its own message."""
+    if not name.endswith(".csv"):
+        return False
+    try:
+        orders = load(name).orders
+    except ScheduleError:
+        return False
+    return any(action.kind is Kind.WEIGHT for actions in orders for action in actions)
 
 
 def link_problems(links: LinksConfig) -> Iterator[str]:

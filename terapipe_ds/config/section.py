@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.conflicts import conflicts_in
 from terapipe_ds.config.problems import (
     Path,
+    compile_problems,
     link_problems,
     models_of,
     problems_of,
@@ -115,6 +116,7 @@ class TeraPipeConfig(StrictModel):
         None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
     )
     attention: Literal["intercept", "explicit"] = Field("intercept", description='"intercept" or "explicit"')
+    compile: bool = Field(False, description="true or false")
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: Timeout = Field(300.0, description=TIMEOUT_FORM)
     data_timeout_s: Timeout = Field(1800.0, description=TIMEOUT_FORM)
@@ -134,6 +136,7 @@ class TeraPipeConfig(StrictModel):
         of_schedule = section.get("enabled") is True and not described & problems.keys()
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
         lines += () if problems else link_problems(self.links)
+        lines += compile_problems(known) if of_schedule and ("planner",) not in problems else ()
         lines += (
             recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
         )

@@ -28,8 +28,8 @@ from terapipe_ds.models.positions import (
     check_position_ids,
     first_position,
     places_in_documents,
-    rotary_turns,
     rotate,
+    turns_of_slice,
 )
 
 IGNORE_INDEX = -100
@@ -193,6 +193,9 @@ class PositionEmbedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            places = torch.ops.terapipe_ds.position_ids(hidden, self.weight.shape[0])
+            return F.dropout(hidden + F.embedding(places, self.weight), self.dropout, self.training)
         positions = places_in_documents()
         if positions is None:
             stop = (start := first_position()) + hidden.shape[1]
@@ -204,6 +207,8 @@ class PositionEmbedding(nn.Module):
 
 class DecoderLayer(nn.Module):
     """One Transformer layer, [B, T, hidden_size] -> the same; `index` counts the decoder layers from 0."""
+
+    compile_safe = True
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
@@ -239,7 +244,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 H_kv, D]
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.rope_base is not None:
-            turns = rotary_turns(self.head_dim, self.rope_base, first_position(), hidden)
+            turns = turns_of_slice(self.head_dim, self.rope_base, hidden)
             q, k = rotate(q, turns), rotate(k, turns)  # new tensors: only v still holds the fused output
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         out = sliced_attention(q, k, v, layer=self.index, dropout_p=self.dropout if self.training else 0.0)
@@ -266,6 +271,8 @@ class FeedForward(nn.Module):
 
 class FinalNorm(nn.Module):
     """The norm before the output matrix, [B, T, hidden_size] -> the same."""
+
+    compile_safe = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

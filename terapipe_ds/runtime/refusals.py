@@ -152,7 +152,8 @@ def check_compile_call(config: TeraPipeConfig) -> None:
 
 _COMPILED = (
     "are compiled by torch.compile, which knows nothing of slices: it compiles them again for every place of a slice "
-    "in the sequence, and gives up after eight. Remove torch.compile, or set terapipe.slices to 1"
+    "in the sequence, and gives up after eight. Remove torch.compile and set terapipe.compile to true, which compiles "
+    "layers that can be compiled for all slices, or set terapipe.slices to 1"
 )
 
 

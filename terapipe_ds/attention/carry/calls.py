@@ -1,4 +1,7 @@
-"""Define `read` and `write`, which a layer calls around what runs over the tokens of a slice."""
+"""Define `read` and `write`, which a layer calls around what runs over the tokens of a slice.
+
+In a compiled layer both run outside of its graphs: whether there is a state, and of what shape, is known then alone.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice, CarriedStore, SliceS
 from terapipe_ds.attention.carry.states import CarriedEntry
 
 
+@torch.compiler.disable(recursive=True)
 def read(layer: Hashable, name: str) -> Tensor | None:
     """Return the state that the slice before wrote: a leaf, whose gradient goes back to that slice.
 
@@ -28,6 +32,7 @@ def read(layer: Hashable, name: str) -> Tensor | None:
     return _states(active, layer, name).read(active, layer, name)
 
 
+@torch.compiler.disable(recursive=True)
 def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
     """Keep a copy of `state` for the next slice; return `output`, tied to it: use what is returned in its place.
 

@@ -169,6 +169,15 @@ class DecoderLayer(Piece):
             self._way = self.blueprint.way_of(self.index, self.held[0])
         return self._way
 
+    def compiled_parts(self) -> list[nn.Module]:
+        """Return what torch's compiler may take: the model's own layer, where its attention is `sliced_attention`.
+
+        What the model does around its layers runs as it is: positions come to the layer as tensors.
+        """
+        way = self.find_way()
+        is_plain = way.is_fast and not way.has_states and self.blueprint.adapters is None
+        return [self.held[0]] if is_plain else []
+
     def forward(self, hidden: Tensor) -> Tensor:
         active, way = active_slice(), self.find_way()
         if active is not None and not active.is_whole and active.num_tokens < way.shortest_slice:

@@ -23,10 +23,11 @@ from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_nor
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
+from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.offload import ActivationOffload
-from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.sequence_axis import (
@@ -98,8 +99,12 @@ class EngineSetup:
             or problem_of_copies(self.layout, engine.optimizer)
             or problem_of_links(config, self.layout, torch.device(engine.device))
         )
+        if config.compile:
+            has_sequence_ranks = self.sequence.size > 1
+            refuse_everywhere(problem_of_compile(engine.module, engine.flops_profiler_enabled(), has_sequence_ranks))
         if engine.global_rank == 0:
             warn_of_links(config)
+            tell_of_schedules(config)
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:
@@ -142,7 +147,9 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not _may_overflow(engine), is_collected)
-    weights = accumulate_in_products(module, engine.optimizer)
+    weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
+    if config.compile:
+        compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
     watchdog = Watchdog(

@@ -13,6 +13,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
 from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.schedule.action import Action, Kind
@@ -62,11 +63,15 @@ class OpenBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Intercept or refuse plain attention in the actions of the batch, and look for numbers that are not finite."""
+        """Intercept or refuse plain attention in the actions of the batch, and look for numbers that are not finite.
+
+        The closer guard of the first batch sees no operations inside of a graph, so that nothing is compiled there.
+        """
         finite, training = self._stage.finite, self.current.training
-        captured = GuardCapturedNames() if self.is_first_of_its_mode else nullcontext()
+        is_first = self.is_first_of_its_mode
+        captured, plain = (GuardCapturedNames(), layers_as_they_are()) if is_first else (nullcontext(), nullcontext())
         watching = finite.watching() if finite is not None and training else nullcontext()
-        with guard_plain_attention(self._intercept), captured, watching:
+        with guard_plain_attention(self._intercept), captured, plain, watching:
             yield
         self._modes_run.add(training)
 

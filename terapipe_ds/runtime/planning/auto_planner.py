@@ -148,6 +148,7 @@ class AutoPlanner:
             "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
+            **({"compile": True} if self._config.compile else {}),
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }
 

@@ -145,6 +145,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
         sequence=sequence_ranks_of(engine.grid),
+        can_split=not config.compile,
     )
 
 

@@ -100,7 +100,8 @@ def _run(
 ) -> tuple[Mapping[Point, _Taken], TrialFailure | None]:
     what = f"timing the layers of part {timer.part_id} one by one"
     try:
-        weights = {tokens: timer.layer_weights(tokens) for tokens in sorted({tokens for tokens, _ in points})}
+        lengths = sorted({tokens for tokens, _ in points})
+        weights = {tokens: timer.layer_weights(tokens) if timer.can_split else [] for tokens in lengths}
         taken = {point: _Taken(timer.layer_seconds(*point), weights[point[0]]) for point in points}
     except Exception as error:  # of the model's own code, so of any kind
         timer.store.reset()

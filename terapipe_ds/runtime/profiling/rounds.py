@@ -92,7 +92,7 @@ def time_part(
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
     rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
-    samples = rounds.samples(weights(timer, lengths, peers))
+    samples = rounds.samples(weights(timer, lengths, peers) if timer.can_split else None)
     own_s = (0.0, 0.0) if processor_clock() is None else timer.own_s  # beside a device it hardly adds
     layers = None if kinds is None else time_layers(timer, kinds, samples, own_s, trials)
     # a clock other than the wall's is for machines that are busy with the other stages

@@ -70,6 +70,7 @@ class SliceTimer:
     weights: WeightGradients = field(default_factory=WeightGradients)
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
+    can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
     own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.parted_module import activate, each_part
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -88,7 +89,8 @@ class FirstBatchCheck:
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
-        result = self._check(sliced, micro_batches, with_layers, ends)
+        with layers_as_they_are():  # the check looks at each operation of a layer, and runs it in fp64
+            result = self._check(sliced, micro_batches, with_layers, ends)
         text = result.text(time.monotonic() - begin_s, only_loss=again)
         if ends:
             if is_first_rank:

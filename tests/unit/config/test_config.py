@@ -22,7 +22,7 @@ DEFAULTS = {
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "links": {"forward": None, "backward": None, "exact_until_part": 0},
-    "verify": None, "attention": "intercept", "check_finite": "off",
+    "verify": None, "attention": "intercept", "compile": False, "check_finite": "off",
     "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
 }  # fmt: skip
 
@@ -61,6 +61,7 @@ def test_every_key() -> None:
         "offload_activations": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
+        "compile": False,
         "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "links": {"forward": "fp8", "backward": "bf16", "exact_until_part": 1},
@@ -452,7 +453,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "72f752a9b4d489ee"  # in every process
+    assert fingerprint == "9d1ae00bde8c8ce9"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"}, {"offload_activations": True}, {"recompute": "full"},
@@ -474,6 +475,25 @@ def test_documents_are_refused_where_nothing_would_keep_to_them() -> None:
             "terapipe.documents = 1: DeepSpeed's own engine mixes documents; "
             'set terapipe.enabled to true, or documents to "off"'
         )
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"schedule": "seq1f1b-zb"}, "nothing is left for W"),
+        ({"planner": {"profile": "a.json"}}, "names a file"),
+        ({}, None),
+        ({"schedule": "auto", "slices": "auto"}, None),
+    ],
+    ids=["split", "profile", "unsplit", "auto"],
+)
+def test_compiled_layers_take_schedules_without_weight_passes(others: dict[str, str], told: str | None) -> None:
+    section = {"enabled": True, "slices": 4, "compile": True, **others}
+    if told is None:
+        assert read(section).compile
+        return
+    with pytest.raises(TeraPipeConfigError, match=told):
+        read(section)
 
 
 @pytest.mark.parametrize(

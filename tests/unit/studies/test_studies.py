@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from studies import attention, hugging_face, planner, schedule_times, windows
+from studies import attention, compiled, hugging_face, planner, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
@@ -42,6 +43,16 @@ def test_windows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = result["rows"].values()
     assert row["ratio"] > 0 and row["largest_difference"] < 1e-5
     assert result["peak_tokens"] == {"train": 64 + 15, "eval": 15}  # gradients and evaluation: window - 1 + T
+
+
+def test_compiled_layers_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--hidden", "32", "--heads", "4", "--layers", "1", "--sequence-length", "64", "--slices", "2"]
+    compiled.main([*sizes, "--repeats", "2", "--backend", "eager", "--json", str(tmp_path / "figures.json")])
+    row = json.loads((tmp_path / "figures.json").read_text())["row"]
+    assert len(row["ratios"]) == 2 and all(ratio > 0 for ratio in row["ratios"])
+    assert row["largest_difference"] < 1e-5
+    assert "2 slices of 64 tokens" in capsys.readouterr().out
+    torch._dynamo.reset()
 
 
 @pytest.mark.full

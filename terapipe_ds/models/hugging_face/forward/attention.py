@@ -98,7 +98,8 @@ def attend(
     window = attention_mask.window
     if sliding_window is not None and sliding_window != window:
         raise ModelRefusedError(f"its mask has a window of {window}, and its attention one of {sliding_window}")
-    layer = name_of(int(module.layer_idx))  # type: ignore[arg-type]
+    # a graph is for all layers, whose own names it gets when it runs
+    layer = None if torch.compiler.is_compiling() else name_of(int(module.layer_idx))  # type: ignore[arg-type]
     out = sliced_attention(query, key, value, layer, scaling, dropout, window=window, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 

@@ -48,6 +48,15 @@ class SliceCache(Cache):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"it asks its cache for {name}, which only a cache of a kind of its own has")
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *others: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values of a layer; those of the slice are only handed on, whatever the index of the layer."""
+        if not self.gives_prefix:
+            return key_states, value_states
+        keys, values = self.layers[layer_idx].update(key_states, value_states, *others, **named)
+        return keys, values
+
     def forget_written(self) -> None:
         """Forget the states of a layer that did not come to its end."""
         self._written.clear()

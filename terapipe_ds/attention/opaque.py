@@ -1,0 +1,170 @@
+"""Define sliced attention and positions as custom operators, which torch's compiler calls and does not look into.
+
+The compiler sees shapes alone. The active slice, its store and the name of the layer are read when an operator runs,
+so that one graph serves all slices and all layers of a kind. A call that will have a backward leaves its `Call` here,
+under a number that the graph saves as a tensor: the backward cannot run without it, nor before its forward.
+
+An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move
+it among others as its tensors allow. Its call has a number of its own in the graph: two calls that are equal otherwise
+stay two. One whose output is not used may be left out, in the forward and the backward alike. An operator is in no list
+of what the compiler may run a second time in the backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
+from terapipe_ds.attention.compiled_layer import running
+from terapipe_ds.attention.sliced import Call, gradient_of_sinks, prepare
+
+_calls: dict[int, Call] = {}
+_numbers = itertools.count()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.library.custom_op("terapipe_ds::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    window: int | None,
+    softcap: float | None,
+    needs_grad: bool,
+    kv_needs_grad: bool,
+    number_of_call: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend as `sliced_attention` does; return output, log-sum-exp and the number of the call, which is -1 without.
+
+    The output lies in memory as [B, T, H, D_v]. `number_of_call` tells the calls of one layer apart.
+    """
+    if running.name is None:
+        raise SliceStoreError(
+            "sliced_attention runs in a layer that was compiled outside of the engine, so that its name is "
+            "not known; leave torch.compile out and set terapipe.compile to true"
+        )
+    if (active := active_slice()) is not None and active.exchange is not None:
+        raise SliceStoreError(
+            "a compiled layer cannot exchange heads with sequence ranks: set terapipe.compile to false"
+        )
+    name = running.name, number_of_call
+    call, q, k, v = prepare(q, k, v, name, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
+    if call.is_whole:  # the compiler may use the memory of k and v for something else
+        k, v = k.clone(), v.clone()
+    with torch.set_grad_enabled(needs_grad):  # which the store asks; no tensor here has a graph
+        out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
+    number = torch.full((1,), -1, dtype=torch.int64)
+    if needs_grad:
+        call.keep(kv_needs_grad, (k, v))
+        number.fill_(next(_numbers))
+        _calls[key := int(number)] = call
+        weakref.finalize(number.untyped_storage(), _calls.pop, key, None)  # whoever saves it may detach it
+    return _as_tokens(out.detach()), lse.detach().to(_wide(q)).contiguous(), number
+
+
+def _as_tokens(out: Tensor) -> Tensor:
+    """Return [B, H, T, D] in memory of its own, laid out as [B, T, H, D]; nothing is copied where it is already."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, scale: Any, dropout_p: Any, window: Any, softcap: Any, *needs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+    lse = q.new_empty((batch, heads, tokens), dtype=_wide(q))
+    return out, lse, torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("terapipe_ds::attend_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, number: Tensor, sinks: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the queries, of the slice's keys and values, and of the sinks (none: of no number)."""
+    call = _calls.pop(int(number), None)
+    if call is None:
+        raise SliceStoreError("a compiled layer ran its backward twice, or after its forward had run again")
+    batch, _, tokens, dim = q.shape
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        d_q, *d_kv = call.backward(grad, q, out, lse)
+        d_sinks = q.new_empty(0) if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+    results = [q.new_empty(q.shape), q.new_empty(batch, heads, tokens, dim)]
+    results.append(q.new_empty(batch, heads, tokens, out.shape[3]))
+    for result, gradient in zip(results, (d_q, *d_kv), strict=True):
+        result.zero_() if gradient is None else result.copy_(gradient)
+    return results[0], results[1], results[2], d_sinks
+
+
+@attend_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, number: Tensor, sinks: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, _, tokens, dim = q.shape
+    d_k, d_v = q.new_empty(batch, heads, tokens, dim), q.new_empty(batch, heads, tokens, out.shape[3])
+    return q.new_empty(q.shape), d_k, d_v, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, sinks, *_ = inputs
+    out, lse, number = output
+    ctx.mark_non_differentiable(lse, number)
+    ctx.heads = k.shape[1]
+    ctx.save_for_backward(q, out, lse, number, sinks)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    q, out, lse, number, sinks = ctx.saved_tensors
+    d_q, d_k, d_v, d_sinks = attend_backward(grad, q, out, lse, number, sinks, ctx.heads)
+    return d_q, d_k, d_v, None if sinks is None else d_sinks, None, None, None, None, None, None, None
+
+
+attend.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("terapipe_ds::position_ids", mutates_args=())
+def position_ids(like: Tensor, known: int) -> Tensor:
+    """Return the place of each token of `like` [B, T, ...] in its document, int64 [B, T].
+
+    Raises ValueError where a place is `known` or more, unless that is 0.
+    """
+    active = active_slice()
+    batch, tokens = like.shape[:2]
+    if active is not None and active.documents is not None:
+        places = active.documents.position_ids().expand(batch, tokens)
+    else:
+        start = 0 if active is None else active.start
+        places = torch.arange(start, start + tokens).expand(batch, tokens)
+    if known and int(places.max()) >= known:
+        problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {known}"
+        raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")
+    return places.to(like.device, copy=True).contiguous()
+
+
+@position_ids.register_fake
+def _(like: Tensor, known: int) -> Tensor:
+    return like.new_empty(like.shape[:2], dtype=torch.int64)
+
+
+@torch.library.custom_op("terapipe_ds::row_positions", mutates_args=())
+def row_positions(like: Tensor) -> Tensor:
+    """Return the positions in the row of the tokens of `like` [B, T, ...], int64 [T]."""
+    active = active_slice()
+    start = 0 if active is None else active.start
+    return torch.arange(start, start + like.shape[1], device=like.device)
+
+
+@row_positions.register_fake
+def _(like: Tensor) -> Tensor:
+    return like.new_empty((like.shape[1],), dtype=torch.int64)

@@ -1,0 +1,141 @@
+"""Compile the layers of a stage for `"compile": true`, one graph for all layers of a kind.
+
+The forward of each layer is compiled by itself, as is usual for pipelines; hooks run outside of it. Lengths are dynamic
+from the first call, and what differs between slices and layers is read by the operators of `attention/opaque.py`.
+A layer that asks for the active slice in another way would be compiled again for each slice, or keep what it read: only
+layers whose class says `compile_safe = True` are compiled, and the others run as they are.
+
+A layer that wraps the modules of others names what of it is compiled by `compiled_parts()`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from terapipe_ds.attention import running_layer
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.schedule import SEARCH
+
+logger = logging.getLogger("terapipe_ds")
+
+Backend = str | Callable[..., Any]
+DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others
+_MOST_GRAPHS = 16  # of a kind of layer: torch's own limit of 8 counts training, evaluation and recompute alike
+_as_they_are = 0  # blocks of `layers_as_they_are` that are open; of the process: autograd has threads of its own
+
+
+@contextmanager
+def layers_as_they_are() -> Iterator[None]:
+    """Run compiled layers uncompiled for the body: where other code looks at each of their operations."""
+    global _as_they_are
+    _as_they_are += 1
+    try:
+        yield
+    finally:
+        _as_they_are -= 1
+
+
+def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[str]:
+    """Compile the layers that `module` runs, of all parts that the stage holds; return their kinds."""
+    kinds: set[str] = set()
+    others: set[str] = set()
+    for chunk_id, part in enumerate(getattr(module, "held_parts", (module,))):
+        for index, layer in enumerate(getattr(part, "forward_funcs", ())):
+            if isinstance(layer, nn.Module):
+                parts = compiled_parts(layer)
+                (kinds if parts else others).add(type(layer).__name__)
+                for number, each in enumerate(parts):
+                    compile_layer(each, f"layer {index} of chunk {chunk_id}, part {number}", backend)
+    logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
+    if others:
+        logger.warning(
+            "terapipe.compile: layers of %s run as they are: their class does not say compile_safe = True, or they ask "
+            "for the slice in other ways than sliced_attention (docs/compile.md)",
+            ", ".join(sorted(others)),
+        )
+    return sorted(kinds)
+
+
+def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ranks: bool) -> str | None:
+    """Return why `"compile": true` is not possible here; a collective over all ranks."""
+    if profiles_flops:
+        return (
+            "terapipe.compile = true with flops_profiler: it counts operations one by one, and sees none inside of a "
+            "compiled layer; switch one of the two off"
+        )
+    if has_sequence_ranks:
+        return (
+            "terapipe.compile = true with a 'sequence' axis of the topology: heads are exchanged between operations of "
+            "attention, which a compiled layer does not show; set compile to false, or leave the axis out"
+        )
+    layers = [each for each in layers_run_by(module) if compiled_parts(each)]
+    if any(gather(bool(layers))):
+        return None
+    kinds = ", ".join(sorted({type(each).__name__ for each in layers_run_by(module)}))
+    return (
+        f"terapipe.compile = true: no layer can be compiled, of {kinds} here. A layer may be where it asks for the "
+        "slice by sliced_attention and carry alone, and its class then says compile_safe = True (docs/compile.md). "
+        "Those of Megatron ask in other ways. Set compile to false"
+    )
+
+
+def tell_of_schedules(config: TeraPipeConfig) -> None:
+    """Say once which schedules are not among those that are compared."""
+    if config.compile and config.schedule in ("auto", SEARCH):
+        logger.info(
+            "terapipe.compile with schedule %r: schedules that split backwards are left out, because the backward of a "
+            "compiled layer gives all its gradients at once",
+            config.schedule,
+        )
+
+
+def layers_run_by(module: nn.Module) -> list[nn.Module]:
+    """Return the layers that `module` runs, of all parts that the stage holds."""
+    parts = getattr(module, "held_parts", (module,))
+    return [each for part in parts for each in getattr(part, "forward_funcs", ()) if isinstance(each, nn.Module)]
+
+
+def compiled_parts(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of `layer` that are compiled: itself, or those that it names; none where it may not be."""
+    named = getattr(layer, "compiled_parts", None)
+    if named is not None:
+        return list(named())
+    return [layer] if getattr(type(layer), "compile_safe", False) else []
+
+
+def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -> None:
+    """Have calls of `layer` run its compiled forward; `name` is unique within the stage.
+
+    torch leaves the attribute that is set here out of copies and pickles of a module.
+    """
+    from torch._dynamo import config as of_compiler  # seconds, which only those who compile shall wait
+
+    options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, "recompile_limit": _MOST_GRAPHS}
+    compiled = torch.compile(layer.forward, dynamic=True, **options)
+    traced: set[tuple[bool, bool]] = set()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _as_they_are:
+            return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
+        own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
+        # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
+        tracing = nullcontext() if case in traced else of_compiler.patch(specialize_float=True)
+        vars(layer)["forward"] = compiled
+        try:
+            with running_layer(name), tracing:
+                return layer._call_impl(*args, **kwargs)  # noqa: SLF001
+        finally:
+            traced.add(case)
+            if own is None:
+                vars(layer).pop("forward", None)
+            else:
+                vars(layer)["forward"] = own
+
+    layer._compiled_call_impl = call

@@ -1,0 +1,154 @@
+"""`"compile": true` in the engine: the numbers of the stock engine, from two graphs per kind of layer."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from terapipe_ds.runtime.layers import compiled
+from tests.distributed.engines import (
+    CHECKPOINTING,
+    ZERO1,
+    Run,
+    batches,
+    differences,
+    engine_of,
+    gpt_layers,
+    logged,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+from tests.distributed.hugging_face_jobs import train_family
+
+
+class CountedGraphs:
+    """A backend of torch.compile that counts the graphs with operations in them, and adds none of its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        has_operations = any(node.op.startswith("call_") for node in graph.graph.nodes)
+        compiled = aot_eager(graph, inputs)  # which may have torch trace once more
+        self.count += has_operations
+        return compiled
+
+
+@dataclass
+class Trained:
+    """What differs from the stock engine on this rank, the graphs that are new, and what the log said."""
+
+    errors: dict[str, float]
+    graphs: int
+    said: list[str]
+
+
+def trained(terapipe: dict[str, Any] | None, lengths: Sequence[int], **changes: Any) -> tuple[Run, list[float]]:
+    """Train a step on sequences of each length, evaluating before the second and the third."""
+    data = [batches(1, 2, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
+    evaluated: list[float] = []
+
+    def evaluate(step: int) -> None:
+        if step in (1, 2):
+            evaluated.append(float(engine.eval_batch(iter(data[0]))))
+
+    with engine_of(gpt_layers(num_layers=2), terapipe, **changes) as engine:
+        run = train(engine, data, evaluate)
+    return run, evaluated
+
+
+def job(cases: dict[str, Case]) -> dict[str, Trained]:
+    """Train all cases with one backend, so that a graph of one serves the others."""
+    graphs, results = CountedGraphs(), {}
+    torch._dynamo.reset()
+    stock = functools.cache(functools.partial(trained, None, stages=1))
+    with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
+        for name, (terapipe, lengths, changes) in cases.items():
+            before = graphs.count
+            with logged() as said:
+                run, evaluated = trained(section(compile=True, **terapipe), lengths, **changes)
+            expected, of_stock = stock(lengths)
+            errors = differences(run, expected)
+            pairs = zip(evaluated, of_stock, strict=True)
+            errors["evaluation"] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+            results[name] = Trained(errors, graphs.count - before, said)
+    torch._dynamo.reset()
+    return results
+
+
+Case = tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]  # the section, lengths of sequences, DeepSpeed's config
+MIXED, SAME = (23, 23, 19, 31), (23, 23, 23)
+SEARCH: Case = {"schedule": "search", "slices": 2}, SAME, {}
+CASES: dict[str, Case] = {
+    "reverse": ({"schedule": "terapipe", "slices": 3}, MIXED, {}),
+    "offload": ({"schedule": "seq1f1b", "slices": 4, "offload_activations": True}, SAME, {}),
+    "zero1": ({"schedule": "seq1f1b", "slices": 2}, SAME, ZERO1),
+    "finite": (
+        {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2, "slices": 2, "check_finite": "every_step"},
+        SAME,
+        {},
+    ),
+    "verify": ({"schedule": "seq1f1b", "slices": [9, 8, 6], "verify": "first_batch"}, SAME, {}),
+    "auto": ({"schedule": "auto", "slices": "auto", "granularity_tokens": 6}, SAME, {}),
+    "recompute": ({"schedule": "seq1f1b", "slices": [9, 8, 6], "recompute": "full"}, SAME, {}),
+    "non-reentrant": ({"schedule": "seq1f1b", "slices": 3}, SAME, CHECKPOINTING["non_reentrant"]),
+}
+
+
+@functools.cache
+def results() -> list[dict[str, Trained]]:
+    return rank_pool(2).run(job, cases=CASES, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_layers_train_as_the_stock_engine(name: str) -> None:
+    check([rank[name] for rank in results()], name)
+
+
+@pytest.mark.full
+def test_an_order_is_found_without_weight_passes() -> None:
+    check([rank["search"] for rank in rank_pool(2).run(job, cases={"search": SEARCH}, timeout_s=600)], "search")
+
+
+def check(ranks: list[Trained], name: str) -> None:
+    limit = 1e-5 if name == "zero1" else 1e-10  # ZeRO sums gradients in fp32
+    assert not violations([rank.errors for rank in ranks], limit, evaluation=1e-6)
+    assert all(any("compile: layers of " in line for line in rank.said) for rank in ranks)
+    said = "\n".join(ranks[0].said)
+    assert ("schedules that split backwards are left out" in said) == (name in ("auto", "search"))
+    assert not re.search("zbv|-zb|zb-", said)
+
+
+def test_two_graphs_of_each_kind_serve_all_slices_lengths_and_steps() -> None:
+    """One with gradients, and one without; a third where layers that train run without, to be recomputed."""
+    for rank, kinds in zip(results(), (1, 2), strict=True):  # of the second stage: with the norm
+        first, *others, recompute, non_reentrant = (rank[name].graphs for name in CASES)
+        assert 1 <= first <= 2 * kinds
+        assert sum(others) <= 2 * kinds - first + (2 if kinds == 1 else 0), others  # the norm may move
+        assert recompute <= kinds and non_reentrant == 0
+
+
+def train_llama() -> tuple[dict[str, float], int]:
+    torch._dynamo.reset()
+    graphs = CountedGraphs()
+    with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
+        errors, _ = train_family("llama", section(compile=True, schedule="terapipe"))
+    return errors, graphs.count
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
+    """Its first step runs as it is, and the second one compiled."""
+    results = rank_pool(2).run(train_llama, timeout_s=600)
+    assert not violations([errors for errors, _ in results], 1e-10)
+    assert [graphs for _, graphs in results] == [1, 1]

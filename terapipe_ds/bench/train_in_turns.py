@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -281,8 +282,10 @@ class PlannedCases:
         """Return the plans and the file of an order that is found for the costs, as `plan` does. A collective."""
 
         def find() -> tuple[Plans, str]:
-            result, path = self._result(case, accumulation), self.folder / f"order-{accumulation}.csv"
-            write_text(path, to_csv(result.build()))
+            result = self._result(case, accumulation)
+            order = to_csv(result.build())
+            path = self.folder / f"order-{hashlib.sha256(order.encode()).hexdigest()[:16]}.csv"
+            write_text(path, order)
             return result.plans, str(path)
 
         return from_rank_0(find)

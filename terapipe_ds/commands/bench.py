@@ -260,6 +260,11 @@ def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> l
     if section.schedule == AUTO and section.chunks_per_stage != 1:
         given += f" with chunks_per_stage = {section.chunks_per_stage}: here it chooses among those with one part"
         raise CommandError(f"{given} per stage; remove chunks_per_stage, or name a schedule")
+    if len(section.listed_slices) > 1:
+        raise CommandError(
+            "--config: terapipe.slices has a list for each micro-batch: here all have the same, but those of the schedule "
+            '"search"; give one list, or --slices'
+        )
     slices: Any = section.slices
     if not isinstance(slices, int):
         slices = PLAN if slices == "auto" else tuple(slices)

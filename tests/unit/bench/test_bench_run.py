@@ -259,6 +259,8 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
     Path("order.csv").write_text(to_csv(build("seq1f1b", 2, 1, 4)))
     with pytest.raises(ValueError, match=r"order.csv': here schedules run by name, not from files; name one"):
         configured(tmp_path, schedule="order.csv", slices=4)
+    with pytest.raises(ValueError, match=r"slices has a list for each micro-batch: .* give one list, or --slices"):
+        configured(tmp_path, schedule="seq1f1b", slices=[[32, 32], [64]])
     with pytest.raises(ValueError, match=r"with chunks_per_stage = 2: here it chooses among those with one part"):
         configured(tmp_path, schedule="auto", chunks_per_stage=2)
 
@@ -276,6 +278,8 @@ def test_an_order_is_found_for_the_slices_of_each_micro_batch(planned: PlannedCa
     plans, path = planned.found(Case("terapipe", "search", "plan:4"), 4)
     order, best = load(path), planned.plan(Case("terapipe", "seq1f1b-zb", "plan:4"), 4)
     assert [plan.num_slices for plan in plans] == list(order.num_slices) and max(order.num_slices) <= 4
+    planned.found(Case("terapipe", "search", "plan:8"), 4)
+    assert load(path) == order, "another case has a file of its own"
     named_s = simulate(build("seq1f1b-zb", 2, 4, best.num_slices), best, UnitCosts(2048)).makespan_s
     assert simulate(order, plans, UnitCosts(2048)).makespan_s <= named_s * (1 + 1e-9)
 

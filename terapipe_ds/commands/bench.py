@@ -262,8 +262,8 @@ def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> l
         raise CommandError(f"{given} per stage; remove chunks_per_stage, or name a schedule")
     if len(section.listed_slices) > 1:
         raise CommandError(
-            "--config: terapipe.slices has a list for each micro-batch: here all have the same, but those of the schedule "
-            '"search"; give one list, or --slices'
+            "--config: terapipe.slices has a list for each micro-batch: here all have the same, but those of the "
+            'schedule "search"; give one list, or --slices'
         )
     slices: Any = section.slices
     if not isinstance(slices, int):

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
@@ -169,7 +170,9 @@ def refuse_what_does_not_fit(
 
 
 def warn_of_checkpoints(engine: PipelineEngine) -> None:
-    """Warn before hours of training of checkpoints that cannot be loaded whole."""
+    """Warn before hours of training of checkpoints that cannot be saved, or cannot be loaded whole."""
+    if (problem := problem_of_local_storage(engine)) is not None:
+        logger.warning("save_checkpoint will be refused: %s", problem)
     if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
         logger.warning(
             "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import show_key, show_value
 from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.checkpoints.disks import require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader, replaced
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
@@ -67,6 +68,8 @@ def find_checkpoint(
                 "name one that all have, as load_checkpoint's tag"
             )
         chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
+        if any(choice is not None and choice.read_as is not None for choice in choices):
+            require_shared(folder / str(chosen.read_as), world)
         is_own = engine.use_node_local_storage()  # a node has its own files, and we do not know how many ranks it has
         share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
         looked = gather_results(lambda: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world)  # noqa: B023

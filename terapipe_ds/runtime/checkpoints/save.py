@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.runtime.agreement import gather, gather_results
+from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
 
@@ -187,6 +188,8 @@ def save_checkpoint(
     """
     if not save_dir or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises; or files are written later
         return save(tag, save_latest)
+    if (problem := problem_of_local_storage(engine)) is not None:
+        raise CheckpointError(problem)
     tag, leads = f"global_step{engine.global_steps}" if tag is None else str(tag), is_leader(engine)
     told = gather((tag, _JOB), world)
     paths = CheckpointPaths(Path(save_dir), tag, told[0][1], read_at_s)
@@ -194,6 +197,12 @@ def save_checkpoint(
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank(world, paths.prepare if leads else None)
+    try:
+        require_shared(paths.saving, world)
+    except CheckpointError:
+        if leads:
+            _remove(paths.saving)
+        raise
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
     alone = [(engine, name) for name in _ALONE] + [(engine.checkpoint_engine, name) for name in _ALONE_IN_WRITER]
     calls = [(owner, name, getattr(owner, name)) for owner, name in alone]

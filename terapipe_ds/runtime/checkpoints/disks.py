@@ -1,0 +1,77 @@
+"""Find out whether the machines of a job see the same checkpoints, before somebody relies on one that is in pieces.
+
+Each rank writes the files of its own layers. On machines with disks of their own, a folder that is there on each holds
+a piece of the checkpoint on each. DeepSpeed (0.19.8) writes those without a word, and cannot load them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.runtime.agreement import by_text, gather
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+
+PATIENCE_S = 5.0  # until a network file system shows on one machine what another has made
+_LOOK_S = 0.1
+_SHARE = (
+    "Give all machines one folder that they share, by its absolute path (a network file system); for a load, a copy of "
+    "the whole checkpoint on each machine does as well"
+)
+
+
+def require_shared(folder: Path, world: Any) -> None:
+    """Raise CheckpointError on every rank where some do not see a folder that rank 0 sees. A collective over all ranks.
+
+    Those that see none look again for a while.
+    """
+    sees = gather(folder.is_dir(), world)
+    if all(sees) or not sees[0]:
+        return
+    looked = gather((_appears(folder), str(folder.absolute())), world)
+    blind = {rank: path for rank, (appears, path) in enumerate(looked) if not appears}
+    if blind:
+        raise CheckpointError(
+            f"rank 0 sees {looked[0][1]}, and these ranks do not ({by_text(blind, 'ranks')}): they have another disk "
+            f"or another working folder, where each machine would have a piece of the checkpoint only. {_SHARE}"
+        )
+
+
+def _appears(folder: Path) -> bool:
+    """Return whether a folder is there, or comes up soon."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not folder.is_dir():
+        if time.monotonic() >= until_s:
+            return False
+        _look_afresh(folder)
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _look_afresh(folder: Path) -> None:
+    """Open the nearest folder that is there: a network file system then asks its server what is in it."""
+    parent = next((path for path in folder.absolute().parents if path.is_dir()), None)
+    if parent is not None:
+        with os.scandir(parent):
+            pass
+
+
+def problem_of_local_storage(engine: PipelineEngine) -> str | None:
+    """Say why checkpoints on disks of single machines cannot be loaded again; None: they can, or are not asked for.
+
+    DeepSpeed lets one rank of each machine save what is not of single layers, and looks for that of all stages.
+    """
+    if not engine.use_node_local_storage():
+        return None
+    stages, tensor = engine.grid.get_pipe_parallel_world_size(), engine.grid.get_slice_parallel_world_size()
+    if stages * tensor == 1:
+        return None
+    return (
+        f"checkpoint.use_node_local_storage with {stages} stages and {tensor} tensor-parallel ranks: DeepSpeed saves "
+        "one model state per machine there, and its load wants that of every stage, so that no such checkpoint could "
+        "be loaded. Remove the key, and save to a folder that all machines share"
+    )

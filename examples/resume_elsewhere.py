@@ -1,0 +1,171 @@
+"""Prepare a job to go on from its last checkpoint with another number of devices, stages or replicas.
+
+    python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt2-xl --device h200
+
+What follows `--` goes to `terapipe plan`, which chooses stages, replicas, micro-batches, schedule and slices for the
+devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
+`engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where the layout is
+still that of the checkpoint, nothing is converted.
+
+Written are `ds.json`, the configuration of the checkpoint with the new strategy; `strategy.json`, which it names; and,
+beside the checkpoint, a universal one. Parameters, moments and steps of the optimizer move, if it was saved with
+ZeRO stage 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.planner.strategy import Strategy
+from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+PRECISIONS = ("fp16", "bf16")
+BY_STRATEGY = ("schedule", "schedule_options", "chunks_per_stage", "slices", "partition", "recompute")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is known of a checkpoint.
+
+    Attributes:
+        folder: where its files are; of a save that was killed late, under another name than its tag.
+        grid: the degrees by axis, as in `Strategy.grid`.
+        batch: the sequences of a step, of all replicas together.
+    """
+
+    tag: str
+    folder: Path
+    config: dict[str, Any]
+    grid: dict[str, int]
+    batch: int
+
+    @classmethod
+    def last(cls, save_dir: Path) -> Saved:
+        """Read the last whole checkpoint: the one that a resume under the old layout would load."""
+        try:
+            chosen = choose_checkpoint(save_dir, None)
+        except CheckpointError as error:
+            end_with(str(error))
+        if chosen.tag is None or chosen.read_as is None:
+            end_with(f"no checkpoint in {save_dir}: give the folder that save_checkpoint was given")
+        if chosen.note is not None:
+            print(f"note: {chosen.note}")
+        folder = save_dir / chosen.read_as
+        states = read_states(folder / "mp_rank_00_model_states.pt")
+        config, degrees, replicas = (
+            states["ds_config"],
+            states["checkpoint_parallel_dimensions"],
+            states["dp_world_size"],
+        )
+        if (stage := config.get("zero_optimization", {}).get("stage", 0)) != 1:
+            end_with(
+                f"{folder} was saved with ZeRO stage {stage}: only ZeRO stage 1 saves what can move to another layout. "
+                "Parameters alone move by load_checkpoint(..., load_module_only=True), or go on with the same layout"
+            )
+        return cls(
+            tag=chosen.tag,
+            folder=folder,
+            config=config,
+            grid={"pipe": degrees["pp_degree"], "data": replicas, "model": degrees["tp_degree"]},
+            batch=config.get(SIZES[0]) or config[SIZES[1]] * config.get(SIZES[2], 1) * replicas,
+        )
+
+
+def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
+    """Find a strategy for the devices that are left, with as many sequences per step and the precision as before."""
+    asked = {key: saved.config[key] for key in PRECISIONS if key in saved.config} | {"train_batch_size": saved.batch}
+    question, answer = out / "question.json", out / "strategy.json"
+    write_text(question, json.dumps(asked))
+    command = [sys.executable, "-m", "terapipe_ds", "plan", "--config", str(question), "--strategy-out", str(answer)]
+    if subprocess.run([*command, *options], check=False).returncode != 0:
+        end_with("terapipe plan has found no strategy, for the reason above")
+    question.unlink()
+    # the states that move are those of ZeRO stage 1, whatever the planner would save on its sums
+    strategy = Strategy.from_json(answer.read_bytes()).model_copy(update={"zero_stage": 1})
+    write_text(answer, strategy.to_json() + "\n")
+    return strategy
+
+
+def new_config(saved: Saved, strategy: Strategy, path: Path, is_universal: bool) -> dict[str, Any]:
+    """Return the configuration of the checkpoint with the sizes of the strategy; optimizer and the like stay."""
+    config = {key: value for key, value in saved.config.items() if key != "checkpoint"}
+    sizes = saved.batch, strategy.micro_batch_size, strategy.accumulation
+    section = {key: value for key, value in config.get("terapipe", {}).items() if key not in BY_STRATEGY}
+    section |= {"enabled": True, "strategy": str(path.resolve())}
+    checkpoint = {**saved.config.get("checkpoint", {}), "load_universal": is_universal}
+    return {**config, **dict(zip(SIZES, sizes, strict=True)), "terapipe": section, "checkpoint": checkpoint}
+
+
+def convert(saved: Saved, save_dir: Path) -> Path:
+    """Write the universal checkpoint and name it in `latest_universal`, when it is whole."""
+    final = save_dir / f"{saved.tag}_universal"
+    making = final.with_name(f".{final.name}.converting")
+    for folder in (making, final):
+        shutil.rmtree(folder, ignore_errors=True)
+    latest = save_dir / "latest_universal"
+    latest.unlink(missing_ok=True)  # the converter names what it makes before it is whole
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    places = ["--input_folder", str(saved.folder), "--output_folder", str(making)]
+    done = subprocess.run([*command, *places], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        end_with(f"ds_to_universal has failed:\n{done.stdout}{done.stderr}")
+    making.rename(final)
+    write_text(latest, final.name, durable=True)
+    return final
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--save-dir", required=True, type=Path, metavar="DIR", help="the folder with the checkpoints")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where ds.json and strategy.json go")
+    parser.add_argument("plan", nargs="+", metavar="PLAN_OPTION", help="after --: options of `terapipe plan`")
+    args = parser.parse_args()
+    for taken in ("--config", "--strategy-out", "--global-batch", "--json"):
+        if any(option == taken or option.startswith(f"{taken}=") for option in args.plan):
+            parser.error(f"{taken}: this comes from the checkpoint; leave it out")
+    if not any(option.startswith("--devices") for option in args.plan):
+        parser.error("--devices is missing after --: say how many there are now")
+    return args
+
+
+def end_with(message: str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def main() -> None:
+    args = parse_arguments()
+    saved = Saved.last(args.save_dir)
+    args.out.mkdir(parents=True, exist_ok=True)
+    strategy = plan(saved, args.plan, args.out)
+    moves = strategy.grid != saved.grid
+    config = new_config(saved, strategy, args.out / "strategy.json", is_universal=moves)
+    before, after = (
+        " x ".join(f"{size} {axis}" for axis, size in grid.items()) for grid in (saved.grid, strategy.grid)
+    )
+    if moves:
+        print(f"\n{saved.tag} was saved by {before}, and {after} will go on: {convert(saved, args.save_dir)}")
+    else:
+        print(f"\n{saved.tag} was saved by {before}, and as many go on: nothing to convert")
+    write_text(args.out / "ds.json", json.dumps(config, indent=2) + "\n")
+    print(
+        f"start with --deepspeed_config {os.path.relpath(args.out / 'ds.json')}; before a later start, run this again"
+    )
+
+
+if __name__ == "__main__":
+    main()

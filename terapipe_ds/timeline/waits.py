@@ -1,0 +1,91 @@
+"""Say for what a stage has waited: which computation, on which stage, gave the input of the one that came next.
+
+A timeline has actions and times, and neither placement nor links. So what a computation waited for is found by the way
+of its slice: the one of the same micro-batch and slice that ended last before it. That is the forward of the part
+before it, or the backward of the part after it; for the first backward of a slice, its forward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from terapipe_ds.timeline.timeline import Timeline, TimelineEvent
+
+_SHORTEST = 1e-4  # of the makespan: shorter gaps are between any two actions
+_ROUNDING = 1e-9  # of the makespan
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A gap on a stage in front of a computation.
+
+    `source` gave the input of that computation; None where nothing of its slice ran before: it waited for data, or for
+    the step to begin.
+    """
+
+    stage_id: int
+    start_s: float
+    end_s: float
+    before: TimelineEvent
+    source: TimelineEvent | None
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def reason(self) -> str:
+        """Return in words what the stage has waited for."""
+        if self.source is None:
+            return "nothing of this slice ran before: the data, or the start of the step"
+        where = f"{self.source.action} of stage {self.source.stage_id}"
+        if self.source.stage_id == self.stage_id:
+            return f"no input: {where} was done; this stage itself was slow to go on"
+        late_s = self.source.end_s - self.start_s
+        if late_s <= 0:
+            return f"the message of {where}, which was done before this gap: the link, or this rank itself"
+        if self.duration_s - late_s <= 0.05 * self.duration_s:
+            return f"{where}"
+        return f"{where}, for {100 * late_s / self.duration_s:.0f} % of the time; then the link, or this rank itself"
+
+
+def find_waits(timeline: Timeline) -> list[Wait]:
+    """Return the gaps in front of computations, from the first computation of the step on, in the order of stages."""
+    computations = timeline.computations()
+    if not computations:
+        return []
+    zero_s, least_s = min(event.start_s for event in computations), timeline.makespan_s * _SHORTEST
+    sources, waits = _Sources(computations, timeline.makespan_s * _ROUNDING), []
+    for stage_id in range(timeline.num_stages):
+        until_s = zero_s
+        own = (event for event in computations if event.stage_id == stage_id)
+        for event in sorted(own, key=lambda event: (event.start_s, event.end_s)):
+            if event.start_s - until_s > least_s:
+                waits.append(Wait(stage_id, until_s, event.start_s, event, sources.of(event)))
+            until_s = max(until_s, event.end_s)
+    return waits
+
+
+class _Sources:
+    """The computations of each slice by the time of their ends."""
+
+    def __init__(self, computations: Iterable[TimelineEvent], rounding_s: float) -> None:
+        self._rounding_s = rounding_s
+        self._ends: dict[tuple[str, int, int], list[tuple[float, TimelineEvent]]] = defaultdict(list)
+        for event in sorted(computations, key=lambda event: event.end_s):
+            self._ends[event.kind, event.micro_batch_id, event.slice_id].append((event.end_s, event))
+
+    def of(self, event: TimelineEvent) -> TimelineEvent | None:
+        """Return the computation whose result `event` takes; None where there is none."""
+        for kind in {"F": "F", "B": "BF", "W": "B"}[event.kind]:
+            ended = self._ends[kind, event.micro_batch_id, event.slice_id]
+            place = bisect_left(ended, event.start_s + self._rounding_s, key=lambda entry: entry[0])
+            before = [one for _, one in ended[:place] if one is not event]
+            if event.kind == "W":  # the backward of its own part
+                before = [one for one in before if (one.stage_id, one.chunk_id) == (event.stage_id, event.chunk_id)]
+            if before:
+                return before[-1]
+        return None

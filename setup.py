@@ -47,13 +47,14 @@ setup(
     extras_require={
         "hf": [*HUGGING_FACE],
         "megatron": ["megatron-core==0.16.1"],
-        "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4"],
+        "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4", "plotly>=6,<8"],
         "test": [
             *HUGGING_FACE,
             "hypothesis>=6.100",
             "jinja2>=3.1,<4",
             "matplotlib>=3.8,<4",
             "mypy>=1.11",
+            "plotly>=6,<8",
             "pytest>=9",
             "pytest-xdist>=3.6",
             "ruff>=0.6",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terapipe_ds.commands import CommandError
-from terapipe_ds.commands.options import Options, Picture, Text, option, switch
+from terapipe_ds.commands.options import Options, Output, Picture, Text, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
@@ -25,6 +25,8 @@ EXAMPLES = """\
   terapipe timeline timeline-step000020-rank*.json --out step20.png
   terapipe timeline traces/ --against predicted.json
   terapipe timeline traces/ --step 20 --against predicted.json --json --out both.png
+  terapipe timeline traces/ --against predicted.json --html step.html     (zoom, hover and filter; needs plotly)
+  terapipe timeline traces/ --perfetto trace.json                         (opens in ui.perfetto.dev)
 
 A trace directory holds timeline-step<step>-rank<rank>.json, as the engine writes them where `trace_dir` is set.
 A single file may also be one that `terapipe simulate --timeline` wrote.
@@ -38,6 +40,8 @@ class TimelineOptions(Options):
         "a trace directory, its files, or one timeline file", "TRACE_DIR_OR_FILE", flags=("traces",), nargs="+"
     )
     out: Picture | None = option("picture to write: .png, .svg or .pdf", "FILE")
+    html: Output | None = option("page to write: a timeline that can be zoomed, hovered and filtered", "FILE.html")
+    perfetto: Output | None = option("Chrome trace to write, which ui.perfetto.dev opens", "FILE.json")
     step: int | None = option("which step (default: the last that all ranks have)", "N")
     against: Text | None = option("compare with this timeline file or trace directory, drawn above", "PREDICTED")
     as_json: bool = switch("print the comparison as JSON", "--json")
@@ -48,29 +52,48 @@ add_arguments = TimelineOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the timeline of one step, compare it, or both."""
-    from terapipe_ds.timeline.picture import draw_timelines
-
     options = TimelineOptions.read(arguments)
-    if options.against is None and (options.out is None or options.as_json):
+    writes = options.out or options.html or options.perfetto
+    if options.against is None and (not writes or options.as_json):
         missing = "--json goes with --against only" if options.as_json else "--out is missing"
-        raise CommandError(f"{missing}: give --out FILE for a picture, or --against PREDICTED for a table")
+        raise CommandError(
+            f"{missing}: give --out FILE for a picture, --html FILE for a page, --perfetto FILE for a trace, or "
+            "--against PREDICTED for a table"
+        )
     step, timeline = load_step([Path(trace) for trace in options.traces], options.step)
     other, predicted = ("", None) if options.against is None else load_step([Path(options.against)], options.step)
     if options.step is not None and not (step or other):
         raise CommandError(f"--step {options.step} goes with a trace directory or its files only: leave it out")
     if predicted is None:
-        draw_timelines([(", ".join(filter(None, (step, timeline.name))), timeline)], str(options.out))
+        _write(options, [(", ".join(filter(None, (step, timeline.name))), timeline)])
         print(
-            f"{options.out}: {step or Path(options.traces[0]).name}, {timeline.num_stages} stages,"
+            f"{writes}: {step or Path(options.traces[0]).name}, {timeline.num_stages} stages,"
             f" makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
         )
         return
     from terapipe_ds.timeline.compare import compare
 
     comparison = compare(predicted, timeline)
-    if options.out:
-        draw_timelines([(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)], options.out)
+    _write(options, [(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)])
     print(json.dumps(comparison.to_dict(), indent=1, allow_nan=False) if options.as_json else comparison.render())
+
+
+def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None:
+    """Write the files that are asked for."""
+    from terapipe_ds.files.atomic import write_text
+    from terapipe_ds.timeline.export import to_chrome_trace
+    from terapipe_ds.timeline.interactive import timeline_page
+    from terapipe_ds.timeline.picture import draw_timelines
+
+    if options.out:
+        draw_timelines(titled, options.out)
+    if options.html:
+        title = "Predicted and measured step" if len(titled) > 1 else titled[0][0] or Path(options.traces[0]).name
+        short = [("predicted", titled[0][1]), *titled[1:]] if len(titled) > 1 else titled
+        write_text(options.html, timeline_page(short, title))
+    if options.perfetto:
+        (title, first), *others = titled
+        write_text(options.perfetto, to_chrome_trace(first, title if others else "", *others))
 
 
 def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:

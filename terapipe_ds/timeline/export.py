@@ -14,17 +14,24 @@ LINK_KINDS = ("SA", "SG")
 _STAGES, _LINKS = 0, 1  # the two processes of the trace
 
 
-def to_chrome_trace(timeline: Timeline) -> str:
+def to_chrome_trace(timeline: Timeline, title: str = "", *others: tuple[str, Timeline]) -> str:
     """Return JSON text for chrome://tracing and ui.perfetto.dev; times are microseconds from 0.
 
     A thread per stage and, in a process of their own, one per link. Counters show the live slices of every stage,
-    and its bytes if they are known.
+    and its bytes if they are known. `others` are titled timelines in the same trace, each in processes of its own.
     """
+    titled = [(title, timeline), *others]
+    rows = [row for index, (name, each) in enumerate(titled) for row in _rows(each, name, 2 * index)]
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}, indent=0, allow_nan=False)
+
+
+def _rows(timeline: Timeline, title: str, first_pid: int) -> list[dict[str, Any]]:
+    stages, links = first_pid + _STAGES, first_pid + _LINKS
     zero_s = min((event.start_s for event in timeline.events), default=0.0)
-    rows = [_name("thread_name", _STAGES, k, f"stage {k}") for k in range(timeline.num_stages)]
+    rows = [_name("thread_name", stages, k, f"stage {k}") for k in range(timeline.num_stages)]
     threads: dict[tuple[Any, ...], int] = {}
     for event in timeline.events:
-        pid, thread = _STAGES, event.stage_id
+        pid, thread = stages, event.stage_id
         if event.kind in LINK_KINDS:  # beside computation, so in a row of its own
             _, _, peer = event.action.partition(">")
             link = event.stage_id, event.kind, event.chunk_id, peer
@@ -33,14 +40,16 @@ def to_chrome_trace(timeline: Timeline) -> str:
                 chunk = f" chunk {event.chunk_id}" if event.chunk_id else ""
                 what = "activations" if event.kind == "SA" else "gradients"
                 words = f"{what}, stage {event.stage_id}{chunk} > {peer}"
-                rows.append(_name("thread_name", _LINKS, threads[link], words))
-            pid, thread = _LINKS, threads[link]
+                rows.append(_name("thread_name", links, threads[link], words))
+            pid, thread = links, threads[link]
         rows.append(_box(event, pid, thread, zero_s))
+    if threads or title:
+        rows.append(_name("process_name", stages, 0, f"{title} stages".lstrip()))
     if threads:
-        rows += [_name("process_name", _STAGES, 0, "stages"), _name("process_name", _LINKS, 0, "links")]
-    rows += _counters("live slices", "slices", timeline.live_slices(), zero_s)
-    rows += _counters("memory", "bytes", timeline.bytes_over_time or (), zero_s)
-    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}, indent=0, allow_nan=False)
+        rows.append(_name("process_name", links, 0, f"{title} links".lstrip()))
+    rows += _counters("live slices", "slices", timeline.live_slices(), zero_s, stages)
+    rows += _counters("memory", "bytes", timeline.bytes_over_time or (), zero_s, stages)
+    return rows
 
 
 def to_csv(timeline: Timeline) -> str:
@@ -63,9 +72,11 @@ def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _counters(what: str, unit: str, stages: tuple[tuple[tuple[float, int], ...], ...], zero_s: float) -> list[Any]:
+def _counters(
+    what: str, unit: str, stages: tuple[tuple[tuple[float, int], ...], ...], zero_s: float, pid: int
+) -> list[Any]:
     return [
-        {"name": f"{what}, stage {k}", "ph": "C", "pid": _STAGES, "ts": 1e6 * (time_s - zero_s), "args": {unit: number}}
+        {"name": f"{what}, stage {k}", "ph": "C", "pid": pid, "ts": 1e6 * (time_s - zero_s), "args": {unit: number}}
         for k, steps in enumerate(stages)
         for time_s, number in steps
     ]

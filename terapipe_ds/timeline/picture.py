@@ -83,7 +83,7 @@ def build_figure(titled: Sequence[tuple[str, Timeline]], above: Above | None = N
         axes.axis("off")
         above.draw(axes, width - 0.4, head)
     top = height - head
-    unit, scale = _time_unit(span_s)
+    unit, scale = time_unit(span_s)
     points_per_s = 72 * body_width / (1.012 * span_s)
     for (title, timeline), body in zip(titled, bodies, strict=True):
         top -= _TOP + body
@@ -112,7 +112,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, scale: float, points_per_s: floa
         axes.broken_barh([(0, timeline.makespan_s * scale)], ground, facecolor=WAIT, linewidth=0, zorder=1)
     for (stage_id, kind), events in rows.items():
         spans = [((event.start_s - zero_s) * scale, (event.end_s - event.start_s) * scale) for event in events]
-        colours = [_shade(event.micro_batch_id, kind) for event in events]
+        colours = [shade(event.micro_batch_id, kind) for event in events]
         hatch = "//////" if kind == "W" else None
         axes.broken_barh(spans, (stage_id - 0.41, 0.82), facecolors=colours, hatch=hatch, zorder=2, **style)
 
@@ -169,14 +169,14 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     for m in range(min(count, len(_HUES))):
         more = f", {m + len(_HUES)}" + (", ..." if m + 2 * len(_HUES) < count else "")
         words = ("micro-batch " if m == 0 else "") + str(m) + (more if m + len(_HUES) < count else "")
-        items.append((tuple(Patch(facecolor=_shade(m, kind)) for kind in ("F", "B")), words))
+        items.append((tuple(Patch(facecolor=shade(m, kind)) for kind in ("F", "B")), words))
     greys = {"F": ("forward", "#d5dae0"), "B": ("backward", "#5a6673"), "W": ("weight gradient", "#9aa5b1")}
     for kind, (words, grey) in greys.items():
         if kind in kinds:
             hatch = "//////" if kind == "W" else None
             items.append((Patch(facecolor=grey, edgecolor="white", linewidth=0, hatch=hatch), words))
     if kinds & set(_CLOSING_KINDS):
-        items.append((Patch(facecolor=_shade(0, "ST"), linewidth=0), "reduce, optimizer"))
+        items.append((Patch(facecolor=shade(0, "ST"), linewidth=0), "reduce, optimizer"))
     items.append((Patch(facecolor=WAIT, edgecolor=LINE, linewidth=0.6), "waiting"))
     figure.legend(
         *zip(*items, strict=True),
@@ -193,7 +193,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     )
 
 
-def _shade(micro_batch_id: int, kind: str) -> tuple[float, float, float]:
+def shade(micro_batch_id: int, kind: str) -> tuple[float, float, float]:
+    """Return the colour of an action, as red, green and blue of at most 1."""
     hue = _HUES[micro_batch_id % len(_HUES)] if kind in COMPUTE_KINDS else "#8d99a6"
     white = {"F": 0.62, "W": 0.35}.get(kind, 0.0)
     red, green, blue = (int(hue[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -216,6 +217,6 @@ def _typical_s(timeline: Timeline, among: float = 0.5) -> float:
     return (lengths[int(len(lengths) * among)] if lengths else 0.0) or 1e-9
 
 
-def _time_unit(span_s: float) -> tuple[str, float]:
+def time_unit(span_s: float) -> tuple[str, float]:
     """Return the unit in which a span reads well, and its number per second."""
     return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)

@@ -114,7 +114,7 @@ ERRORS = {
     "show --stages 2 --schedule dapple --option policy=A --option policy=B": "--option policy is given twice",
     "show --stages 2 --schedule zbv --option slots=4,5": "three whole numbers",
     "timeline no/such --out x.png": "no/such: No such file or directory; give a path that exists",
-    "timeline x": "--out is missing: give --out FILE for a picture, or --against PREDICTED for a table",
+    "timeline x": "--out is missing: give --out FILE for a picture, --html FILE for a page,",
     "timeline x --out x.png --json": "--json goes with --against only",
     "timeline no/such.json --against x": "no/such.json: No such file",
     "simulate --schedule gpipe --stages 2 --slices 5,3": "one of the arguments --profile --model --unit is required",

@@ -95,6 +95,7 @@ class BenchOptions(Options):
     )
     as_json: Output | None = _OUTPUT.option("write machine and all figures here", "FILE", flags=("--json",))
     html: Output | None = _OUTPUT.option("write a report for a browser, in one file", "FILE")
+    interactive: bool = _OUTPUT.switch("with --html: timelines to zoom, hover and filter (2 MB more; needs plotly)")
     result: Text | None = _OUTPUT.option(
         "write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
         "RESULT",
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
     if options.html:
         from terapipe_ds.bench.report import write_report
 
-        write_report(result, options.html)
+        write_report(result, options.html, options.interactive)
     _check_success(result)
     if options.check_replay:
         _check_replay(result)
@@ -136,19 +137,19 @@ def _report_of(options: BenchOptions, result: str) -> None:
     """Write the report of a kept result; refuse all other options, which belong to a run."""
     from terapipe_ds.bench.report import load_result, write_report
 
-    given = [options.name_of(name) for name in options.given if name not in ("result", "html")]
+    given = [options.name_of(name) for name in options.given if name not in ("result", "html", "interactive")]
     if given or options.html is None:
         problem = f"runs nothing and does not use {', '.join(given)}" if given else "needs --html"
         raise CommandError(f"--from {problem}: give --from RESULT --html FILE alone")
     if os.path.realpath(options.html) == os.path.realpath(result):
         raise CommandError(f"--html {options.html} is the result itself: give another name")
-    write_report(load_result(result), options.html)
+    write_report(load_result(result), options.html, options.interactive)
     print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")
 
 
 def _measure(options: BenchOptions) -> dict[str, Any]:
     if options.preset in ("gpu-attention", "gpu-layer"):
-        unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html")]
+        unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html", "interactive")]
         if unused:
             fix = "its sizes are fixed, it takes --full, --json, --html"
             raise CommandError(f"preset {options.preset} does not use {', '.join(map(flag, unused))}: {fix}")

@@ -1,4 +1,4 @@
-// Draws one timeline with plotly and fades what its filters leave out. `figure`: {data, layout, shown}, see interactive.py.
+// Draws one timeline with plotly and fades what its filters leave out. `figure`: {data, layout}, see interactive.py.
 const BUTTONS = [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]]; // none that leaves this machine
 
 function drawTimeline(frame, figure) {
@@ -24,6 +24,8 @@ function drawTimeline(frame, figure) {
   const options = { responsive: true, displaylogo: false, scrollZoom: true, modeBarButtons: BUTTONS };
   Plotly.newPlot(plot, figure.data, figure.layout, options).then(paint);
   dark.addEventListener("change", paint);
+  // What is folded away has no width when it is drawn.
+  frame.closest("details")?.addEventListener("toggle", () => Plotly.Plots.resize(plot));
 
   const chosen = (name) => frame.querySelector(`select[name=${name}]`).value;
   const fade = () => {

@@ -58,9 +58,9 @@ def scripts() -> str:
     return f'<script type="text/plain" id="plotly-packed">{packed}</script>\n<script>{own}</script>\n'
 
 
-def interactive_timeline(titled: Sequence[tuple[str, Timeline]], name: str) -> str:
+def interactive_timeline(titled: Sequence[tuple[str, Timeline]], name: str, *, compares: bool = True) -> str:
     """Return one interactive picture with its filters, as HTML; `name` is unique in the page."""
-    figure = build_interactive(titled)
+    figure = build_interactive(titled, compares=compares)
     data = json.dumps(figure, allow_nan=False).replace("<", "\\u003c")
     kinds = {trace["meta"]["kind"] for trace in figure["data"]}
     units = {
@@ -81,10 +81,11 @@ def interactive_timeline(titled: Sequence[tuple[str, Timeline]], name: str) -> s
     )
 
 
-def build_interactive(titled: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
+def build_interactive(titled: Sequence[tuple[str, Timeline]], *, compares: bool = True) -> dict[str, Any]:
     """Return data and layout for plotly; every timeline begins at 0 with its first computation.
 
-    What the second and later timelines have in common with the first says, on hovering, how much longer it took.
+    Args:
+        compares: the timelines are of one schedule. An action of the second says how long it took in the first.
     """
     if not any(timeline.computations() for _, timeline in titled):
         raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")
@@ -100,7 +101,7 @@ def build_interactive(titled: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     for index, (title, timeline) in enumerate(titled):
         rows = [name[index] for name in names]
-        reference = None if index == 0 else titled[0]
+        reference = titled[0] if compares and index > 0 else None
         traces += _traces(title, timeline, rows, (unit, scale), reference)
     rows = [name for of_stage in names for name in of_stage]
     return {"data": traces, "layout": _layout(rows, unit)}

@@ -1,4 +1,4 @@
-"""Write the report of `terapipe bench`: one HTML file that needs nothing else, neither network nor scripts.
+"""Write the report of `terapipe bench`: one HTML file that needs nothing else and no network, with scripts if asked.
 
 From the top: what came out, the tables, the plots, how it was measured, and all data. `page.html` is the template.
 """
@@ -11,15 +11,18 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
+import terapipe_ds.timeline.interactive as interactive_pages
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Run, RunGroup, read_result
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.bounded import read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.picture import build_figure
 
 SETTINGS: dict[str, Any] = {
@@ -30,15 +33,18 @@ SETTINGS: dict[str, Any] = {
 }
 """How matplotlib draws for the page: text stays text, a `$` is a dollar."""
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more becomes a PNG
 
 
-def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def write_report(result: dict[str, Any], path: str | os.PathLike[str], interactive: bool = False) -> None:
     """Write the report of a result, the dict of `terapipe bench --json`, as one file; readers see all of it or nothing.
+
+    With `interactive`, below the picture of a timeline is one to zoom, hover and filter, where plotly is installed.
 
     Raises `ReportError` where the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
     """
-    write_text(path, render_page(result))
+    write_text(path, render_page(result, interactive))
 
 
 def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -52,9 +58,15 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def render_page(data: object) -> str:
+def render_page(data: object, interactive: bool = False) -> str:
     """Return the whole page of a result as text."""
-    result = read_result(data)
+    result, scripts, note = (
+        read_result(data),
+        "",
+        "--interactive adds timelines that can be zoomed, hovered and filtered.",
+    )
+    if interactive:
+        scripts, note = _scripts()
     try:
         import matplotlib
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -64,7 +76,7 @@ def render_page(data: object) -> str:
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {each.__name__: each for each in (text.digits, text.seconds, text.percent, text.slices_text)}
     with matplotlib.rc_context(SETTINGS):
-        figures, timelines = _figures(result), list(_timelines(result))
+        figures, timelines = _figures(result), list(_timelines(result, bool(scripts)))
     assert isinstance(data, dict)
     slim = data | {"runs": [{k: v for k, v in run.items() if k != "timeline"} for run in data["runs"]]}
     return page.get_template("page.html").render(
@@ -72,6 +84,9 @@ def render_page(data: object) -> str:
         systems=SYSTEMS,
         text=text,
         figures=figures,
+        policy=interactive_pages.POLICY if scripts else _POLICY,
+        scripts=scripts,
+        interactive_note=note,
         timelines=timelines,
         activations=[(group, shares) for group in result.groups if (shares := group.activations())],
         facts=list(_flat({"preset": result.preset, **(result.model_extra or {}), **result.machine})),
@@ -104,8 +119,19 @@ def _figures(result: Result) -> dict[str, str]:
     return {key: plots.inline_svg(figure, key, words) for key, draw, words in drawn if (figure := draw(result))}
 
 
-def _timelines(result: Result) -> Iterator[tuple[str, str]]:
-    """Yield a title and a picture per group; the group that gains most comes first."""
+def _scripts() -> tuple[str, str]:
+    """Return what interactive timelines need, and a line that says what to install where that lacks.
+
+    It is no error: a benchmark may have taken hours before that.
+    """
+    try:
+        return interactive_pages.scripts(), ""
+    except TimelineError as error:
+        return "", f"The timelines are pictures alone: {error}"
+
+
+def _timelines(result: Result, interactive: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield a title, a picture and the same to zoom (or "") per group; the group that gains most comes first."""
     pairs = [(group, pair) for group in result.groups if (pair := timeline_pair(group))]
     pairs.sort(key=lambda each: -(each[0].ratio(each[1][-1]) or 0.0))
     for index, (group, runs) in enumerate(pairs):
@@ -116,7 +142,15 @@ def _timelines(result: Result) -> Iterator[tuple[str, str]]:
         yield (
             title,
             plots.inline_png(figure, words) if has_many else plots.inline_svg(figure, f"timeline{index}", words),
+            _interactive(titled, f"interactive{index}") if interactive else "",
         )
+
+
+def _interactive(titled: list[tuple[str, Timeline]], name: str) -> str:
+    try:
+        return interactive_pages.interactive_timeline(titled, name, compares=False)
+    except TimelineError as error:  # too many actions
+        return f'<p class="note">{escape(str(error))}</p>'
 
 
 def _flat(facts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -20,7 +21,7 @@ from terapipe_ds.cli import main
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
-from terapipe_ds.timeline import Timeline
+from terapipe_ds.timeline import Timeline, TimelineError, interactive
 from tests.unit.timeline.drawn_texts import overlaps
 
 LENGTH = 2048
@@ -195,6 +196,29 @@ def test_what_is_not_known_is_a_dash_and_small_figures_have_small_units() -> Non
 def test_notes_tell_of_losses_and_of_a_busy_machine(changes: dict[str, Any], told: list[str]) -> None:
     said = notes(read_result(result(STOCK, SLICED | changes)))
     assert all(text in " ".join(said) for text in told) and bool(said) == bool(told)
+
+
+def test_timelines_that_can_be_zoomed_are_below_their_pictures(large: str) -> None:
+    pytest.importorskip("plotly", reason="needs the extra plot")
+    page = render_page(KEPT, interactive=True)
+    policies = [re.search(r'Policy" content="([^"]*)"', text) for text in (large, page)]
+    assert [policy is not None and "script-src" in policy[1] for policy in policies] == [False, True]
+    assert policies[1] is not None and "default-src 'none'" in html.unescape(policies[1][1])
+    pictures = large.count("<details") - 1  # the last one is the data
+    assert page.count('class="interactive"') == pictures > 0
+    assert page.count('role="img"') == large.count('role="img"')
+    assert "--interactive adds timelines" in large and "--interactive adds timelines" not in page
+    assert "times as long" not in page, "the timelines of two systems are not of one schedule"
+
+
+def test_a_report_is_written_without_plotly(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise TimelineError("needs plotly: pip install 'terapipe_ds[plot]'")
+
+    monkeypatch.setattr(interactive, "plotly_script", missing)
+    page = render_page(KEPT, interactive=True)
+    assert "<script" not in page and page.count("<svg") == large.count("<svg")
+    assert "The timelines are pictures alone: needs plotly: pip install" in page
 
 
 def test_the_page_is_whole_and_needs_nothing_else(large: str) -> None:

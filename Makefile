@@ -1,5 +1,5 @@
 # make venv | test | test-full | test-versions | upstream-tests | mutations | demo | gpu-checks | lint | clean
-#      dist | wheel-check
+#      dist | wheel-check | docs
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +19,7 @@ TORCH_OLDEST ?= 2.11.0
 TORCH_NEWEST ?= 2.15.0
 
 .PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean \
-	dist wheel-check docs-venv
+	dist wheel-check docs docs-venv
 
 venv: $(STAMP)
 
@@ -102,6 +102,10 @@ $(DOCS_STAMP): docs/requirements.txt
 	@$(DOCS_VENV)/bin/python -V >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(DOCS_VENV); }
 	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r docs/requirements.txt
 	@touch $@
+
+# The site, into site/: open site/index.html. A warning is an error.
+docs: docs-venv
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
 
 # An sdist, and a wheel that is built from it.
 dist: docs-venv

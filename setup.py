@@ -55,6 +55,7 @@ setup(
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6,<10",
             "mkdocstrings[python]>=0.30,<2",
+            "ruff>=0.6",  # breaks the lines of signatures
             "twine>=6",
         ],
         "test": [

@@ -247,6 +247,19 @@ def test_fast_commands_run_as_printed(
         assert not output or shown.strip() == output.strip()
 
 
+@pytest.mark.full
+@in_each_document
+def test_plans_are_found(
+    document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run every `terapipe plan` that needs no file. One that fits nowhere is there to show what the error says."""
+    monkeypatch.chdir(tmp_path)
+    for words, _ in commands(document):
+        if words[:2] == ["terapipe", "plan"] and not {"--profile", "--config", "--help"} & set(words):
+            code = cli.main(words[1:])
+            assert code == 0 or "no plan fits in" in capsys.readouterr().err, words
+
+
 def make_traces(folder: Path) -> None:
     """Write what the timelines of the documents are drawn from: `predicted.json` and a step of two ranks."""
     plan = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "512,384,128", "--unit"]

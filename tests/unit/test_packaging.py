@@ -74,3 +74,16 @@ def test_every_dependency_has_a_reason(built: Path) -> None:
     rows = set(re.findall(r"^\| `([\w-]+)`", page, re.MULTILINE))
     required = metadata(built).get_all("Requires-Dist", ())
     assert {re.split(r"[^\w-]", line)[0].lower() for line in required} == rows
+
+
+def test_citation_and_templates_of_issues_are_yaml() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers: pip install terapipe_ds[hf]")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    templates = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in templates if path.name != "config.yml"]
+    assert len(forms) >= 4
+    for form in forms:
+        assert form["name"] and form["description"] and all(part["type"] for part in form["body"])
+        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert ids and len(ids) == len(set(ids))

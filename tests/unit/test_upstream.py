@@ -36,6 +36,7 @@ def test_ranks():
 OUTCOMES = {"test_ranks": "PASSED", "test_passes": "PASSED", "test_fails": "FAILED"}
 
 
+@pytest.mark.full
 def test_the_tests_of_a_checkout_run_with_our_engine_and_leave_it_alone(tmp_path: Path) -> None:
     for name, text in FILES.items():
         path = tmp_path / "tests" / name

@@ -103,7 +103,7 @@ def _every_change_fails(folder: str, step: int) -> list[Outcome]:
 CASES = [(number, error) for error in ERRORS for number in range(MOST_CHANGES)]
 
 
-@pytest.mark.parametrize("step", [pytest.param(13, id="sample"), pytest.param(1, id="all", marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [pytest.param(9, id="sample"), pytest.param(1, id="all", marks=pytest.mark.full)])
 def test_no_failure_of_the_disk_ends_a_training(tmp_path: Path, step: int) -> None:
     of_ranks = rank_pool(2).run(_every_change_fails, folder=str(tmp_path), step=step)
     assert not list(tmp_path.rglob("*.tmp"))

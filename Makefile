@@ -1,4 +1,5 @@
 # make venv | test | test-full | test-versions | upstream-tests | mutations | demo | gpu-checks | lint | clean
+#      dist | wheel-check | docs
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,8 @@ PYTHON_NEWEST ?= python3.12
 TORCH_OLDEST ?= 2.11.0
 TORCH_NEWEST ?= 2.15.0
 
-.PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean
+.PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean \
+	dist wheel-check docs docs-venv
 
 venv: $(STAMP)
 
@@ -44,7 +46,7 @@ test: lint suite
 
 suite: venv
 	$(PYTEST) -n 2 --dist loadfile -m "not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) -n 2 --dist loadfile -m alone
 
 # Both, whatever comes of the first; each ends with the tests that were skipped, and why. ruff and mypy are left to the
 # pinned versions.
@@ -90,6 +92,31 @@ OUT ?= out/gpu-checks$(if $(DRY_RUN),-dry-run)
 gpu-checks: venv
 	$(BIN)/python -m tests.gpu_checks --out $(OUT) $(if $(DRY_RUN),--dry-run) $(PART)
 
+# What builds the distributions and the site has an environment of its own, without torch: no test needs it.
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+docs-venv: $(DOCS_STAMP)
+
+$(DOCS_STAMP): docs/requirements.txt
+	@$(DOCS_VENV)/bin/python -V >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(DOCS_VENV); }
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r docs/requirements.txt
+	@touch $@
+
+# The site, into site/: open site/index.html. A warning is an error.
+docs: docs-venv
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
+
+# An sdist, and a wheel that is built from it.
+dist: docs-venv
+	rm -rf build dist
+	$(DOCS_VENV)/bin/python -m build --outdir dist .
+	$(DOCS_VENV)/bin/twine check --strict dist/*
+
+# The wheel in an empty environment, used from a folder outside of the repository.
+wheel-check: venv dist
+	$(BIN)/python -m tests.wheel_check dist/*.whl
+
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./.venv*/*" -prune -exec rm -rf {} +

@@ -8,11 +8,12 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+PLOT = ["matplotlib>=3.8,<4", "jinja2>=3.1,<4", "plotly>=6,<8"]
 HUGGING_FACE = ["transformers>=4.57,<6", "safetensors>=0.4.3,<1", "peft>=0.17,<1"]
 
 
 def read_version() -> str:
-    """The version out of the package, without importing it."""
+    """Return the version that the package has, without importing it."""
     text = (HERE / "terapipe_ds" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     if found is None:
@@ -21,7 +22,7 @@ def read_version() -> str:
 
 
 def read_readme() -> str:
-    """The long description; empty in a tree that has no README yet."""
+    """Return the long description; empty in a tree that has no README yet."""
     readme = HERE / "README.md"
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
@@ -47,17 +48,25 @@ setup(
     extras_require={
         "hf": [*HUGGING_FACE],
         "megatron": ["megatron-core==0.16.1"],
-        "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4", "plotly>=6,<8"],
+        "plot": [*PLOT],
+        "bench": [*PLOT],  # the report of `terapipe bench --html`
+        "docs": [
+            "build>=1.2",
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]>=0.30,<2",
+            "ruff>=0.6",  # breaks the lines of signatures
+            "twine>=6",
+        ],
         "test": [
             *HUGGING_FACE,
+            *PLOT,
             "hypothesis>=6.100",
-            "jinja2>=3.1,<4",
-            "matplotlib>=3.8,<4",
             "mypy>=1.11",
-            "plotly>=6,<8",
             "pytest>=9",
             "pytest-xdist>=3.6",
             "ruff>=0.6",
+            "setuptools>=69",  # builds the package for a test of what the wheel holds
         ],
     },
     entry_points={"console_scripts": ["terapipe = terapipe_ds.cli:main"]},

@@ -3,7 +3,8 @@
 Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of the MLP, V vocabulary:
 
   norm          its input i h and statistics (LayerNorm, and RMSNorm where it is one kernel, as on a GPU); where it is
-                made of plain operations, as on a CPU, input and normalised input, both in fp32 at least
+                made of plain operations, as on a CPU, input and normalised input, both in fp32 at least. The first
+                norm's input is what the part has received
   qkv, up       their input, the norm's output: i h each
   attention     queries, output and log-sum-exp: 2 i q + max(4, i) H. Keys and values are in the slice store, 2 i kv. A
                 sequence in one slice keeps them itself, and where positions are rotary the fused product (q + 2 kv),
@@ -14,7 +15,7 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   loss          the log-probabilities in fp32 at least, V, and the labels
   W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
                 untied output matrix (a tied one has its gradient in B), whatever was kept before
-  links         the received input and, kept until the gradient arrives, the output: i h each
+  links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
 
 Beside what is kept, while a slice runs (peaks in its backward, in which kept things go as gradients come):
 
@@ -135,7 +136,7 @@ class Setup:
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
         kept = layers * (message if self.activation_checkpointing else self._layer_saved)
-        kept += _INDEX_BYTES if is_first else message
+        kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
         keys_values = 2 * max(1, size.num_kv_heads // self.tensor_parallel) * size.head_dim
@@ -215,6 +216,11 @@ class Setup:
         layer = 4 * self._residual + divided // degree
         head = self._residual + size.vocab_size // degree if is_last and not size.tied_embedding else 0
         return (layers * layer + head) * self._item
+
+    @property
+    def _keeps_input(self) -> bool:
+        """Return whether the first layer of a part keeps the part's input, and no wider copy of it."""
+        return self.activation_checkpointing or self.size.bias or self.fused_norm or self._item == self._wide
 
     @cached_property
     def _norm_saved(self) -> int:

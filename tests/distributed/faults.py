@@ -110,6 +110,7 @@ TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
 BUILD = "runtime.planning.batch_plans:build"
 VALIDATE = "runtime.planning.batch_plans:validate"
 FIRST_POSITION = "models.gpt:first_position"
+ROTARY_POSITION = "models.positions:first_position"
 ATTENTION = "models.gpt:sliced_attention"
 MERGE = "attention.backends.blocks:merge"
 RUNNER = "runtime.engine.part_runner"
@@ -719,7 +720,7 @@ fault("runtime", EQUAL, "one stage has another plan", TRAIN_BATCH, section={"sta
 # -- layers: right on whole sequences, wrong on slices ---------------------------------------------------------------
 
 
-fault("layer", UNEVEN, "rotary positions count from 0 in every slice", FIRST_POSITION, in_layers=True)(
+fault("layer", UNEVEN, "rotary positions count from 0 in every slice", ROTARY_POSITION, in_layers=True)(
     rotary_positions_not_offset=lambda _: 0
 )
 fault("layer", LEARNED, "learned positions count from 0 in every slice", FIRST_POSITION, in_layers=True)(

@@ -30,9 +30,10 @@ from tests.test_imports import MOST_NAMES, RINGS, WINGS
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "patches/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PROGRAMS = ("terapipe", "python", "deepspeed", "make", "pip", "git", "cd")
+READERS = "train.py"  # a script of the reader's own
 FOREIGN = {"tests/unit/runtime/pipe", "tests/unit/pipe", "tests/unit/checkpoint/test_pipeline.py"}  # of DeepSpeed
 FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "terapipe_ds").iterdir()) if path.is_dir()} - {"out"}
 in_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -166,8 +167,8 @@ def check_launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if launch.module:
         assert launch.user_script == "terapipe_ds.run"
         _, arguments = take_verify(launch.user_args)
-        assert split_arguments(arguments)[0] == "train.py"
-    else:
+        assert split_arguments(arguments)[0] == READERS
+    elif launch.user_script != READERS and "parse" in (ROOT / launch.user_script).read_text():
         check_python([launch.user_script, *launch.user_args], monkeypatch)
 
 
@@ -222,6 +223,7 @@ def help_of(command: str) -> str:
 # --- what runs
 
 RUN = ("show", "simulate", "timeline")
+PLANNED = ("tutorials",)  # documents whose `terapipe plan` runs where an output is printed below it
 
 
 @in_each_document
@@ -230,7 +232,12 @@ def test_fast_commands_run_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    runnable = [(words, output) for words, output in commands(document) if words[0] == "terapipe" and words[1] in RUN]
+    plans = document.parent.name in PLANNED
+    runnable = [
+        (words, output)
+        for words, output in commands(document)
+        if words[0] == "terapipe" and (words[1] in RUN or (plans and output and words[1] == "plan"))
+    ]
     if runnable:
         make_traces(tmp_path)
     for words, output in runnable:
@@ -238,6 +245,19 @@ def test_fast_commands_run_as_printed(
         assert cli.main(words[1:]) == 0
         shown = capsys.readouterr().out
         assert not output or shown.strip() == output.strip()
+
+
+@pytest.mark.full
+@in_each_document
+def test_plans_are_found(
+    document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run every `terapipe plan` that needs no file. One that fits nowhere is there to show what the error says."""
+    monkeypatch.chdir(tmp_path)
+    for words, _ in commands(document):
+        if words[:2] == ["terapipe", "plan"] and not {"--profile", "--config", "--help"} & set(words):
+            code = cli.main(words[1:])
+            assert code == 0 or "no plan fits in" in capsys.readouterr().err, words
 
 
 def make_traces(folder: Path) -> None:
@@ -322,8 +342,9 @@ def test_sources_mention_documents_that_exist() -> None:
 
 
 def test_the_index_has_all_documents() -> None:
-    targets = re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs/index.md").read_text())
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} == {*targets, "index.md"}
+    targets = re.findall(r"\]\(([\w/-]+\.md)", (ROOT / "docs/index.md").read_text())
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == {*targets, "index.md"}
 
 
 def test_the_readme_is_short_and_says_how_to_test() -> None:

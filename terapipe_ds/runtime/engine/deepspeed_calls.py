@@ -45,7 +45,7 @@ class DeepSpeedCalls:
     def open_batch(self) -> None:
         """Find out what DeepSpeed has to do around the forwards and backwards of the batch that begins."""
         engine = self._engine
-        self._is_bare = does_nothing_around_layers(engine)
+        self._is_bare, self._is_timed = does_nothing_around_layers(engine), bool(engine.wall_clock_breakdown())
         self._checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
         self._runs_layers_alone = not self._checkpoints and _only_calls_its_layers(engine.module)
         self._micro_batches = engine.gradient_accumulation_steps()
@@ -127,7 +127,7 @@ class DeepSpeedCalls:
 
     def timed(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
         """Call, with `wall_clock_breakdown` under one of DeepSpeed's timers. Of a receive the wait is timed."""
-        if not self._engine.wall_clock_breakdown():
+        if not self._is_timed:
             return call(*arguments)
         timer = self._engine.timers(name)
         timer.start()

@@ -23,6 +23,7 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
@@ -32,7 +33,7 @@ from terapipe_ds.schedule.action import Action, Kind
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 _NOTHING = nullcontext()
-_MOST_ACTIVES = 4096  # that are kept for the batches to come
+_NO_ACTIVE: tuple[None, Any] = None, None
 
 
 class PartRunner:
@@ -43,7 +44,9 @@ class PartRunner:
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
-        self._actives: dict[tuple[tuple[int, ...], int, int, str], ActiveSlice] = {}
+        # what comes over a wire is this part's alone; memory that is offloaded goes when nothing else has it
+        self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
+        self._actives: dict[tuple[int, int, str], tuple[SlicePlan, ActiveSlice]] = {}
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -72,12 +75,11 @@ class PartRunner:
         plan, starts = micro_batch.plan, micro_batch.shape.starts
         if starts is not None:  # which are another batch's next time
             return self._new_active(action, mode, plan, Documents(starts, *plan.span(action.slice_id)))
-        key = plan.lengths, action.micro_batch_id, action.slice_id, mode
-        active = self._actives.get(key)
-        if active is None:
-            if len(self._actives) >= _MOST_ACTIVES:
-                self._actives.clear()
-            active = self._actives[key] = self._new_active(action, mode, plan, None)
+        key = action.micro_batch_id, action.slice_id, mode
+        of, active = self._actives.get(key, _NO_ACTIVE)
+        if of is not plan:  # an equal one of an earlier batch may be another object
+            active = active if of == plan else self._new_active(action, mode, plan, None)
+            self._actives[key] = plan, active
         return active
 
     def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
@@ -99,9 +101,16 @@ class PartRunner:
         training = slices.batch.training
         active = self._active(action, "train" if training else "eval")
         saving = self._begin(action)
-        leaves, inputs = self._slice_inputs(action, active)
+        leaves, is_tuple = self._leaves(action, active)
+        inputs = self._handed.inputs(leaves)
         with push_slice(active), saving:
-            outputs = stage.deepspeed.run_layers(inputs, training)
+            try:
+                outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
+            except RuntimeError as error:
+                self._handed.explain(error)
+                raise
+            if training:
+                self._handed.look(leaves, inputs)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
                 stage.finite.look_at_loss(loss.value())
@@ -118,20 +127,17 @@ class PartRunner:
         offload.begin(action)
         return offload.saving(self._open().key(action)) if action.kind is Kind.FORWARD else _NOTHING
 
-    def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
-        """Return the leaves of this slice's graph, and copies for the layers, which may work in place."""
+    def _leaves(self, action: Action, active: ActiveSlice) -> tuple[Tensors, bool]:
+        """Return the leaves of this slice's graph, and whether the layers take a tuple."""
         if self.place.is_first:
             inputs = self._open().batch.micro_batches[action.micro_batch_id].inputs
             assert inputs is not None
-            leaves, is_tuple = inputs.span(active.start, active.stop), inputs.is_tuple
-        else:
-            spec, leaves = self._received(self._stage.links.receive_activation, action, PIPE_RECV_INPUT_TIMER)
-            is_tuple = spec.is_tuple
-            for leaf, tensor in zip(leaves, spec.tensors, strict=True):
-                leaf.requires_grad_(tensor.requires_grad)
-        if not is_tuple:
-            return leaves, leaves[0].clone()
-        return leaves, tuple(leaf.clone() for leaf in leaves)
+            return inputs.span(active.start, active.stop), inputs.is_tuple
+        spec, leaves = self._received(self._stage.links.receive_activation, action, PIPE_RECV_INPUT_TIMER)
+        for leaf, tensor in zip(leaves, spec.tensors, strict=True):
+            if tensor.requires_grad:
+                leaf.requires_grad_()
+        return leaves, spec.is_tuple
 
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""

@@ -69,6 +69,7 @@ class Watchdog:
         self._stall_timeout_s, self._data_timeout_s = stall_timeout_s, data_timeout_s
         self._asynchronous = asynchronous
         self._record = RankRecord(rank, stage_id)
+        self.note = self._record.note  # what this rank does now: an action, cheap, called for each
         self._words = LastWords(self._record, trace_dir)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -134,10 +135,6 @@ class Watchdog:
             raise
         finally:
             self._record.now(Doing(""))
-
-    def note(self, action: object) -> None:
-        """Remember what this rank does now; cheap, called for each action."""
-        self._record.note(action)
 
     @contextmanager
     def waiting(self, what: Wait | str) -> Iterator[None]:

@@ -26,6 +26,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.failures.trials import Trials
@@ -131,6 +132,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         inputs = own.stretched(length).to(device)
     if place.is_last and micro_batch.labels is not None:
         labels = micro_batch.labels.stretched(length).to(device)
+    comes_by_wire = not place.is_first and stage.layout.owner(place.part_id - 1) != engine.stage_id
     return SliceTimer(
         engine.module,
         length,
@@ -146,6 +148,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         clock=engine.slice_clock,
         sequence=sequence_ranks_of(engine.grid),
         can_split=not config.compile,
+        handed=HandedInputs(comes_by_wire and not config.offload_activations),
     )
 
 

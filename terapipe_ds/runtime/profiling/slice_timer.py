@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
@@ -72,6 +73,7 @@ class SliceTimer:
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
     own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
+    handed: HandedInputs = field(default_factory=lambda: HandedInputs(may_hand=True))  # as the engine hands inputs
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -260,10 +262,11 @@ class SliceTimer:
     def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> LiveSlice:
         """Run what the engine's F does, bookkeeping apart, on the module or on `layers` in its place."""
         leaves, is_tuple = self._leaves(active)
-        copies = tuple(leaf.clone() for leaf in leaves)
+        inputs = self.handed.inputs(leaves)
         with push_slice(active), checkpointing_with_gradients(self.module):
             with self.autocast():
-                outputs = (layers or self.module)(copies if is_tuple else copies[0])
+                outputs = (layers or self.module)(inputs if is_tuple else inputs[0])
+            self.handed.look(leaves, inputs)
             if not self.is_last:
                 return LiveSlice(active, outputs, None)
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)

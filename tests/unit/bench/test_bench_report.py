@@ -208,7 +208,7 @@ def test_timelines_that_can_be_zoomed_are_below_their_pictures(large: str) -> No
     assert page.count('class="interactive"') == pictures > 0
     assert page.count('role="img"') == large.count('role="img"')
     assert "--interactive adds timelines" in large and "--interactive adds timelines" not in page
-    assert "times as long" not in page, "the timelines of two systems are not of one schedule"
+    assert not re.search(r"[0-9] times as long", page), "the timelines of two systems are not of one schedule"
 
 
 def test_a_report_is_written_without_plotly(large: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""The programs of the tutorials, run as printed on two stages: they learn what they are to learn."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import rank_pool
+
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+
+
+def program(name: str) -> dict[str, Any]:
+    """Return the names of a tutorial's Python blocks, run one after the other as one program."""
+    page = TUTORIALS / f"{name}.md"
+    names: dict[str, Any] = {"__name__": f"tutorials.{name}"}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def losses_of_my_model() -> list[float]:
+    return program("pipeline_module")["train"](20)
+
+
+def losses_of_a_llama(folder: str) -> list[float]:
+    return program("hugging_face")["train"](20, folder)
+
+
+def falls(losses: list[float]) -> bool:
+    """From guessing among 64 tokens, ln 64 = 4.16, to less than half of it."""
+    return 3.5 < losses[0] < 5 and losses[-1] < 2
+
+
+@pytest.mark.parametrize("name", ["packed_documents", "strategy"])
+def test_programs_without_ranks(name: str) -> None:
+    program(name)  # they assert what they show
+
+
+def test_my_pipeline_module_learns_to_count() -> None:
+    for losses in rank_pool(2).run(losses_of_my_model):
+        assert falls(losses), losses
+
+
+@pytest.mark.full
+def test_a_llama_learns_to_count(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+    for losses in rank_pool(2).run(losses_of_a_llama, folder=str(tmp_path)):
+        assert falls(losses), losses
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 2

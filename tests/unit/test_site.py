@@ -1,0 +1,83 @@
+"""The site: its navigation has every page, and the pages that are made of the source have all that the source has."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from terapipe_ds.cli import COMMANDS
+from terapipe_ds.config import TeraPipeConfig
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", DOCS / "assets/site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_navigation_has_all_pages(site: ModuleType) -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE)
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    made = {"reference/section.md", "reference/cli.md", *site.PROJECT.values()}
+    assert len(named) == len(set(named))
+    assert set(named) == pages | made
+
+
+def test_the_section_page_has_all_keys(site: ModuleType) -> None:
+    page = site.section_page()
+    keys = set(TeraPipeConfig.model_fields)
+    inner = {name: {"planner", "checkpoints", "links"} & {name} for name in keys}
+    for name in keys:
+        heading = rf"^## `{name}\." if inner[name] else rf"^## `{name}`$"
+        assert re.search(heading, page, re.MULTILINE), name
+    assert "- **default**: `64`" in page.partition("## `granularity_tokens`")[2].partition("\n## ")[0]
+    assert '- **type**: `"mean_valid"` or `"mean"` or `"sum"`' in page
+
+
+def test_the_command_line_page_has_all_options(site: ModuleType) -> None:
+    page = site.cli_page()
+    for name in COMMANDS:
+        part = page.partition(f"\n## terapipe {name}\n")[2].partition("\n## ")[0]
+        parser = argparse.ArgumentParser(add_help=False)
+        importlib.import_module(f"terapipe_ds.commands.{name}").add_arguments(parser)
+        hidden = {action.dest for action in parser._actions if action.help == argparse.SUPPRESS}
+        options = {word for action in parser._actions if action.dest not in hidden for word in action.option_strings}
+        assert options and all(f"{option}" in part for option in options), name
+
+
+def test_links_that_leave_the_documents_lead_to_their_pages(site: ModuleType) -> None:
+    turned = site.with_project_links("[a](../README.md#x) [b](../examples/a.py) [c](plan.md)", "index.md")
+    assert turned == "[a](project/README.md#x) [b](../examples/a.py) [c](plan.md)"
+    assert site.with_project_links("[a](../../patches/README.md)", "tutorials/a.md") == "[a](../project/patches.md)"
+    page = site.project_page("README.md")
+    assert "](../bench.md#" in page and "](../pictures/" in page and "](CONTRIBUTING.md)" in page
+
+
+def test_the_public_names_are_in_the_reference() -> None:
+    import terapipe_ds
+
+    page = (DOCS / "reference/api.md").read_text()
+    shown = set(re.findall(r"^::: [\w.]*\.(\w+)$", page, re.MULTILINE))
+    names = set(terapipe_ds.__all__) - {"planner", "schedule", "__version__", "TeraPipeConfigError"}
+    assert names <= shown
+
+
+def test_pages_ask_for_nothing_from_the_network() -> None:
+    """What a page loads is in the site: no font, script or style sheet comes from elsewhere."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings and "http" not in settings
+    for path in (DOCS / "assets").glob("*.[cj]s*"):
+        assert "http" not in path.read_text(), path

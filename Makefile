@@ -46,7 +46,7 @@ test: lint suite
 
 suite: venv
 	$(PYTEST) -n 2 --dist loadfile -m "not alone"
-	$(PYTEST) -m alone
+	$(PYTEST) -n 2 --dist loadfile -m alone
 
 # Both, whatever comes of the first; each ends with the tests that were skipped, and why. ruff and mypy are left to the
 # pinned versions.

@@ -24,7 +24,7 @@ ALONE = {
     "test_one_rank_failures", "test_study_strategy_times", "test_study_two_ranks", "test_tensor_parallel_runs",
     "test_watchdog",
 }  # fmt: skip
-"""Files whose tests look at the clock or at the memory of a process: `make test` runs them one after the other."""
+"""Files whose tests look at the clock or at the memory of a process, and mostly wait: `make test` runs them at last."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,7 +35,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """The tests that run alone leave a core to the server of their ranks, which imports torch meanwhile."""
+    """The server of the ranks imports torch while these tests are collected."""
     if session.config.option.markexpr == "alone":
         from tests.distributed.harness import ensure_server
 

@@ -111,6 +111,7 @@ def main_with_a_fault(rank: int, rendezvous: str, job: Job, folder: str) -> None
     rank_main(rank, rendezvous, job, folder)
 
 
+@pytest.mark.full
 def test_a_benchmark_in_processes_of_its_own_where_one_system_fails(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

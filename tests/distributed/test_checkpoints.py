@@ -173,7 +173,7 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp16", "bf16_zero1_fp32_sums", *map(full, ("bf16_zero1", "fp32", "fp32_zero1", "fp16_zero1"))]
+    "precision", ["bf16_zero1_fp32_sums", *map(full, ("fp16", "bf16_zero1", "fp32", "fp32_zero1", "fp16_zero1"))]
 )
 def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
     run_chain(Chain(("interleaved", "stock", "chimera", "terapipe"), precision), tmp_path)

@@ -22,7 +22,6 @@ from tests.gpu_checks import attention, checks, ranks, speed
 from tests.gpu_checks.checks import Check, PartResult, Settings, merged, table
 
 PARTS = tuple(command.PARTS)
-SAMPLE = ("attention",)  # the others only in the full run
 
 
 def _result(part: str, *found: Check, dry_run: bool = False, device: str = "a device") -> PartResult:
@@ -190,7 +189,8 @@ def test_cases_that_were_not_reached_are_counted(tmp_path: Path) -> None:
 # -- dry runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [p if p in SAMPLE else pytest.param(p, marks=pytest.mark.full) for p in PARTS])
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
 def test_a_dry_run(part: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.gpu_checks", "--dry-run", "--out", str(tmp_path), part]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=300)

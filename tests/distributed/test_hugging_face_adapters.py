@@ -21,7 +21,7 @@ from tests.distributed.hugging_face_adapters import (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0], [3]], ids=["everywhere", "first stage", "last stage"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp64", "bf16 with ZeRO-1"])
@@ -74,7 +74,7 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone", "restored")), found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fields", [None, {}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
 def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
     """As transformers has built it, or peft after that: the same weights, trained alike."""
@@ -123,7 +123,7 @@ def test_what_one_rank_cannot_build_stops_all(case: str, text: str, tmp_path: Pa
         assert kind == "ModelRefusedError" and text in message
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp64", "bf16 with ZeRO-1"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
 def test_three_stages_with_one_that_is_frozen(schedule: str, is_bf16: bool, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.distributed.hugging_face_data import (
 REFUSALS = ("BatchError", "ModelRefusedError", "TeraPipeConfigError")
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("source", ["generator", "loader", "stream", "tuples"])
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_a_collators_batches(collator: str, source: str) -> None:

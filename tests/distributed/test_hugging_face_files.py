@@ -24,7 +24,7 @@ from tests.distributed.hugging_face_files import (
 )
 from tests.hugging_face_families import CONFIGS
 
-SAMPLE = ("gpt2", "mixtral", "deepseek_v3", "gpt_oss")
+SAMPLE = ("gpt2", "mixtral", "gpt_oss")
 COMMON = {"config.json", "generation_config.json", "tokenizer.json"}
 
 

@@ -35,7 +35,7 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> list[History]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (index >= 3)) for index, name in enumerate(KILLS)]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (index >= 2)) for index, name in enumerate(KILLS)]
 )
 def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: list[History]) -> None:
     (kill, from_step), folder = KILLS[name], tmp_path

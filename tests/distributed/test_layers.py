@@ -17,7 +17,7 @@ from tests.distributed.training import train_case
 
 FEW = cases.layer_cases(2)
 MANY = cases.layer_cases(4) if FULL else FEW
-SAMPLE = 6
+SAMPLE = 4
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def errors_of(run: list[Record], case: Case) -> dict[str, Worst]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_training_equals_megatrons_own_model(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 
@@ -65,7 +65,7 @@ FURTHER_CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
 def test_what_the_pairs_leave_out(case: Case) -> None:
     assert not violations(errors(case), case.limits())
@@ -89,7 +89,7 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_kinds_of_attention_equal_megatrons_own(case: Case) -> None:
     assert not violations(errors(case), case.limits())
@@ -109,6 +109,7 @@ def test_packed_rows_equal_megatrons_own_model_with_a_mask(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_eight_processes() -> None:
     case = Case(layout="tp2_pp2_dp2_sp", accumulation=2, heads="gqa", tied=True, labels="ignored", qk_norm=True)

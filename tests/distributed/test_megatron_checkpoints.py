@@ -95,7 +95,7 @@ def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], whe
 # -- the same layout -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case", [replace(TIED, precision="fp32", positions="learned"), BASE, replace(TIED, precision="bf16_zero1")], ids=str
 )

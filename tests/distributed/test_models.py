@@ -147,7 +147,7 @@ def job_model(name: str) -> dict[str, Errors]:
     return found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != GUESSED])
 def test_a_model_trains_as_by_the_stock_engine(name: str) -> None:
     results = rank_pool(MODELS[name].stages).run(job_model, name=name)

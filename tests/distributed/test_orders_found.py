@@ -82,6 +82,7 @@ def job_mixed() -> tuple[dict[str, float], list[str]]:
         return differences(ours, train(engine, [[whole, shorter]])), lines
 
 
+@pytest.mark.full
 def test_a_batch_of_other_slices_runs_a_named_schedule() -> None:
     found = rank_pool(2).run(job_mixed)
     assert not violations([errors for errors, _ in found])

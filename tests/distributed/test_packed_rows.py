@@ -64,7 +64,7 @@ def of_alone(case: Case) -> Case:
     return replace(PACKED, rows=case.rows, micro_batches=case.micro_batches, **same)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", dict.fromkeys([*SAMPLE, *DICT_SAMPLE, *(CASES + DICT_CASES if FULL else ())]), ids=str)
 def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     """Loss, gradients, parameters and evaluation, to 1e-10."""
@@ -82,7 +82,7 @@ def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_p
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -60,7 +60,7 @@ def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dic
     ],
     ids=lambda value: value.get("schedule", "") if isinstance(value, dict) else None,
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_layers_cut_by_hand_train_as_ever(
     stages: int, partition: list[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:

@@ -74,7 +74,7 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
     ],
     ids=lambda value: value["schedule"] if isinstance(value, dict) else str(value),
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
     assert not violations(errors)
@@ -445,7 +445,7 @@ def job_seeded(changes: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("changes", [ZBV, BOTH_WAYS, {"schedule": "interleaved", "chunks_per_stage": 2}])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_seeded_layers_have_the_values_of_the_stock_engine(changes: dict[str, Any]) -> None:
     assert not violations(rank_pool(2).run(job_seeded, changes=changes))
 

@@ -49,7 +49,7 @@ def _by_the_engine_and_by_hand(model: str) -> tuple[list[int], float, list[str]]
     return lengths, error_of(*runs), said
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", models())
 def test_the_bits_of_the_plan_by_hand_or_a_warning(model: str) -> None:
     _, lost, says = COUNTED.get(model, (None, "", ""))

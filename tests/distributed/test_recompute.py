@@ -205,7 +205,7 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
 @pytest.mark.parametrize(
     ("schedule", "slices", "options"), [("seq1f1b", 3, {}), ("seq1f1b-zb", 2, NON_REENTRANT), ("1f1b", 1, {})]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
     tmp_path: Path, schedule: str, slices: int, options: dict[str, Any]
 ) -> None:

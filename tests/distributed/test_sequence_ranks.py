@@ -134,6 +134,7 @@ def error_of_other_rows(case: Case) -> str:
 
 
 class TestSequenceRanks:
+    @pytest.mark.sample(5)
     @pytest.mark.parametrize(
         "case",
         [

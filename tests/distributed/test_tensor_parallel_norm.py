@@ -108,7 +108,7 @@ CASES = {
 BY_DEFAULT = {("tp2-pp2", "fp64"), ("tp2-pp2", "bf16"), ("tp2-dp2", "fp32-zero1"), ("pp2-dp2", "fp16-unfused")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] * (case not in BY_DEFAULT)) for case in CASES], ids="-".join
 )

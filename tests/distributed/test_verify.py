@@ -158,6 +158,7 @@ def megatron_positions_from_zero(case: str) -> tuple[str, str]:
 
 
 class TestMegatron:
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("case", MEGATRON)
     def test_healthy(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(megatron_trainings, case=case):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.upstream import deepspeed_tests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ def test_ranks():
 OUTCOMES = {"test_ranks": "PASSED", "test_passes": "PASSED", "test_fails": "FAILED"}
 
 
+@pytest.mark.full
 def test_the_tests_of_a_checkout_run_with_our_engine_and_leave_it_alone(tmp_path: Path) -> None:
     for name, text in FILES.items():
         path = tmp_path / "tests" / name

@@ -153,7 +153,7 @@ def test_flash_attn_takes_the_documents_of_a_row_in_one_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [
     Case((5, 6, 1), window=3), Case((5, 6, 1), softcap=0.7, with_sinks=True, scale=0.3),
     Case((5, 7), starts=((0, 3, 9), (0, 6)), value_dim=4, kv_heads=4),

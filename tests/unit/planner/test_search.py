@@ -39,7 +39,7 @@ ON_A_LINE = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "chunks", "num_parts", "num_micro_batches", "seed"),
     [*ON_A_LINE, *((*shape, m, seed) for shape in CHUNKED for m, seed in ((1, 3), (4, 5)))],
@@ -208,6 +208,7 @@ def test_auto_takes_the_schedule_that_fits() -> None:
 # --- auto
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("num_stages", "chunks", "num_parts", "m"), [(3, 1, 3, 3), (4, 1, 4, 6), (4, 2, 4, 3), (4, 2, 8, 3)]
 )

@@ -156,7 +156,7 @@ def test_live_slices_are_those_of_the_schedule(case: Case) -> None:
     assert timeline.peak_bytes is None and timeline.bytes_over_time is None
 
 
-@settings(max_examples=settings.default.max_examples // 8)  # each compares all moments with all events
+@settings(max_examples=settings.default.max_examples // 20)  # each compares all moments with all events
 @given(cases())
 def test_bytes_are_those_of_a_scan(case: Case) -> None:
     timeline = run(case, memory=MEMORY)

@@ -89,9 +89,9 @@ def test_a_layer_keeps_what_unfused_attention_keeps() -> None:
     scores = 7 * size.num_heads * length / (size.hidden_size * degree)
     counted = length * rows * size.hidden_size * (10 + 24 / degree + scores)
     statistics = 4 * rows * length * (4 + size.num_heads / degree)  # of two norms, and of each head
-    received_and_sent = 2 * 2 * rows * length * size.hidden_size
+    sent = 2 * rows * length * size.hidden_size  # what it received is the input of the first norm, which the count has
     assert length * (part.slice_bytes_per_token + (part.whole_bytes_per_token or 0)) == pytest.approx(
-        counted + statistics + received_and_sent, rel=1e-6
+        counted + statistics + sent, rel=1e-6
     )
 
 

@@ -196,6 +196,7 @@ def check_search(model: PublishedModel, limits: int) -> None:
         assert plan.cuts[0] == 0 and plan.cuts[-1] == len(chain.layer_s) and sorted(set(plan.cuts)) == list(plan.cuts)
 
 
+@pytest.mark.full
 def test_the_search_of_few_limits_is_never_slower_than_the_published_plan() -> None:
     """Four limits do for VGG-19; BERT-large and XLNet-36 need more. DAPPLE's plan is none of those it starts from."""
     check_search(MODELS[0], 4)

@@ -100,6 +100,7 @@ def fastest_by_hand(parts: Sequence[PartLayers], schedule: Schedule, plan: Slice
 CASES = [("seq1f1b", 2, 3), ("1f1b", 2, 2), ("terapipe", 2, 2), ("seq1f1b-zb", 2, 2), ("seq1f1b", 3, 2)]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(("name", "stages", "layers"), CASES)
 @pytest.mark.parametrize("lengths", [(8,), (3, 5), (4, 2, 2)], ids=str)
 @pytest.mark.parametrize("alike", [False, True])

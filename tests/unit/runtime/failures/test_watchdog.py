@@ -456,7 +456,7 @@ time.sleep(30)
 
     FULL_PIPE = "os.set_blocking(2, False)\ntry:\n while True: os.write(2, b'x' * 4096)\nexcept BlockingIOError: pass\n"
 
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize(
         "stderr", ["closed", "full", "blocked", "no descriptors", "no threads", "replaced", "a last word that fails"]
     )

@@ -29,7 +29,7 @@ EXAMPLES = """\
                 --activation-checkpointing --schedule seq1f1b --picture step.svg
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
-  terapipe plan --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \
+  terapipe plan --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
                 --out ds.json --picture strategy.svg       (a strategy: stages, tensor and data parallelism, ...)
 """
 

@@ -42,7 +42,8 @@ class Cluster:
         node_bytes_per_s: of all links of a node to other nodes together, where its devices share a network card. A
             message shares it with those of the node's other replicas and tensor ranks, and a sum with all sums of the
             node's devices. None: each device has its own link.
-        within_latency_s, between_latency_s: of a message; None: the card's.
+        within_latency_s: of a message between devices of a node; None: the card's.
+        between_latency_s: of a message between devices of different nodes; None: the card's.
 
     Raises:
         PlannerError: a number that no cluster has. DeviceError: an unknown device.

@@ -17,7 +17,8 @@ class LayerChain:
     """A model as numbers per layer, of one sequence on one device.
 
     Args:
-        forward_s, backward_s: seconds of a whole sequence.
+        forward_s: of a whole sequence, in seconds.
+        backward_s: of a whole sequence, in seconds.
         output_bytes: what a layer sends to the next one.
         saved_bytes: what a layer keeps for its backward.
         parameter_bytes: of its parameters; gradients have as many, and Adam's states twice as many.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from terapipe_ds import SlicePlan
 from tests.distributed.engines import (
@@ -80,3 +81,30 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         assert "2 lists for 3 micro-batches" in problems[0][1]
         assert "each list adds up to 23 tokens, but a sequence has 22" in problems[1][1]
         assert "3 lists for 2 micro-batches" in problems[2][1]
+
+
+class RightInSlicesOfFive(nn.Module):
+    """What it adds depends on the places of tokens in their slice, unless slices are of five tokens, or all."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = hidden.shape[1]
+        return hidden if length in (5, 13, LENGTH) else hidden + hidden.new_tensor(range(length))[:, None]
+
+
+def job_verified() -> list[tuple[str, str]]:
+    """What the check says of lists that the layer bears, and where the second micro-batch has another one."""
+    said: list[tuple[str, str]] = []
+    for other in ([5, 5, 13], [5, 6, 12]):
+        terapipe = section(schedule="seq1f1b", slices=[[5, 5, 13], other, [5, 5, 13]], verify="first_batch")
+        layers = gpt_layers()
+        layers.insert(2, RightInSlicesOfFive())
+        with engine_of(layers, terapipe, gradient_accumulation_steps=3) as engine:
+            kind, text = step_error(engine, batches(1, 3)[0])
+        said.append((kind, text))
+    return said
+
+
+def test_the_check_of_the_first_batch_takes_each_list() -> None:
+    for right, wrong in rank_pool(2).run(job_verified):
+        assert right == ("", "")
+        assert wrong[0] == "VerifyError" and "3 slices (5 + 6 + 12)" in wrong[1] and "RightInSlicesOfFive" in wrong[1]

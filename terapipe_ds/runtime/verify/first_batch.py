@@ -142,19 +142,28 @@ class FirstBatchCheck:
         ends: bool,
     ) -> Findings:
         """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
+        same_plans = same_plan(sliced)
         for is_whole in (True,) if ends else (False, True):
-            result = Findings(with_layers)
-            if sliced:
-                index, result.cut, result.findings = self._choose_cut(sliced, len(micro_batches), is_whole)
-                if not result.findings:
-                    self._check_parts(sliced[index], result, result.cut)
-                    self._compare_all_labels(micro_batches, result)
+            found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in same_plans]
+            if found and not found[0].findings:
+                self._compare_all_labels(micro_batches, found[0])
             copies = self._groups.num_replicas * self._tensor_ranks.size
-            result = Findings.of_all(gather(result, self._groups.world), copies)
+            everyone = gather(found or [Findings(with_layers)], self._groups.world)
+            result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
         if not get_accelerator().is_synchronized_device():
             get_accelerator().empty_cache()  # training begins with the memory that it would have
+        return result
+
+    def _check_plan(
+        self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, with_layers: bool, is_whole: bool
+    ) -> Findings:
+        """Return what this rank finds on a cut of one of the micro-batches, which all have one plan."""
+        result = Findings(with_layers)
+        index, result.cut, result.findings = self._choose_cut(sliced, num_micro_batches, is_whole)
+        if not result.findings:
+            self._check_parts(sliced[index], result, result.cut)
         return result
 
     def _compare_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], result: Findings) -> None:
@@ -278,6 +287,25 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
+
+
+def same_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[list[MicroBatchInFlight]]:
+    """Return the micro-batches by the lists of slices that sequences of one length have; of other lengths all in one.
+
+    Layers may bear the slices of one list and not those of another. Sequences of other lengths have plans of their
+    own by the dozen, of the same kind.
+    """
+    by_plan: dict[tuple[int, ...], list[MicroBatchInFlight]] = {}
+    for one in micro_batches:
+        first = next(iter(by_plan), one.plan.lengths)
+        by_plan.setdefault(one.plan.lengths if sum(first) == one.plan.sequence_length else first, []).append(one)
+    return list(by_plan.values())
+
+
+def transposed(everyone: Sequence[Sequence[Findings]]) -> list[list[Findings]]:
+    """Return the findings of all ranks plan by plan. Other replicas may have fewer plans."""
+    plans = itertools.zip_longest(*everyone)
+    return [[found for found in ranks if found is not None] for ranks in plans]
 
 
 # -- whose layers they are ---------------------------------------------------------------------------------------------

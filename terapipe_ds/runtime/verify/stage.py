@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,18 @@ class Findings:
             sorted(by_layer.values()),
             list(dict.fromkeys(note for rank in ranks for note in rank.notes)),
         )
+
+    @classmethod
+    def of_plans(cls, plans: Sequence[Findings]) -> Findings:
+        """Join what was found with several lists of slices: the first list with a difference, or what all cover."""
+        wrong = next((found for found in plans if found.findings), None)
+        if wrong is not None or len(plans) == 1:
+            return wrong or plans[0]
+        first, num_losses = plans[0], max(found.num_losses for found in plans)
+        more = [f"and so on {found.cut}" for found in plans[1:] if found.cut is not None and found.cut != first.cut]
+        notes = [note for found in plans for note in found.notes]
+        waits = not num_losses and any(found.loss_waits for found in plans)
+        return replace(first, num_losses=num_losses, loss_waits=waits, notes=list(dict.fromkeys(more + notes)))
 
     def text(self, took_s: float, only_loss: bool = False) -> str:
         """Return one line per finding; without findings, one line that says what was covered."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import terapipe_ds
@@ -97,6 +97,31 @@ def refusal_of_tied_layers() -> tuple[str, str]:
         return engines.raised_by(lambda: PipelineModule(tied, topology=topology(2), partition_method="uniform"))
     finally:
         terapipe_ds.unregister()
+
+
+class Scaled(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+
+class Mixed(nn.Module):
+    """Subtract the mean over the tokens, which is that of a slice, or of a rank's share of it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(1, keepdim=True)
+
+
+def checked_layers(slices: Any) -> tuple[tuple[str, str], tuple[str, str], str]:
+    """What the check of the first batch raises for each, and what it says of the healthy one."""
+    changes, found = {"verify": None, "slices": slices}, options(BASE)
+    found["module"] = {**found.get("module", {}), "topology": topology(BASE.stages)}
+    raised = []
+    with engines.logged() as said:
+        for layer in (Scaled(), Mixed()):
+            model = [*layers(BASE)[:2], layer, *layers(BASE)[2:]]
+            with engine_of(model, {**terapipe_section(BASE), **changes}, **found) as engine:
+                raised.append(engines.step_error(engine, micro_batches(BASE, 0, 1)))
+    return raised[0], raised[1], next((line for line in said if line.startswith("verify: ")), "")
 
 
 class Numbered(Dataset[Any]):
@@ -199,10 +224,9 @@ class TestSequenceRanks:
         ("changes", "options", "message"),
         [
             ({"slices": [7, 5]}, {}, r"slices of 7, 5 tokens are no multiples of 2"),
-            ({"verify": "first_batch"}, {}, "cannot be combined with terapipe.verify = 'first_batch'"),
             ({}, {"sequence_parallel_size": 4}, r"sequence_parallel_size = 4, but the topology.*sizes \[2, 1, 2\]"),
         ],
-        ids=["lengths", "verify", "key"],
+        ids=["lengths", "key"],
     )
     def test_what_does_not_work_is_refused(
         self, changes: dict[str, Any], options: dict[str, Any], message: str
@@ -210,6 +234,15 @@ class TestSequenceRanks:
         for kind, text in rank_pool(RANKS).run(refusal, changes=changes, options=options):
             assert kind == "TeraPipeConfigError"
             assert re.search(message, text)
+
+    @pytest.mark.parametrize("slices", [1, (6, 2, 4)])
+    def test_layers_are_checked_with_the_shares_as_slices(self, slices: Any) -> None:
+        """No foreign layer mixes tokens of one rank without a word, also where a sequence is one slice."""
+        results = rank_pool(RANKS).run(checked_layers, slices=slices)
+        assert re.match(r"verify: 8 layers and the loss agree on [23] slices \(.*\) of a sequence of 12", results[0][2])
+        for healthy, wrong, _ in results:
+            assert healthy == ("", "")
+            assert wrong[0] == "VerifyError" and "layer 2 (Mixed)" in wrong[1]
 
     def test_other_rows_on_a_sequence_rank_are_refused(self) -> None:
         for text in rank_pool(RANKS).run(error_of_other_rows, case=BASE):

@@ -60,13 +60,11 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
         )
     if problem := problem_of_tied_layers(module):
         return problem
-    for key, is_set, instead in (
-        ("strategy", config.planned is not None, "the topology, slices and schedule themselves"),
-        ("verify", config.verify == "first_batch", "null or off; check the layers without the axis"),
-    ):
-        if is_set:
-            value = getattr(config, key)
-            return f"{shown} cannot be combined with terapipe.{key} = {value!r} yet: give {instead}"
+    if config.planned is not None:
+        return (
+            f"{shown} cannot be combined with terapipe.strategy = {config.strategy!r} yet: give the topology, slices "
+            "and schedule themselves"
+        )
     return None
 
 

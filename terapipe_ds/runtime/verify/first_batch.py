@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
@@ -63,7 +64,8 @@ class FirstBatchCheck:
         trials = Trials(stage.groups.peer_ranks, stage.engine.global_rank, stage.config.stall_timeout_s)
         self._tensor_ranks = TensorRanks.of(stage.engine.grid, trials)
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
-        self._has_sequence_ranks = stage.groups.peers is not None and stage.groups.peers.kind == "sequence"
+        peers = stage.groups.peers
+        self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
         self._labels_agreed = False  # it is clear how labels weigh the losses of slices
@@ -79,12 +81,9 @@ class FirstBatchCheck:
         """
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
-        sliced = [one for one in micro_batches if one.plan.num_slices > 1 or self._has_sequence_ranks]
+        sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
         self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
-            return
-        if self._has_sequence_ranks:
-            self._pass_over(ends)
             return
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
@@ -102,15 +101,15 @@ class FirstBatchCheck:
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
-    def _pass_over(self, ends: bool) -> None:
-        """Check nothing where sequence ranks divide the tokens of slices: no rank could run whole sequences."""
-        advice = "check the layers without the axis 'sequence' of the topology, on the same stages"
-        if ends:
-            what = "sequence ranks divide the tokens of slices, and what they give is not compared with whole sequences"
-            raise RaisedEverywhere(TeraPipeConfigError(f"{what}: {advice}"))
-        self._is_done = True
-        if torch_dist.get_rank() == 0:
-            logger.warning("layers and loss are not compared with whole sequences on sequence ranks: %s", advice)
+    def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
+        """Return the micro-batches with the share of each sequence rank as a slice of its own.
+
+        What a layer must bear so that its tokens may lie on several ranks is what it must bear to get them in slices.
+        Each rank checks all shares, without exchanges: whole sequences are drawn by all of them.
+        """
+        if self._shares == 1:
+            return micro_batches
+        return [replace(one, plan=in_shares(one.plan, self._shares)) for one in micro_batches]
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if these labels tell how the loss reduces, earlier ones did not, and it differs."""
@@ -147,7 +146,7 @@ class FirstBatchCheck:
             found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in same_plans]
             if found and not found[0].findings:
                 self._compare_all_labels(micro_batches, found[0])
-            copies = self._groups.num_replicas * self._tensor_ranks.size
+            copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
@@ -203,7 +202,7 @@ class FirstBatchCheck:
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
-        plan, labels, unit = micro_batch.plan, micro_batch.labels, self._token_multiple
+        plan, labels, unit = micro_batch.plan, micro_batch.labels, max(self._token_multiple // self._shares, 1)
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
         if may_cut_tokens:
@@ -287,6 +286,11 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
+
+
+def in_shares(plan: SlicePlan, ranks: int) -> SlicePlan:
+    """Return the plan with each slice cut in as many equal slices as there are sequence ranks."""
+    return SlicePlan(tuple(length // ranks for length in plan.lengths for _ in range(ranks)))
 
 
 def same_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[list[MicroBatchInFlight]]:

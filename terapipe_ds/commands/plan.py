@@ -174,6 +174,8 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     if result.recompute is not None:
         limit_gb = setup.options.memory_limit_gb
         section |= {"recompute": "auto", "planner": {"memory_limit_gb": limit_gb}}
+    if setup.bounds is not None:
+        section["partition"] = list(setup.bounds)
     if setup.options.schedule_options and not options.order:
         section["schedule_options"] = setup.options.schedule_options
     return section

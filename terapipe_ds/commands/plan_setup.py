@@ -16,6 +16,9 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from terapipe_ds.config import TeraPipeConfig
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
@@ -30,7 +33,14 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     options.refuse_without("devices", *OF_CLUSTERS)
     profile = None if options.profile is None else Profile.load(options.profile)
     options = complete(options, profile)
-    setup = _counted(options) if profile is None else _measured(options, profile)
+    bounds = partition_of(options.config)
+    if bounds and (profile is None or options.recompute):
+        raise CommandError(
+            f"terapipe.partition = {list(bounds)} in --config: "
+            + ("--choose-recompute" if options.recompute else "counted costs of a named model")
+            + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
+        )
+    setup = _counted(options) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
@@ -66,13 +76,8 @@ def from_config(path: str | None) -> dict[str, Any]:
     """Return what a DeepSpeed JSON says; its terapipe section is validated as by the engine, even if disabled."""
     if path is None:
         return {}
-    from terapipe_ds.config import TeraPipeConfig
-
-    ds_config = read_json(path, "--config")
-    given = ds_config.get("terapipe", {})
-    if not isinstance(given, dict):
-        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
-    keys, section = DeepSpeedJson(ds_config), TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    ds_config, given, section = _read_config(path)
+    keys = DeepSpeedJson(ds_config)
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
@@ -86,6 +91,22 @@ def from_config(path: str | None) -> dict[str, Any]:
         "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def partition_of(path: str | None) -> tuple[int, ...] | None:
+    """Return the bounds of the parts in a DeepSpeed JSON, if it has any."""
+    return None if path is None else _read_config(path)[2].partition
+
+
+def _read_config(path: str) -> tuple[dict[str, Any], dict[str, Any], TeraPipeConfig]:
+    """Return the JSON, its terapipe section as it is written, and the same as the engine reads it."""
+    from terapipe_ds.config import TeraPipeConfig
+
+    ds_config = read_json(path, "--config")
+    given = ds_config.get("terapipe", {})
+    if not isinstance(given, dict):
+        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
+    return ds_config, given, TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +148,7 @@ class PlanSetup:
     memory_of: PartsOf | None
     both_ways_s_of: SecondsOf  # what bidirectional schedules take besides their makespan
     notes: str = ""
+    bounds: Sequence[int] | None = None  # of the parts, where the config cuts the layers by hand
 
     @property
     def title(self) -> str:
@@ -202,7 +224,8 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     return both_ways_s_of
 
 
-def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
+def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
+    """Return what is planned for with measured costs; with `bounds` the layers are cut there and nowhere else."""
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts
 
@@ -210,22 +233,34 @@ def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
     if len(models) == 1:  # of which the stages are copies
         parts = parts.copies(stages)
-    if parts.cut(stages) is None:
+    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.units)):
+        raise CommandError(
+            f"terapipe.partition = {list(bounds)} in --config: {options.profile} knows no such layers (it has "
+            f"{many(len(models), 'part')} and {len(parts.units)} to cut); measure with the same config, or take the key "
+            "out"
+        )
+
+    def costs_of(num_parts: int) -> list[Any] | None:
+        return None if bounds and num_parts != len(bounds) - 1 else parts.cut(num_parts, bounds)
+
+    if not bounds and parts.cut(stages) is None:
         raise CommandError(f"--stages {stages}: {options.profile} has {len(models)} parts; give --stages {len(models)}")
     notes = f"\nplanned for {stages} stages; the profile has {many(len(models), 'part')}"
     if profile.pipeline_stages not in (None, len(models)):
         notes += f" of {profile.pipeline_stages} stages"
     notes += "" if parts.has_layers else f"; {NOT_TIMED}"
+    notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
     smallest = max(model.min_tokens for model in models)
     if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
     return PlanSetup(
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
-        parts.cut,
+        costs_of,
         _memory(options, profile.key.dtype) if options.model else None,
         parts.both_ways_s,
         notes,
+        bounds,
     )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
+from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import Output, option, switch
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 
@@ -43,7 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
     section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
-    job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))
+    granularity = min(section.granularity_tokens, length)
+    bounds = _bounds(section.partition, options.stages, len(job.layers))
+    job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds)
     from tqdm import tqdm
 
     from terapipe_ds.costs.fitted import CostModel
@@ -65,3 +68,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _warn(text: str) -> None:
     print(f"terapipe profile: warning: {text}", file=sys.stderr)
+
+
+def _bounds(partition: tuple[int, ...] | None, stages: int, num_layers: int) -> tuple[int, ...] | None:
+    """Return where the config cuts the layers; raise CommandError where it is not for these stages and layers."""
+    if partition is None:
+        return None
+    shown = f"terapipe.partition = {list(partition)} in --config"
+    if partition[-1] != num_layers:
+        raise CommandError(f"{shown} ends with {partition[-1]}, but the model has {num_layers} layers: end with that")
+    if len(partition) - 1 != stages:
+        parts = len(partition) - 1
+        raise CommandError(f"{shown} has {parts} parts, --stages is {stages}: give --stages {parts}, one part each")
+    return partition

@@ -134,5 +134,5 @@ def refusal_of_fields(family: str, fields: dict[str, Any]) -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config, num_stages=2))
 
 
-def bounds_of(partition: list[int]) -> list[int]:
-    return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition).parts)
+def bounds_of(partition: list[Any], **options: Any) -> list[int]:
+    return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition, **options).parts)

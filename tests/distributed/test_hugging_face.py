@@ -87,6 +87,10 @@ def test_a_partition_by_hand() -> None:
     assert rank_pool(2).run(bounds_of, partition=[0, 1, 2, 3, 5]) == [[0, 2, 5]] * 2  # two parts on each stage
     with pytest.raises(RankFailure, match="from 0 to 5, the number of pipeline layers"):
         rank_pool(2).run(bounds_of, partition=[0, 3, 4])
+    with pytest.raises(RankFailure, match=r"partition \[0, 2.0, 5\] is not a list of rising integers"):
+        rank_pool(2).run(bounds_of, partition=[0, 2.0, 5])
+    with pytest.raises(RankFailure, match="partition_method = 'uniform' both say where"):
+        rank_pool(2).run(bounds_of, partition=[0, 1, 5], partition_method="uniform")
     with pytest.raises(RankFailure, match="3 parts, and the model has 2 stages"):
         rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
 

@@ -169,6 +169,28 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert "chunks_per_stage = 3" in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
+def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, config, one = tmp_path / "profile.json", tmp_path / "ds.json", profile_of(2)
+    config.write_text(json.dumps({"terapipe": {"partition": [0, 1, 8], "schedule": "seq1f1b"}}))
+    options = ("--profile", str(path), "--max-slices", "1", "--config", str(config))
+    one.save(path)
+    assert "knows no such layers" in refused(capsys, *options)
+    assert "counted costs" in refused(capsys, *SMALL, "--config", str(config))
+    kind = LayerProfile(one.parts[0].samples, 1, 1, 8.0)
+    dataclasses.replace(one, layers=LayerProfiles((kind,), (0,) * 8, (0, 4, 8))).save(path)
+    found = as_json(capsys, *options)
+    whole = sum(seconds[-1] for seconds in one_layer_s(one))
+    assert found["predicted_s"] == pytest.approx(8 * whole, rel=1e-6)  # one after the other: nothing overlaps
+    assert found["terapipe"]["partition"] == [0, 1, 8] and "layers cut at 0, 1, 8" in found["setup"]
+    assert "cannot be cut in 4 parts" in refused(capsys, *options, "--schedule", "zbv")
+
+
+def one_layer_s(profile: Profile) -> list[list[float]]:
+    """Forward and backward of one layer on each measured number of tokens without a prefix, shortest first."""
+    samples = sorted((s for s in profile.parts[0].samples if s.prefix == 0), key=lambda s: s.tokens)
+    return [[s.forward_s for s in samples], [s.backward_s for s in samples]]
+
+
 def test_parts_are_not_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Four parts with links may be two on each of two stages; without links they are those of `terapipe profile`."""
     path, options = tmp_path / "profile.json", ("--max-slices", "1", "--schedule", "1f1b")

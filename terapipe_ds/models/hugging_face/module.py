@@ -54,6 +54,11 @@ class HuggingFaceModule(PipelineModule):
                 "DeepSpeed (0.19.8) makes wrong groups of tied layers: give config.tie_word_embeddings = False, or a "
                 "topology without that axis"
             )
+        if partition is not None and "partition_method" in options:
+            raise ValueError(
+                f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
+                "the layers are cut: give one of them"
+            )
         layers = layers_of(blueprint)
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
@@ -184,14 +189,15 @@ def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
     bounds = list(partition)
     if (
-        len(bounds) < 2
+        any(not isinstance(bound, int) or isinstance(bound, bool) for bound in bounds)
+        or len(bounds) < 2
         or bounds[0] != 0
         or bounds[-1] != num_layers
         or any(a >= b for a, b in itertools.pairwise(bounds))
     ):
         raise ValueError(
-            f"partition {bounds} is not a list of rising bounds from 0 to {num_layers}, the number of pipeline layers "
-            "with embedding, norm and output matrix"
+            f"partition {bounds} is not a list of rising integers from 0 to {num_layers}, the number of pipeline "
+            "layers with embedding, norm and output matrix"
         )
     return bounds
 

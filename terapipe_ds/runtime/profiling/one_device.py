@@ -47,6 +47,7 @@ class OfflineJob:
     granularity_tokens: int = 64
     activation_checkpoint_interval: int = 0
     partition_method: str = "parameters"
+    bounds: Sequence[int] | None = None  # the first layer of each part, and their number; None: by partition_method
 
     def build_part(self, start: int, stop: int) -> Any:
         """Return the layers from `start` to `stop` as a `PipelineModule` of one stage."""
@@ -62,7 +63,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     `progress` is told the part that is measured, and the share of it that is done; `warn` where numbers vary too much.
     """
     init_single_process()
-    bounds = partition(job.layers, job.num_stages, job.partition_method)
+    bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
     specs: dict[int, MessageSpec] = {}

@@ -90,6 +90,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     run.add_argument("--new-tokens", type=int, default=48, help="to generate at the end at most; 0: nothing")
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step and evaluation")
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error("--steps is 1 or more")
+    if args.eval_every < 0:
+        parser.error("--eval-every: give 0 or more steps")
     goes_on = args.model is not None and Path(args.model, "adapter_config.json").exists()
     if goes_on and args.lora is not None:
         parser.error(f"--model {args.model} has adapters, and the run goes on with these: leave out --lora")

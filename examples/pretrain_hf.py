@@ -73,6 +73,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step and evaluation")
     run.add_argument("--plot", metavar="FILE.png", help="loss curves, drawn at the end; default: none")
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error("--steps is 1 or more")
+    if min(args.eval_every, args.save_every) < 0:
+        parser.error("--eval-every and --save-every: give 0 or more steps")
     try:
         args.ds_config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

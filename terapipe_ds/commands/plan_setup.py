@@ -236,8 +236,8 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.units)):
         raise CommandError(
             f"terapipe.partition = {list(bounds)} in --config: {options.profile} knows no such layers (it has "
-            f"{many(len(models), 'part')} and {len(parts.units)} to cut); measure with the same config, or take the key "
-            "out"
+            f"{many(len(models), 'part')} and {len(parts.units)} to cut); measure with the same config, or take "
+            "the key out"
         )
 
     def costs_of(num_parts: int) -> list[Any] | None:

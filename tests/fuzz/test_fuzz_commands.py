@@ -61,7 +61,7 @@ NAMES = [
     "text", "deepspeed", "torch", "\udcff", "x" * 300,
 ]  # fmt: skip
 VALUES = {  # by the metavar of the help
-    **dict.fromkeys(("FILE", "DS.json", "PREDICTED", "RESULT", "TRACE_DIR_OR_FILE"), FILES),
+    **dict.fromkeys(("FILE", "FILE.html", "FILE.json", "DS.json", "PREDICTED", "RESULT", "TRACE_DIR_OR_FILE"), FILES),
     **dict.fromkeys(("NAME", "NAME[,...]", "{cpu,cuda}", "PRESET", "DTYPE"), NAMES),
     **dict.fromkeys((*"KMVNLBTDSG", "GB", "GB/S", "{0,1}"), NUMBERS),
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
@@ -69,7 +69,7 @@ VALUES = {  # by the metavar of the help
     "F[,B]": ["bf16", "int8,bf16", "fp8", "fp8,int8", ",bf16", "bf16,", ",", "fp64", "off"],
     "NAME=VALUE": ["policy=B", "policy=C", "slots=4,5,3", "slots=4,,3", "slots=0,1,1", "policy", "=B", "x=1"],
 }
-WRITTEN = {"out", "csv", "trace", "timeline", "as_json", "html"}
+WRITTEN = {"out", "csv", "trace", "timeline", "as_json", "html", "perfetto"}
 FAST = dict.fromkeys(("stages", "sequence_length", "micro_batches"), NUMBERS[:8]) | {"granularity": NUMBERS[5:]}
 
 

@@ -105,20 +105,14 @@ CASES: dict[str, Case] = {
 }
 
 
-MORE = ("finite", "auto", "non-reentrant")  # in the full run
-
-
 @functools.cache
-def results(full: bool) -> list[dict[str, Trained]]:
-    cases = {name: case for name, case in CASES.items() if (name in MORE) == full}
-    return rank_pool(2).run(job, cases=cases, timeout_s=600)
+def results() -> list[dict[str, Trained]]:
+    return rank_pool(2).run(job, cases=CASES, timeout_s=600)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.full if name in MORE else ()) for name in CASES
-])  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
 def test_compiled_layers_train_as_the_stock_engine(name: str) -> None:
-    check([rank[name] for rank in results(name in MORE)], name)
+    check([rank[name] for rank in results()], name)
 
 
 @pytest.mark.full
@@ -137,7 +131,7 @@ def check(ranks: list[Trained], name: str) -> None:
 
 def test_two_graphs_of_each_kind_serve_all_slices_lengths_and_steps() -> None:
     """One with gradients, and one without; a third where layers that train run without, to be recomputed."""
-    for rank, kinds in zip(results(False), (1, 2), strict=True):  # of the second stage: with the norm
+    for rank, kinds in zip(results(), (1, 2), strict=True):  # of the second stage: with the norm
         first, *others, recompute, non_reentrant = (rank[name].graphs for name in CASES)
         assert 1 <= first <= 2 * kinds
         assert sum(others) <= 2 * kinds - first + (2 if kinds == 1 else 0), others  # the norm may move

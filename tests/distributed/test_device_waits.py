@@ -159,7 +159,7 @@ def job_count(dtype: str = "float32", changes: dict[str, Any] | None = None, **o
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_no_action_waits_for_the_device(name: str) -> None:
     for waits in rank_pool(2).run(job_count, **CASES[name]):
         assert waits.actions > 100 and waits.device == waits.reads == []

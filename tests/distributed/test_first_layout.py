@@ -85,6 +85,7 @@ def job_train(
     return differences(ours, stock_run()), *found, [line for line in lines if line.startswith('schedule "auto"')]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("num_bytes", "schedules"), [(None, ("zbv",)), (10**12, ("chimera-seq", "chimera"))])
 def test_the_best_schedule_of_all_runs(
     measured: Path, tmp_path: Path, num_bytes: int | None, schedules: tuple[str, ...]

@@ -57,7 +57,7 @@ def errors_of(trained: int, terapipe: dict[str, Any], stages: int, **changes: An
     }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("trained", [0, 1, 4, 5], ids="layer {}".format)
 @pytest.mark.parametrize(
     ("schedule", "stages"),

@@ -70,6 +70,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("writes", [False, True])
 def test_training_equals_the_stock_engine(writes: bool, name: str) -> None:

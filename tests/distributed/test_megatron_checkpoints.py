@@ -114,6 +114,7 @@ def bits(record: megatron_cases.Record) -> dict[str, dict[str, bytes]]:
     return {kind: {name: value.tobytes() for name, value in tensors.items()} for kind, tensors in record.states.items()}
 
 
+@pytest.mark.full
 def test_it_goes_on_under_another_plan_and_schedule(tmp_path: Path) -> None:
     written = rank_pool(4).run(job_write, case=TIED, folder=str(tmp_path))
     read = rank_pool(4).run(job_read, case=replace(TIED, **OTHER_PLAN), folder=str(tmp_path))

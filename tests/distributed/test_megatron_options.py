@@ -79,6 +79,7 @@ def losses_of_both_modes(case: Case) -> tuple[float, float]:
         return float(engine.eval_batch(iter(batch))), float(engine.train_batch(iter(batch)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [{"attention": "window, sinks"}, {"attention": "latent queries", "qk_norm": True, "recompute": "mla_up_proj"}],

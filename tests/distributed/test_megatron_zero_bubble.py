@@ -63,7 +63,7 @@ def count_products(engine: Any) -> dict[str, Any]:
 _LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case: Case) -> None:
     run = ours(case, watch=count_products)
@@ -140,6 +140,7 @@ def job_measured(case: Case) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_measured_w() -> None:
     """Seconds and bytes of W are those of Megatron's layers, whose W gathers tokens here."""
     case = Case(layout="tp2_sp", schedule="zb-h1")

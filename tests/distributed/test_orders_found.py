@@ -41,6 +41,7 @@ def job_train(micro_batches: int, **changes: Any) -> Found:
     return differences(ours, stock_run(num_micro_batches=micro_batches)), lines, to_csv(order), described, evaluated
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"slices": 3, "chunks_per_stage": 2}, {"slices": [[9, 8, 6], [LENGTH], [4, 10, 9]]}],

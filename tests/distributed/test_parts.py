@@ -241,6 +241,7 @@ class Mean(nn.Module):
         return hidden + hidden.mean(dim=1, keepdim=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_checks_and_profilers(layout: str) -> None:
     ranks = rank_pool(2).run(job_layout, changes=LAYOUTS[layout])

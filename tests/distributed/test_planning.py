@@ -239,6 +239,7 @@ def test_a_second_start_measures_nothing(measured_twice: tuple[Path, list[Any]],
 _HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "runs",
     [

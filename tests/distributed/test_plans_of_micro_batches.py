@@ -39,6 +39,7 @@ def job_train(schedule: str, lists: list[list[int]], **changes: Any) -> tuple[di
     return differences(ours, stock_run(num_micro_batches=3)), plans, abs(before - whole) / abs(whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["seq1f1b-zb", "seq1f1b", "zbv", "terapipe"])
 def test_trains_as_the_stock_engine(schedule: str) -> None:
     for errors, plans, of_evaluation in rank_pool(2).run(job_train, schedule=schedule, lists=LISTS):

@@ -35,7 +35,7 @@ def problems(case: Case) -> list[str]:
     return compare.violations(compare.errors(run, reference(case)), compare.contract(case))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", configurations.covering(14), ids=lambda c: f"seed{c.data_seed}")
 def test_training_equals_a_plain_loop(case: Case) -> None:
     assert not problems(case), str(case)

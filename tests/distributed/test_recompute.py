@@ -79,7 +79,7 @@ NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
         (3, [2, 0], {0, 2}, {"schedule": "seq1f1b-zb"}, {}),
     ],
 )  # fmt: skip
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_stages_recompute_and_train_as_ever(
     stages: int, recompute: Any, again: set[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:

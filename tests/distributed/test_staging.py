@@ -98,7 +98,9 @@ def _same(runs: list[tuple[Run, Run, int]], tolerance: float) -> None:
             assert torch.allclose(ours.parameters[name], parameter, rtol=tolerance, atol=tolerance), name
 
 
-@pytest.mark.parametrize("terapipe", [section(), section(slices="auto", schedule="auto")], ids=["fixed", "auto"])
+@pytest.mark.parametrize(
+    "terapipe", [section(), section(slices="auto", schedule="auto", granularity_tokens=8)], ids=["fixed", "auto"]
+)
 def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) -> None:
     """DeepSpeed's start sends a number of the device to the next stage; the stock engine sends everything so."""
     _same(rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=terapipe, stock_too=True, changes={}), 1e-9)

@@ -308,7 +308,7 @@ def job_case(name: str) -> tuple[float, Any]:
     return error_of(ours, stock), stock
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CASES)
 def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
     for error, stock in rank_pool(2).run(job_case, name=name):

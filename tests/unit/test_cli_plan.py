@@ -57,7 +57,7 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_section_to_paste_is_valid_and_means_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ((), ("--schedule", "seq1f1b", "--max-slices", "3")):
+    for more in (("--granularity", "512"), ("--schedule", "seq1f1b", "--max-slices", "3")):
         text = planned(capsys, *SMALL, *more)
         section = json.loads(text[text.index('"terapipe": ') :].removeprefix('"terapipe": '))
         config = TeraPipeConfig.from_deepspeed({"terapipe": section})

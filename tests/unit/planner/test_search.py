@@ -198,7 +198,7 @@ def test_auto_takes_the_schedule_that_fits() -> None:
     options: dict[str, Any] = {"memory": memory, "memory_limit_bytes": 1700}
     with pytest.raises(MemoryLimitError):
         plan_slices(Costs(3), 12, 2, 8, 1, "terapipe", **options)
-    result = plan_slices(Costs(3), 12, 2, 8, 1, "auto", **options)
+    result = plan_slices(Costs(3), 12, 2, 8, 2, "auto", **options)
     assert result.schedule in ("seq1f1b", "1f1b", "search") and max(result.peak_bytes or ()) <= 1700
     assert plan_slices(Costs(3), 12, 2, 8, 1, "auto", with_order=False, **options).schedule in ("seq1f1b", "1f1b")
     with pytest.raises(MemoryLimitError, match="'seq1f1b'"):

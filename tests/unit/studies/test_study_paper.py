@@ -29,6 +29,7 @@ def figure_6b() -> tuple[list[StepTotal], float]:
     return points, best
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("left_out", range(7))
 def test_figure_6b_with_a_point_left_out(left_out: int) -> None:
     """The prediction does not hang on one of the seven points."""

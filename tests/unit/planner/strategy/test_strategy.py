@@ -266,7 +266,7 @@ def test_configs_of_other_models_are_refused(change: dict[str, Any], message: st
 
 
 def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_the_least_need() -> None:
-    cluster, batch = Cluster("h100", 1, 8), {"global_batch_size": 32, "sequence_length": 4096}
+    cluster, batch = Cluster("h100", 1, 8), {"global_batch_size": 16, "sequence_length": 4096}
     free = plan_strategy("llama-2-7b", cluster, memory_limit_gb=1000, **batch)
     tight = plan_strategy("llama-2-7b", cluster, memory_limit_gb=20, **batch)
     assert free.recompute == "off"

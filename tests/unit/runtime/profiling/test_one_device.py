@@ -31,6 +31,7 @@ def _files(folder: Path, **config: Any) -> list[str]:
     return ["--config", str(ds_config), "--model", str(model), "--out", str(folder / "profile.json")]
 
 
+@pytest.mark.full
 def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     arguments = [*_files(tmp_path), "--stages", "4", "--threads", "1", "--json"]

@@ -83,26 +83,6 @@ class StepTrace:
         return max(lost_s, default=0.0)
 
 
-def exposed_comm_s(timeline: Timeline, schedule: Schedule) -> tuple[float, ...]:
-    """Return for each stage the seconds in which it did nothing although its next input was computed already.
-
-    What it waited for is the message on its way, or what either side does with it; a wait before that is bubble.
-    """
-    ends: dict[tuple[str, int, int, int], float] = {}
-    for event in timeline.computations():
-        part_id = schedule.placement[event.stage_id, event.chunk_id]
-        ends[event.kind, part_id, event.micro_batch_id, event.slice_id] = event.end_s
-    exposed_s, free_s = [0.0] * timeline.num_stages, [0.0] * timeline.num_stages
-    for event in timeline.computations():
-        part_id = schedule.placement[event.stage_id, event.chunk_id]
-        source = {"F": part_id - 1, "B": part_id + 1}.get(event.kind, -1)
-        ready_s = ends.get((event.kind, source, event.micro_batch_id, event.slice_id))
-        if ready_s is not None:  # else it needs no message
-            exposed_s[event.stage_id] += max(event.start_s - max(ready_s, free_s[event.stage_id]), 0.0)
-        free_s[event.stage_id] = event.end_s
-    return tuple(exposed_s)
-
-
 @dataclass(frozen=True)
 class SliceMeasurements:
     """What was measured besides steps: costs and memory of slices by the cut of the layers, links by tokens."""

@@ -21,7 +21,6 @@ from terapipe_ds.bench.metrics import (
     StepTrace,
     bound_s,
     drift,
-    exposed_comm_s,
     ideal_bubble,
     median_index,
     ratio,
@@ -33,6 +32,7 @@ from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 from terapipe_ds.timeline import Timeline
+from terapipe_ds.timeline.waits import exposed_comm_s
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 """How far the losses after some steps may be apart, relatively: rounding grows with Adam's first steps."""
@@ -213,7 +213,9 @@ class MeasuredRun:
             "peak_bytes": self.peak_bytes,
             "static_bytes": self.static_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes(),
-            "exposed_comm_s": statistics.median(max(exposed_comm_s(t, self.schedule)) for t in self.timelines),
+            "exposed_comm_s": statistics.median(
+                max(exposed_comm_s(t, self.schedule.placement)) for t in self.timelines
+            ),
             "loss": self.losses[-1],
             "timeline": json.loads(drawn.to_json()),
         }

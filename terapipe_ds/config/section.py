@@ -121,6 +121,9 @@ class TeraPipeConfig(StrictModel):
     stall_timeout_s: Timeout = Field(300.0, description=TIMEOUT_FORM)
     data_timeout_s: Timeout = Field(1800.0, description=TIMEOUT_FORM)
     trace_dir: NonEmpty | None = Field(None, description="the path of a directory, or null")
+    peak_tflops: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = Field(
+        None, description="a number > 0, the dense peak of one device in 10^12 FLOP/s, or null"
+    )
     _strategy: Strategy | None = PrivateAttr(None)
     _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 

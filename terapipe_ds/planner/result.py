@@ -21,6 +21,17 @@ _TIE = 1e-3  # a difference in time below the noise of any measurement
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """Say how long a step takes from its first forward to its last backward, without reduce and optimizer step.
+
+    `unsliced_s` is that of whole sequences in the same schedule; None where nobody asked.
+    """
+
+    predicted_s: float
+    unsliced_s: float | None = None
+
+
+@dataclass(frozen=True)
 class PlanResult:
     """Plans and what they are worth; seconds are those of one batch without reduce and optimizer step.
 

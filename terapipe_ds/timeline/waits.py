@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from terapipe_ds.timeline.timeline import Timeline, TimelineEvent
@@ -67,6 +67,27 @@ def find_waits(timeline: Timeline) -> list[Wait]:
                 waits.append(Wait(stage_id, until_s, event.start_s, event, sources.of(event)))
             until_s = max(until_s, event.end_s)
     return waits
+
+
+def exposed_comm_s(timeline: Timeline, placement: Mapping[tuple[int, int], int]) -> tuple[float, ...]:
+    """Return for each stage the seconds in which it did nothing although its next input was computed already.
+
+    What it waited for is the message on its way, or what either side does with it; a wait before that is bubble.
+    `placement` has the part at (stage_id, chunk_id). The events of a stage are in the order in which they ran.
+    """
+    ends: dict[tuple[str, int, int, int], float] = {}
+    for event in timeline.computations():
+        part_id = placement[event.stage_id, event.chunk_id]
+        ends[event.kind, part_id, event.micro_batch_id, event.slice_id] = event.end_s
+    exposed_s, free_s = [0.0] * timeline.num_stages, [0.0] * timeline.num_stages
+    for event in timeline.computations():
+        part_id = placement[event.stage_id, event.chunk_id]
+        source = {"F": part_id - 1, "B": part_id + 1}.get(event.kind, -1)
+        ready_s = ends.get((event.kind, source, event.micro_batch_id, event.slice_id))
+        if ready_s is not None:  # else it needs no message
+            exposed_s[event.stage_id] += max(event.start_s - max(ready_s, free_s[event.stage_id]), 0.0)
+        free_s[event.stage_id] = event.end_s
+    return tuple(exposed_s)
 
 
 class _Sources:

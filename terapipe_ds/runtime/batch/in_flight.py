@@ -11,6 +11,7 @@ import torch
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.loss import SliceLoss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
@@ -83,6 +84,7 @@ class BatchInFlight:
     micro_batches: list[MicroBatchInFlight]
     slices: dict[Key, SliceInFlight] = field(default_factory=dict)
     live_peak: int = 0
+    predicted: Prediction | None = None
 
     @cached_property
     def split(self) -> frozenset[Key]:

@@ -20,6 +20,7 @@ from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero
+from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
@@ -143,7 +144,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
     config, module, store = setup.config, engine.module, SliceStore()
-    flops, finite = stage_flops(engine), None
+    is_monitored = engine.monitor.enabled and 0 in groups.ranks
+    flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not _may_overflow(engine), is_collected)
@@ -170,7 +172,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         watchdog,
         weights,
         BatchResults(engine, config.sequence_dim, setup.sequence),
-        Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages),
+        Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
         finite,
         flops,
         setup.sequence,

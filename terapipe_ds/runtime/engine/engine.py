@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
@@ -22,15 +22,15 @@ from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
+from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
-from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
+from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
+from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients
 from terapipe_ds.runtime.links.formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
@@ -54,7 +54,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(SequenceRanksEngine):
+class TeraPipeEngine(ModelEndsEngine):
     """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
 
     Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
@@ -62,8 +62,6 @@ class TeraPipeEngine(SequenceRanksEngine):
     """
 
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
-    _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
-    _place: Place | None = None  # of the part that runs now
     _written: WrittenParameters | None = None  # in the first training batch
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
@@ -94,6 +92,7 @@ class TeraPipeEngine(SequenceRanksEngine):
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
         self._batch_end = BatchEnd(self, self._layout, stage)
+        self._steps = StepReport(self, stage, groups, self.terapipe_config)
         allow_pickle = self.terapipe_config.checkpoints.allow_pickle
         self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)
         warn_of_checkpoints(self)
@@ -106,8 +105,9 @@ class TeraPipeEngine(SequenceRanksEngine):
         if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._checkpoints.refuse_half_loaded()
+        train = super().train_batch
         with ErrorsUnwrapped(), self._guarded():
-            return super().train_batch(data_iter)
+            return self._steps.run(lambda: train(data_iter))
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in slices. Only the last stage returns logits: on each rank those that its own layers give.
@@ -225,38 +225,7 @@ class TeraPipeEngine(SequenceRanksEngine):
     def tracer(self, tracer: ActionTracer) -> None:
         self._stage.tracer = tracer
 
-    # -- the ends of the model: DeepSpeed asks its first and last stage, and parts may be on others ------------------
-
-    def is_last_stage(self) -> bool:
-        """Return whether the loss of a batch is known here: on the stage of the last part."""
-        return self.stage_id == self._layout.loss_stage if self._is_built else bool(super().is_last_stage())
-
-    def _loss_stage_global_rank(self) -> int:
-        return int(self.grid.stage_to_global(self._layout.loss_stage))
-
-    def _aggregate_total_loss(self) -> Any:
-        if self._layout.has_copies:
-            booked = self.total_loss, self.total_additional_losses
-            ranks, control = self._groups.ranks, self._groups.control
-            booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
-            self.total_loss, self.total_additional_losses = booked
-        return super()._aggregate_total_loss()
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Keep a loader where data is drawn."""
-        if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader, self.data_iterator = loader, iter(loader)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Keep an iterator where data is drawn."""
-        if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader, self.data_iterator = None, iterator
-
-    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """Divide the loss by the number of micro-batches, but not what comes back from other parts."""
-        if self._place is None or self._place.is_last:  # `PipelineEngine` would go by the stage
-            return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
-        return grad
+    # -- a batch, from drawing it to the optimizer's step ------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -285,6 +254,7 @@ class TeraPipeEngine(SequenceRanksEngine):
         """Draw a batch, and make ready what its actions work on."""
         batch = self._incoming.next(num_micro_batches, training)
         self._batch.begin(batch, self.global_steps + 1)
+        self._steps.begin(batch)
         self._batch_end.closing_s = 0.0
         return batch.schedule.for_stage(self.stage_id)
 

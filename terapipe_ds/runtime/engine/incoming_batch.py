@@ -68,7 +68,10 @@ class IncomingBatches:
         schedule = self._plans.schedule(how, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
-        return BatchInFlight(schedule, self._stage_id, training, micro_batches)
+        is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
+        is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
+        predicted = how.predicted if is_planned else None
+        return BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
 
     def _check_options(self) -> None:
         """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""

@@ -1,18 +1,19 @@
 """Measure timelines: what each stage did when, in seconds of the wall clock, which the ranks of a machine share.
 
-The wall clock is read once per traced step, and a clock that cannot be set tells the time from there. A trace that
+The wall clock is read once per recorded step, and a clock that cannot be set tells the time from there. A trace that
 cannot be written is a warning: nothing that only observes a training ends it.
 
-On an accelerator every action is synchronised while its step is traced, which costs some of the overlap.
+On an accelerator every action is synchronised while its step is traced, which costs some of the overlap. For monitors,
+which look at every step, events of the device tell the time instead, and the host waits once per step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepspeed.accelerator import get_accelerator
 
@@ -48,66 +49,132 @@ class ActionTracer(Protocol):
         """End the batch."""
 
 
-class Tracer:
-    """Record the computations of one rank, if a directory is given."""
+class HostClock:
+    """Tell the time of this rank's thread, as seconds since 1970."""
 
-    def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
-        self._dir = Path(trace_dir) if trace_dir else None
+    def __init__(self) -> None:
+        self._zero_s = time.time() - time.monotonic()
+
+    def mark(self) -> float:
+        """Return what `seconds` turns into a time."""
+        return self._zero_s + time.monotonic()
+
+    def seconds(self, mark: float) -> float:
+        """Return the time of a mark."""
+        return mark
+
+
+class WaitingClock(HostClock):
+    """Tell the time when the device has done what it was given until then."""
+
+    def mark(self) -> float:
+        wait_for_computation()
+        return super().mark()
+
+
+class DeviceClock:
+    """Tell the time by events that the device records in its stream as it comes to them; no thread waits.
+
+    Args:
+        new_event: returns an event with `record`, `synchronize` and `elapsed_time` (milliseconds), as torch's.
+    """
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+        self._last: Any = None
+        self._last_s = 0.0
+
+    def mark(self) -> Any:
+        """Record an event."""
+        event = self._new_event()
+        event.record()
+        return event
+
+    def end(self) -> None:
+        """Wait until the device is here, and read the wall clock: the times of all marks count from this one back."""
+        self._last = self.mark()
+        self._last.synchronize()
+        self._last_s = time.time()
+
+    def seconds(self, mark: Any) -> float:
+        """Return the time of a mark, after `end`."""
+        return self._last_s - float(mark.elapsed_time(self._last)) / 1e3
+
+
+def _device_clock() -> DeviceClock:
+    return DeviceClock(lambda: get_accelerator().Event(enable_timing=True))
+
+
+class Tracer:
+    """Record the computations of one rank: of some steps if a directory is given, of all where they are monitored."""
+
+    def __init__(
+        self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int, is_monitored: bool = False
+    ) -> None:
+        self._dir, self._is_monitored = Path(trace_dir) if trace_dir else None, is_monitored
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
-        self._events: list[TimelineEvent] | None = None
-        self._start_s = self._clock_s = 0.0
+        self._clock: HostClock | DeviceClock | None = None  # of a step that is recorded
+        self._marks: list[tuple[Action, Any, Any]] = []
+        self._start: Any = None
+        self._is_written = False
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
+        self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, where it was recorded
 
     @property
     def listens(self) -> bool:
-        return self._events is not None
+        return self._clock is not None
 
     def begin(self, step: int | None) -> None:
-        """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""
-        traced = self._dir is not None and step is not None and is_traced(step)
-        self._events = [] if traced else None
-        self._clock_s = time.time() - time.monotonic()
-
-    def _now_s(self) -> float:
-        return self._clock_s + time.monotonic()
+        """Start recording if `step`, counted from 1, is one of those that are looked at; None: an evaluation."""
+        self._is_written = self._dir is not None and step is not None and is_traced(step)
+        self._clock, self._marks, self.last = None, [], None
+        if self._is_written or (self._is_monitored and step is not None):
+            on_host = get_accelerator().is_synchronized_device()
+            self._clock = HostClock() if on_host else WaitingClock() if self._is_written else _device_clock()
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
-        """Record one action, if it computes and its step is traced."""
-        if self._events is None or action.kind not in _COMPUTATIONS:
+        """Record one action, if it computes and its step is recorded."""
+        if self._clock is None or action.kind not in _COMPUTATIONS:
             yield
             return
-        self._start_s = self._now_s()
+        self._start = self._clock.mark()
         yield
-        wait_for_computation()
-        self._events.append(
-            TimelineEvent(
-                stage_id=self._stage_id,
-                action=str(action),
-                micro_batch_id=action.micro_batch_id,
-                slice_id=action.slice_id,
-                kind=action.kind.value,
-                start_s=self._start_s,
-                end_s=self._now_s(),
-                chunk_id=action.chunk_id,
-            )
-        )
+        self._marks.append((action, self._start, self._clock.mark()))
 
     def input_is_here(self) -> None:
         """Let the computation of the action in hand start now: its wait for a message is over."""
-        if self._events is not None:
-            wait_for_computation()
-            self._start_s = self._now_s()
+        if self._clock is not None:
+            self._start = self._clock.mark()
 
     def write(self, step: int) -> None:
         """Write `timeline-step{step}-rank{rank}.json` under the trace directory, whole or not at all."""
-        events, self._events = self._events, None
-        if events is None or self._dir is None:
+        clock, self._clock = self._clock, None
+        if clock is None:
+            return
+        if isinstance(clock, DeviceClock):
+            clock.end()
+        seconds: Callable[[Any], float] = clock.seconds
+        self.last = tuple(self._event(action, seconds(start), seconds(end)) for action, start, end in self._marks)
+        self._marks = []
+        if not self._is_written or self._dir is None:
             return
         with self._writing.attempt():
             self._dir.mkdir(parents=True, exist_ok=True)
-            timeline = Timeline(num_stages=self._num_stages, events=tuple(events))
+            timeline = Timeline(num_stages=self._num_stages, events=self.last)
             timeline.save(self._dir / timeline_file_name(step, self._rank))
+
+    def _event(self, action: Action, start_s: float, end_s: float) -> TimelineEvent:
+        return TimelineEvent(
+            stage_id=self._stage_id,
+            action=str(action),
+            micro_batch_id=action.micro_batch_id,
+            slice_id=action.slice_id,
+            kind=action.kind.value,
+            start_s=start_s,
+            end_s=max(start_s, end_s),
+            chunk_id=action.chunk_id,
+        )
 
 
 def wait_for_computation() -> None:

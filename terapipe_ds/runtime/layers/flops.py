@@ -82,10 +82,14 @@ class _Counter(TorchDispatchMode):
 
 
 class StageFlops:
-    """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`."""
+    """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`.
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine, self._formulas = engine, _formulas()
+    With `counts_first`, it counts that of the first training step as well, for monitors.
+    """
+
+    def __init__(self, engine: PipelineEngine, counts_first: bool = False) -> None:
+        self._engine, self._formulas, self._counts_first = engine, _formulas(), counts_first
+        self._prints = False
         grid = engine.grid
         replica_ranks = grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(), sequence_ranks_of(grid).rank
         self._is_chosen = not any(replica_ranks)
@@ -95,10 +99,23 @@ class StageFlops:
 
     def open_batch(self, training: bool) -> None:
         """Begin to count where the profiled step begins; any other batch is not counted."""
-        is_due = self._engine.global_steps == self._engine.flops_profiler_profile_step()
-        self._is_counting = training and self._is_chosen and is_due
-        self.totals.clear()
-        self.forward_of.clear()
+        engine, is_mine = self._engine, training and self._is_chosen
+        is_due = engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
+        self._prints = is_mine and is_due
+        self._is_counting = is_mine and (is_due or (self._counts_first and not self.totals))
+        if self._is_counting:
+            self.totals.clear()
+            self.forward_of.clear()
+
+    def of_model(self) -> float:
+        """Return the operations that the last counted micro-batch needs on this stage; 0 where none was counted.
+
+        That is three times the forward's: what is computed again is not counted. Where parameters are frozen it is what
+        was counted, if that is less.
+        """
+        forward, counted = self.totals[Kind.FORWARD], sum(self.totals.values())
+        is_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
+        return float(3 * forward if is_trained else min(3 * forward, counted))
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -115,9 +132,9 @@ class StageFlops:
     def report(self) -> None:
         """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""
         path, stage_id = self._engine.flops_profiler_output_file(), self._engine.stage_id
-        if self._is_counting and not path:
+        if self._prints and not path:
             print(self._text(), flush=True)
-        elif self._is_counting:
+        elif self._prints:
             target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
             with Diagnostic(f"flops_profiler.output_file: cannot write {target}").attempt():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,15 +161,15 @@ class StageFlops:
         """Do nothing, as `start_profile`."""
 
 
-def stage_flops(engine: PipelineEngine) -> StageFlops | None:
-    """Return the counter of this stage, in the place of DeepSpeed's profiler, where the config asks for one."""
+def stage_flops(engine: PipelineEngine, counts_first: bool) -> StageFlops | None:
+    """Return the counter of this stage, in the place of DeepSpeed's profiler, where config or monitors ask for one."""
     if not engine.flops_profiler_enabled():
-        return None
+        return StageFlops(engine, counts_first) if counts_first else None
     factor = engine.flops_profiler_recompute_fwd_factor()
     if factor:
         raise TeraPipeConfigError(
             f"flops_profiler.recompute_fwd_factor = {factor}: the backward is counted here, with all that it computes "
             "again, and not estimated; remove the key or set it to 0"
         )
-    engine.flops_profiler = StageFlops(engine)
+    engine.flops_profiler = StageFlops(engine, counts_first)
     return engine.flops_profiler

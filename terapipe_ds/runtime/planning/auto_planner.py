@@ -23,6 +23,7 @@ from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
@@ -181,8 +182,7 @@ class AutoPlanner:
             choice = Choice.of(result)
             if kept is not None:
                 kept.write(choice, [list(plan.lengths) for plan in result.plans], lines)
-        self._write_prediction(choice, costs)
-        return choice, "\n  ".join([head, *lines])
+        return self._predicted(choice, costs), "\n  ".join([head, *lines])
 
     def _kept_order(self, length: int, profile: Profile, limit_bytes: float | None) -> KeptOrder | None:
         """Return where an order for this question is kept."""
@@ -207,24 +207,27 @@ class AutoPlanner:
         except Exception as error:
             raise RaisedEverywhere(error) from None
 
-    def _write_prediction(self, choice: Choice, costs: Any) -> None:
-        """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
-        if self._config.trace_dir is None:
-            return
-        stages, number, chunks = (
-            self._engine.num_stages,
-            self._engine.micro_batches,
-            self._stage.layout.chunks_per_stage,
-        )
+    def _predicted(self, choice: Choice, costs: Any) -> Choice:
+        """Return the choice with its predicted step, which is also written beside the traces of measured ones.
+
+        `terapipe timeline --against` compares them.
+        """
+        if choice.predicted is not None and self._config.trace_dir is None:
+            return choice
+        number, chunks = self._engine.micro_batches, self._stage.layout.chunks_per_stage
         plans, schedule = [choice.plan_of(m) for m in range(number)], choice.order
         if schedule is None:
             options, slices = self._config.options_of(choice.schedule), [plan.num_slices for plan in plans]
-            schedule = build(choice.schedule, stages, number, slices, chunks_per_stage=chunks, **options)
-        folder = Path(self._config.trace_dir)
-        name = f"predicted-{choice.sequence_length}-tokens-{number}-micro-batches.json"
-        with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
-            folder.mkdir(parents=True, exist_ok=True)
-            simulate(schedule, plans, costs).save(folder / name)
+            counts = self._engine.num_stages, number, slices
+            schedule = build(choice.schedule, *counts, chunks_per_stage=chunks, **options)
+        timeline = simulate(schedule, plans, costs)
+        if self._config.trace_dir is not None:
+            folder = Path(self._config.trace_dir)
+            name = f"predicted-{choice.sequence_length}-tokens-{number}-micro-batches.json"
+            with Diagnostic(f"terapipe.trace_dir: cannot write {folder / name}").attempt():
+                folder.mkdir(parents=True, exist_ok=True)
+                timeline.save(folder / name)
+        return choice if choice.predicted else dataclasses.replace(choice, predicted=Prediction(timeline.makespan_s))
 
 
 def require_profile(stage: StageToPlan) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult
+from terapipe_ds.planner.result import Prediction
 from terapipe_ds.schedule import Kind, Schedule, from_csv, to_csv
 
 
@@ -20,20 +21,21 @@ class Choice:
 
     `plans` has the plan of each micro-batch of a step, or one for all; other batches take them in turns. `order_csv` is
     the order of `"schedule": "search"`, as `schedule.to_csv` writes it. `recompute` are the layers of the model that
-    `"recompute": "auto"` chose; None without it.
+    `"recompute": "auto"` chose; None without it. `predicted` is known where the plans come from costs.
     """
 
     plans: tuple[SlicePlan, ...]
     schedule: str
     order_csv: str | None = None
     recompute: frozenset[int] | None = None
+    predicted: Prediction | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, result: PlanResult) -> Choice:
         """Return what the planner chose."""
         order = None if result.order is None else to_csv(result.order)
         again = None if result.recompute is None else frozenset(itertools.chain(*result.recompute))
-        return cls(result.plans, result.schedule, order, again)
+        return cls(result.plans, result.schedule, order, again, Prediction(result.predicted_s, result.unsliced_s))
 
     def __post_init__(self) -> None:
         if len(set(self.plans)) == 1:
@@ -61,7 +63,7 @@ class Choice:
     def joined(self, fewest_tokens: int) -> Choice:
         """Return the choice without slices of fewer tokens (see `SlicePlan.joined`)."""
         plans = tuple(plan.joined(fewest_tokens) for plan in self.plans)
-        return self if plans == self.plans else replace(self, plans=plans)
+        return self if plans == self.plans else replace(self, plans=plans, predicted=None)
 
     def described(self) -> dict[str, Any]:
         """Return the choice as checkpoints hold it."""

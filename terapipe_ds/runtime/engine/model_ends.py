@@ -1,0 +1,52 @@
+"""Let DeepSpeed find the ends of the model: it asks its first and last stage, and parts may be on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
+from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.tied_and_copied import sum_over_places
+from terapipe_ds.runtime.links.groups import PipelineGroups
+
+
+class ModelEndsEngine(SequenceRanksEngine):
+    """DeepSpeed's pipeline engine where the first and the last part lie on any stage."""
+
+    _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
+    _place: Place | None = None  # of the part that runs now
+    _layout: Layout
+    _groups: PipelineGroups
+
+    def is_last_stage(self) -> bool:
+        """Return whether the loss of a batch is known here: on the stage of the last part."""
+        return self.stage_id == self._layout.loss_stage if self._is_built else bool(super().is_last_stage())
+
+    def _loss_stage_global_rank(self) -> int:
+        return int(self.grid.stage_to_global(self._layout.loss_stage))
+
+    def _aggregate_total_loss(self) -> Any:
+        if self._layout.has_copies:
+            booked = self.total_loss, self.total_additional_losses
+            ranks, control = self._groups.ranks, self._groups.control
+            booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
+            self.total_loss, self.total_additional_losses = booked
+        return super()._aggregate_total_loss()
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Keep a loader where data is drawn."""
+        if self.stage_id in self._layout.drawing_stages:
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Keep an iterator where data is drawn."""
+        if self.stage_id in self._layout.drawing_stages:
+            self.training_dataloader, self.data_iterator = None, iterator
+
+    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
+        """Divide the loss by the number of micro-batches, but not what comes back from other parts."""
+        if self._place is None or self._place.is_last:  # `PipelineEngine` would go by the stage
+            return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
+        return grad

@@ -1,0 +1,227 @@
+"""Tell how fast training steps are: DeepSpeed's monitors after each, the log after the first one and after twenty."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.devices import device_cards
+from terapipe_ds.planner.result import Prediction
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight
+from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule.action import Kind
+from terapipe_ds.timeline import Timeline, TimelineEvent
+from terapipe_ds.timeline.waits import exposed_comm_s
+
+logger = logging.getLogger("terapipe_ds")
+T = TypeVar("T")
+
+PREFIX = "Train/TeraPipe/"
+_STEPS = 20  # after so many the log says how fast they were; the first one, which warms up, does not count
+_FAR = 0.15  # a prediction is off by more: the costs are no longer those that were measured
+_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Say what a training step ran: its schedule, the tokens of all replicas, and how long it was to take."""
+
+    schedule: Schedule
+    tokens: int
+    predicted: Prediction | None
+
+
+def step_figures(
+    ran: Ran, step_s: float, timeline: Timeline | None, model_flops: float, peak_flops: float | None
+) -> dict[str, float]:
+    """Return what monitors are told of a step, by name.
+
+    Args:
+        step_s: from the call of `train_batch` to its end.
+        timeline: of the stages of one pipeline; None where they recorded none.
+        model_flops: that one pipeline needs for the step; 0: not known.
+        peak_flops: of one device, in FLOP/s.
+    """
+    found = {"step_seconds": step_s, "tokens_per_second": ran.tokens / step_s}
+    if timeline is not None and timeline.makespan_s > 0:
+        pipeline_s, stages = timeline.makespan_s, timeline.num_stages
+        found["pipeline_seconds"] = pipeline_s
+        found["bubble"] = timeline.bubble_fraction
+        found["exposed_communication"] = sum(exposed_comm_s(timeline, ran.schedule.placement)) / (stages * pipeline_s)
+        if ran.predicted is not None:
+            found["predicted_seconds"] = ran.predicted.predicted_s
+            found["predicted_over_measured"] = ran.predicted.predicted_s / pipeline_s
+        if model_flops and peak_flops:
+            found["mfu"] = model_flops / (step_s * peak_flops * stages)
+    return found
+
+
+class StepReport:
+    """Watch the training steps of one rank. Values are those of the pipeline that holds rank 0, and written there."""
+
+    def __init__(self, engine: PipelineEngine, stage: Stage, groups: PipelineGroups, config: TeraPipeConfig) -> None:
+        self._engine, self._stage, self._groups = engine, stage, groups
+        self._is_first_rank = engine.global_rank == 0
+        self._is_monitored = engine.monitor.enabled and 0 in groups.ranks
+        self._peak_flops = peak_flops(engine, config) if self._is_monitored else None
+        self._tracer = stage.tracer if isinstance(stage.tracer, Tracer) else None
+        self._ran: Ran | None = None
+        self._steps: list[tuple[Ran, float, float]] = []  # with seconds, and those of its forwards and backwards
+        self._num_steps = 0
+        self._writing = Diagnostic(f"{PREFIX}: a monitor cannot write")
+
+    def begin(self, batch: BatchInFlight) -> None:
+        """Keep what a training batch runs, and say so of the first one."""
+        if not batch.training:
+            return
+        shapes = [one.shape for one in batch.micro_batches]
+        tokens = sum(shape.rows * shape.length for shape in shapes) * self._groups.num_replicas
+        self._ran = Ran(batch.schedule, tokens, batch.predicted)
+        if not self._num_steps and self._is_first_rank:
+            logger.info("%s", first_line(self._ran, len(shapes), self._groups.num_replicas))
+            if self._is_monitored and self._peak_flops is None:
+                logger.info("monitors: %smfu is left out, the peak is unknown: set terapipe.peak_tflops", PREFIX)
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Run a training step, and tell how fast it was."""
+        begin_s = time.perf_counter()
+        result = train()
+        step_s = time.perf_counter() - begin_s
+        if self._ran is not None:
+            self._tell(self._ran, step_s)
+        return result
+
+    def _tell(self, ran: Ran, step_s: float) -> None:
+        found = self._gathered(ran) if self._is_monitored else None
+        self._num_steps += 1
+        if not self._is_first_rank:
+            return
+        pipeline_s = step_s - self._engine.closing_s
+        if found is not None:
+            timeline, model_flops = found
+            figures = step_figures(ran, step_s, timeline, model_flops, self._peak_flops)
+            pipeline_s = figures.get("pipeline_seconds", pipeline_s)
+            with self._writing.attempt():
+                at = self._engine.global_samples
+                self._engine.monitor.write_events([(PREFIX + name, value, at) for name, value in figures.items()])
+        if 1 < self._num_steps <= _STEPS:
+            self._steps.append((ran, step_s, pipeline_s))
+            if self._num_steps == _STEPS:
+                logger.info("%s", after_steps(self._steps))
+                self._steps.clear()
+
+    def _gathered(self, ran: Ran) -> tuple[Timeline | None, float] | None:
+        """Bring the times of all stages to rank 0; None elsewhere. A collective over the stages.
+
+        All know the order of all, so that times are enough: of each computation its start and its end.
+        """
+        orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
+        table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
+        flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
+        table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
+        if events is not None and len(events) == len(orders[self._stage.stage_id]):
+            table[1 : 1 + len(events)] = torch.tensor([(e.start_s, e.end_s) for e in events], dtype=torch.float64)
+        tables = [table]
+        if self._groups.control is not None:
+            tables = [torch.empty_like(table) for _ in orders] if self._is_first_rank else []
+            with self._stage.watchdog.waiting("the times of all stages for the monitors"):
+                torch_dist.gather(table, tables or None, dst=0, group=self._groups.control)
+        if not self._is_first_rank:
+            return None
+        model_flops = float(sum(one[0, 0] for one in tables))
+        events_of_all: list[TimelineEvent] = []
+        for stage_id, (order, one) in enumerate(zip(orders, tables, strict=True)):
+            times = one[1 : 1 + len(order)].tolist()
+            if any(start_s != start_s for start_s, _ in times):  # NaN: nothing was recorded there
+                return None, model_flops
+            events_of_all += [
+                TimelineEvent(stage_id, str(a), a.micro_batch_id, a.slice_id, a.kind.value, start_s, end_s, a.chunk_id)
+                for a, (start_s, end_s) in zip(order, times, strict=True)
+            ]
+        return Timeline(len(orders), tuple(events_of_all)), model_flops
+
+
+def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
+    """Return what the log says of the first training step."""
+    schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
+    slices = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    what = f"{schedule.name} on {schedule.num_stages} stages, {num_micro_batches} micro-batches of {slices} slices"
+    what += f", {num_replicas} replicas" if num_replicas > 1 else ""
+    return f"training runs {what}; {_expected(ran.predicted)}"
+
+
+def _expected(predicted: Prediction | None) -> str:
+    if predicted is None:
+        return 'nothing is predicted: slices were not planned (slices or schedule "auto" or "search" do)'
+    text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
+    if predicted.unsliced_s is not None:
+        text += f", {predicted.unsliced_s / predicted.predicted_s:.2f} times as fast as whole sequences"
+    return text
+
+
+def after_steps(steps: list[tuple[Ran, float, float]]) -> str:
+    """Return what the log says after some steps: of each what it ran, its seconds, and those of its pipeline."""
+    seconds, rate = [step_s for _, step_s, _ in steps], [ran.tokens / step_s for ran, step_s, _ in steps]
+    pipeline_s = statistics.median(own_s for *_, own_s in steps)
+    text = (
+        f"steps 2 to {len(steps) + 1}: median {statistics.median(seconds):.3g} s, {statistics.median(rate):.4g} "
+        f"tokens/s; {pipeline_s:.3g} s from first forward to last backward"
+    )
+    known = [(ran.predicted, own_s) for ran, _, own_s in steps if ran.predicted is not None]
+    if not known:
+        return text
+    off = statistics.median(own_s / predicted.predicted_s for predicted, own_s in known) - 1
+    text += f", {abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
+    faster = [predicted.unsliced_s / own_s for predicted, own_s in known if predicted.unsliced_s is not None]
+    text += f", {statistics.median(faster):.2f} times as fast as whole sequences by prediction" if faster else ""
+    if abs(off) > _FAR:
+        text += (
+            "; costs are no longer those that were measured: delete the profile in planner.cache_dir, or look at a "
+            "step (trace_dir, terapipe timeline --against)"
+        )
+    return text
+
+
+_FAMILIES = ("v100", "a100", "h100", "h200")
+
+
+def peak_flops(engine: Any, config: TeraPipeConfig) -> float | None:
+    """Return the peak of one device in FLOP/s: the config's, or that of its card in the dtype of the training."""
+    if config.peak_tflops is not None:
+        return config.peak_tflops * 1e12
+    if torch.device(engine.device).type != "cuda":
+        return None
+    return peak_of_card(torch.cuda.get_device_name(engine.device), _dtype_name(engine))
+
+
+def peak_of_card(device: str, dtype: str) -> float | None:
+    """Return the peak of a device by the name that its driver gives; None where no card is surely that one's."""
+    words = device.lower().replace("-", " ").split()
+    if {"pcie", "nvl", "mig"} & set(words):  # with other peaks than those on SXM boards
+        return None
+    family = next((word for word in words if word in _FAMILIES), None)
+    peaks: list[Mapping[str, float | None]] = [
+        card.peak_flops for name, card in device_cards().items() if family is not None and name.startswith(family)
+    ]
+    return peaks[0].get(dtype) if peaks else None
+
+
+def _dtype_name(engine: Any) -> str:
+    if engine.torch_autocast_enabled():
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(engine.torch_autocast_dtype(), "fp32")
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        return "bf16" if engine.bfloat16_enabled() else "fp16"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"

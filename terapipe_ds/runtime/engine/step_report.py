@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -177,7 +177,7 @@ def after_steps(steps: list[tuple[Ran, float, float]]) -> str:
     seconds, rate = [step_s for _, step_s, _ in steps], [ran.tokens / step_s for ran, step_s, _ in steps]
     pipeline_s = statistics.median(own_s for *_, own_s in steps)
     text = (
-        f"steps 2 to {len(steps) + 1}: median {statistics.median(seconds):.3g} s, {statistics.median(rate):.4g} "
+        f"steps 2 to {len(steps) + 1}: median {statistics.median(seconds):.3g} s, {statistics.median(rate):,.0f} "
         f"tokens/s; {pipeline_s:.3g} s from first forward to last backward"
     )
     known = [(ran.predicted, own_s) for ran, _, own_s in steps if ran.predicted is not None]
@@ -198,7 +198,7 @@ def after_steps(steps: list[tuple[Ran, float, float]]) -> str:
 _FAMILIES = ("v100", "a100", "h100", "h200")
 
 
-def peak_flops(engine: Any, config: TeraPipeConfig) -> float | None:
+def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
     """Return the peak of one device in FLOP/s: the config's, or that of its card in the dtype of the training."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
@@ -219,7 +219,7 @@ def peak_of_card(device: str, dtype: str) -> float | None:
     return peaks[0].get(dtype) if peaks else None
 
 
-def _dtype_name(engine: Any) -> str:
+def _dtype_name(engine: PipelineEngine) -> str:
     if engine.torch_autocast_enabled():
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(engine.torch_autocast_dtype(), "fp32")
     if engine.bfloat16_enabled() or engine.fp16_enabled():

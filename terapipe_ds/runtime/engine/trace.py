@@ -55,9 +55,13 @@ class HostClock:
     def __init__(self) -> None:
         self._zero_s = time.time() - time.monotonic()
 
-    def mark(self) -> float:
-        """Return what `seconds` turns into a time."""
+    def now(self) -> float:
+        """Return the mark of a computation that begins: what `seconds` turns into a time."""
         return self._zero_s + time.monotonic()
+
+    def mark(self) -> float:
+        """Return the mark of a computation that ends, or whose input has come."""
+        return self.now()
 
     def seconds(self, mark: float) -> float:
         """Return the time of a mark."""
@@ -69,7 +73,7 @@ class WaitingClock(HostClock):
 
     def mark(self) -> float:
         wait_for_computation()
-        return super().mark()
+        return self.now()
 
 
 class DeviceClock:
@@ -84,11 +88,13 @@ class DeviceClock:
         self._last: Any = None
         self._last_s = 0.0
 
-    def mark(self) -> Any:
+    def now(self) -> Any:
         """Record an event."""
         event = self._new_event()
         event.record()
         return event
+
+    mark = now
 
     def end(self) -> None:
         """Wait until the device is here, and read the wall clock: the times of all marks count from this one back."""
@@ -138,7 +144,7 @@ class Tracer:
         if self._clock is None or action.kind not in _COMPUTATIONS:
             yield
             return
-        self._start = self._clock.mark()
+        self._start = self._clock.now()
         yield
         self._marks.append((action, self._start, self._clock.mark()))
 

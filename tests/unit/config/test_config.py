@@ -23,7 +23,7 @@ DEFAULTS = {
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "checkpoints": {"allow_pickle": False}, "links": {"forward": None, "backward": None, "exact_until_part": 0},
     "verify": None, "attention": "intercept", "compile": False, "check_finite": "off",
-    "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None,
+    "stall_timeout_s": 300, "data_timeout_s": 1800, "trace_dir": None, "peak_tflops": None,
 }  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def test_every_key() -> None:
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "links": {"forward": "fp8", "backward": "bf16", "exact_until_part": 1},
         "checkpoints": {"allow_pickle": True}, "stall_timeout_s": 12.5, "data_timeout_s": 40, "trace_dir": "traces",
+        "peak_tflops": 989.4,
     }  # fmt: skip
     config = read(copy.deepcopy(section))
     dumped = json.loads(config.model_dump_json())
@@ -116,6 +117,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
             for value in (0, True, float("nan"), float("inf"), 1e300, "300")
         ),
         *(("trace_dir", value) for value in ("", 3, "\ud800")),
+        *(("peak_tflops", value) for value in (0, -1, True, float("nan"), float("inf"), "989")),
     ],
     ids=ascii,
 )
@@ -453,14 +455,14 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "9d1ae00bde8c8ce9"  # in every process
+    assert fingerprint == "dee85a9313597de6"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"}, {"offload_activations": True}, {"recompute": "full"},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},
-        {"attention": "explicit"},
+        {"peak_tflops": 1.5}, {"attention": "explicit"},
         {"enabled": False},
     ]  # fmt: skip
     others = {read({**base, **change}).fingerprint() for change in changes}

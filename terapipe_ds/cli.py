@@ -12,7 +12,7 @@ from typing import NoReturn
 from terapipe_ds import __version__
 from terapipe_ds.compat import CompatError
 
-COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify")
+COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify", "doctor")
 
 
 _REMEDIES: dict[type[OSError], str] = {

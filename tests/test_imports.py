@@ -33,7 +33,13 @@ WINGS = {
     ),
 }  # fmt: skip
 MOST_NAMES = {"runtime": 14}
-LAZY = ("", "cli", "__main__", "commands")  # and what is in commands: ring 0 at import, inside functions everything
+LAZY = (
+    "",
+    "cli",
+    "__main__",
+    "commands",
+    "doctor",
+)  # and what is in commands: ring 0 at import, inside functions everything
 
 # Third parties: the first ring that may import them. What is not listed is not a dependency of the package.
 THIRD_PARTIES = {
@@ -63,7 +69,7 @@ class Import:
 
 
 def is_lazy(module: str) -> bool:
-    return module in LAZY or module.startswith("commands.")
+    return module in LAZY or module.startswith(("commands.", "doctor."))
 
 
 def ring_of(module: str) -> int | None:

@@ -40,11 +40,20 @@ class MissingExtraError(CompatError, ImportError):
 
 def installed_versions() -> dict[str, str]:
     """Return the installed versions of the packages in `TESTED_VERSIONS`, without importing any of them."""
-    versions = {}
-    for name in TESTED_VERSIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+    versions = {name: version_of(name) for name in TESTED_VERSIONS}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def version_of(name: str) -> str | None:
+    """Return the installed version of a distribution, without importing it; None where it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def is_there(module: str) -> bool:
+    """Return whether a top-level module can be found, without importing it."""
+    return importlib.util.find_spec(module) is not None
 
 
 def check_versions(versions: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:

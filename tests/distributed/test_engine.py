@@ -359,7 +359,9 @@ class TestReporting:
         on_ranks(job_monitor, folder=str(tmp_path))
         stock, ours = monitored(tmp_path / "stock"), monitored(tmp_path / "ours")
         names = {"Train_Samples_lr.csv", "Train_Samples_train_loss.csv", "Train_Samples_eval_loss.csv"}
-        assert ours.keys() == stock.keys() == names
+        assert stock.keys() == names
+        ours = {name: rows for name, rows in ours.items() if not name.startswith("Train_TeraPipe_")}
+        assert ours.keys() == names
         assert error_of(ours, stock) <= FP32_SCALAR
         assert {name: len(rows) for name, rows in ours.items()} == dict.fromkeys(names, 3)
 

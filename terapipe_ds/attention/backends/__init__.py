@@ -21,7 +21,7 @@ from terapipe_ds.attention.backends.flex import Flex
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
 from terapipe_ds.attention.backends.reference import Reference
 
-__all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "set_backend"]
+__all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "passed_over", "set_backend"]
 
 _log = logging.getLogger("terapipe_ds")
 
@@ -54,6 +54,17 @@ def set_backend(name: str | None) -> None:
 def backend_name(q: torch.Tensor) -> str:
     """Return the name of the backend that computes plain slices with queries like `q` ([B, H, T, D])."""
     return (_forced or _automatic_choice(q, Need())).name
+
+
+def passed_over(q: torch.Tensor) -> dict[str, str]:
+    """Return why each backend that is preferred to the one for plain slices like `q` does not run them."""
+    why: dict[str, str] = {}
+    for backend in _BACKENDS:
+        reason = backend.refusal(q, Need()) if backend.is_available() else "it cannot run on this machine"
+        if reason is None:
+            break
+        why[backend.name] = reason
+    return why
 
 
 def choose_backend(q: torch.Tensor, need: Need) -> Backend:

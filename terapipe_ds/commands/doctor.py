@@ -1,0 +1,109 @@
+"""`terapipe doctor`: what is wrong with an installation, a machine or a config, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from terapipe_ds.commands import CommandError
+from terapipe_ds.commands.options import MAX_DEVICES, MAX_STAGES, Options, Text, option, switch
+
+if TYPE_CHECKING:
+    from terapipe_ds.doctor import Check, Line, Verdict
+
+HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to mend it"
+DESCRIPTION = (
+    "Look at the installation and the machine, and at a DeepSpeed JSON if one is given: one line for each finding,\n"
+    "with a verdict and the next step. Nothing is built, trained or written. Exit code 1 where something will fail.\n"
+    "  ok: as it should be    note: worth knowing    warning: may fail or be slow    fail: will not work"
+)
+EXAMPLES = """\
+  terapipe doctor
+  terapipe doctor --config ds.json                           (what will run, what is refused and why)
+  terapipe doctor --config ds.json --stages 4 --data 2       (on 8 ranks)
+  terapipe doctor --json > doctor.json                       (to attach to a report)
+"""
+
+
+class DoctorOptions(Options):
+    """What is looked at besides the installation and the machine."""
+
+    config: Text | None = option("a DeepSpeed JSON to look at as well", "DS.json")
+    stages: int | None = option("pipeline stages of the run", "K", ge=1, le=MAX_STAGES)
+    data: int | None = option("replicas of the run (data parallelism)", "D", ge=1, le=MAX_DEVICES)
+    as_json: bool = switch("print as JSON", "--json")
+
+
+add_arguments = DoctorOptions.add_to
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Look, print, and end with exit code 1 where something will fail."""
+    options = DoctorOptions.read(arguments)
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    from terapipe_ds import __version__
+    from terapipe_ds.doctor import look
+
+    if options.data is not None and options.stages is None:
+        raise CommandError("--data goes with --stages: give both, or neither")
+    found: dict[str, list[Line]] = {}
+    if not options.as_json:
+        print(f"terapipe doctor, terapipe_ds {__version__}")
+    for group, checks in _groups(options):
+        found[group] = []
+        if not options.as_json:
+            print(f"\n{group}")
+        for check in checks:
+            lines = look(check)
+            found[group] += lines
+            if not options.as_json:
+                print("\n".join(map(_text, lines)), flush=True)
+    counts = Counter(line.verdict for lines in found.values() for line in lines)
+    if options.as_json:
+        listed = [{"group": group, **dataclasses.asdict(line)} for group, lines in found.items() for line in lines]
+        print(json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1))
+    else:
+        print(f"\n{_summary(counts)}")
+    if counts["fail"]:
+        sys.stdout.flush()
+        raise SystemExit(1)
+
+
+def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
+    from terapipe_ds.doctor import deepspeed_json, installation, machine
+
+    ranks = None if options.stages is None else options.stages * (options.data or 1)
+    groups = [("installation", installation.CHECKS), ("machine", machine.checks(ranks))]
+    if options.config is not None:
+        groups.append(("config", deepspeed_json.checks(options.config, options.stages, options.data)))
+    return groups
+
+
+_INDENT = 32
+
+
+def _text(line: Line) -> str:
+    """Return a finding as a person reads it: verdict, name and what was found, the fix below it."""
+    width = max(min(shutil.get_terminal_size((120, 24)).columns, 140), _INDENT + 40)
+    wrapped = textwrap.wrap(line.found, width - _INDENT, break_on_hyphens=False) or [""]
+    if line.fix:
+        fix = textwrap.wrap(line.fix, width - _INDENT - 3, break_on_hyphens=False)
+        wrapped += [("   " if index else "-> ") + text for index, text in enumerate(fix)]
+    head = f"  {line.verdict:<9}{line.name:<{_INDENT - 13}}  "
+    rest = [" " * _INDENT + text for text in wrapped[1:]]
+    return "\n".join([head + wrapped[0], *rest])
+
+
+def _summary(counts: Counter[Verdict]) -> str:
+    """Return how many findings are of each kind."""
+    one: dict[Verdict, str] = {"ok": "ok", "note": "note", "warning": "warning", "fail": "failed"}
+    several: dict[Verdict, str] = {**one, "note": "notes", "warning": "warnings"}
+    words = {verdict: (one if counts[verdict] == 1 else several)[verdict] for verdict in one if counts[verdict]}
+    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items())

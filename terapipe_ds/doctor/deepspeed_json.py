@@ -1,0 +1,123 @@
+"""Look at a DeepSpeed JSON as the engine would: what will run, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.schedule.show import many
+
+if TYPE_CHECKING:
+    from terapipe_ds.config import TeraPipeConfig
+
+
+def checks(path: str, stages: int | None, replicas: int | None) -> tuple[Check, ...]:
+    """Return the checks of a config for so many stages and replicas, where they are known."""
+    return (Check(path, lambda: _look_at(path, stages, replicas)),)
+
+
+def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Line]:
+    from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+    try:
+        content = read_json(path, "--config")
+    except (CommandError, OSError) as error:
+        yield Line("fail", "file", str(error), "give a file that holds one object")
+        return
+    yield Line("ok", "file", path)
+    try:
+        config = TeraPipeConfig.from_deepspeed(content)
+    except TeraPipeConfigError as error:
+        for problem in error.problems:
+            text, _, fix = problem.partition(": ")
+            yield Line("fail", "refused", text, fix)
+        return
+    if not config.enabled:
+        fix = 'set "terapipe": {"enabled": true}'
+        yield Line(
+            "note", "section", "there is none that is enabled: DeepSpeed's own engine trains whole sequences", fix
+        )
+        return
+    keys = DeepSpeedJson(content)
+    yield from _batch(keys, replicas)
+    yield from _runs(config, keys, stages)
+    yield from _folders(config)
+
+
+def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
+    rows, steps, batch = (keys.number(name) for name in _BATCH)
+    known = {name: value for name, value in zip(_BATCH, (rows, steps, batch), strict=True) if value is not None}
+    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is said: DeepSpeed refuses that"
+    if len(known) < (2 if replicas is None or replicas > 1 else 1):
+        yield Line("warning", "batch", text, f"give two of {', '.join(_BATCH)}")
+    elif len(known) == 3 and replicas is not None and rows and steps and batch != rows * steps * replicas:
+        wrong = f"{text}, but {rows} x {steps} x {many(replicas, 'replica')} is {rows * steps * replicas}"
+        yield Line("fail", "batch", wrong, f"set train_batch_size to {rows * steps * replicas}, or leave it out")
+    else:
+        yield Line("ok", "batch", text)
+
+
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+
+def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
+    """Say what a step runs, and how long the stages would wait with equal parts and slices."""
+    from terapipe_ds.schedule import SEARCH, ScheduleError, build
+    from terapipe_ds.simulator import UnitCosts, simulate
+
+    name, precision = config.schedule, keys.precision or "fp32"
+    slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {_shown(config.slices)}"
+    yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
+    count = keys.number("gradient_accumulation_steps")
+    if stages is None or count is None or name in ("auto", SEARCH) or name.endswith(".csv"):
+        return
+    numbers = [len(each) for each in config.listed_slices] or [config.slices if isinstance(config.slices, int) else 4]
+    per_micro_batch = [numbers[m % len(numbers)] for m in range(count)]
+    options: dict[str, Any] = config.options_of(name)
+    try:
+        schedule = build(name, stages, count, per_micro_batch, chunks_per_stage=config.chunks_per_stage, **options)
+    except ScheduleError as error:
+        yield Line("fail", "schedule", f"{name} on {stages} stages: {error.reason}", "terapipe show --help lists all")
+        return
+    length = 1
+    for number in set(per_micro_batch):
+        length *= number
+    plans = [_equal(length, number) for number in per_micro_batch]
+    bubble = simulate(schedule, plans, UnitCosts(length)).bubble_fraction
+    whole = (stages - 1) / (count + stages - 1)
+    assumed = "with 4 slices, say, " if config.slices == "auto" else ""
+    text = f"{assumed}bubble {bubble:.1%} with equal parts and slices; 1F1B of whole sequences {whole:.1%}"
+    if bubble > whole + 1e-9:
+        yield Line("warning", "schedule", text, "more slices, or another schedule: terapipe plan compares them")
+    else:
+        yield Line("ok", "schedule", text)
+
+
+def _equal(length: int, number: int) -> Any:
+    from terapipe_ds.plan import SlicePlan
+
+    return SlicePlan((length // number,) * number)
+
+
+def _shown(slices: Any) -> str:
+    return f'"{slices}"' if isinstance(slices, str) else str([list(s) if isinstance(s, tuple) else s for s in slices])
+
+
+def _folders(config: TeraPipeConfig) -> Iterator[Line]:
+    """Look whether what a run keeps can be written."""
+    for key, folder in (("planner.cache_dir", config.planner.cache_dir), ("trace_dir", config.trace_dir)):
+        if folder is None:
+            continue
+        existing = next((each for each in (Path(folder), *Path(folder).absolute().parents) if each.exists()), Path("/"))
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            yield Line("ok", key, folder)
+        else:
+            yield Line("fail", key, f"{folder}: {existing} cannot be written", "give a folder that you may write")
+    if config.needs_costs and config.planner.cache_dir is None and config.planner.profile == "measure":
+        text = "none: slices are measured anew at each start"
+        yield Line("note", "planner.cache_dir", text, 'set "planner": {"cache_dir": "plans"}')

@@ -1,0 +1,128 @@
+"""Look at Python and the packages: tested versions, extras, and what may be there besides."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from terapipe_ds.compat import versions
+from terapipe_ds.doctor.lines import Check, Line
+
+# Extra -> what is for it, and its packages.
+EXTRAS = {
+    "hf": ("Hugging Face models", ("transformers", "safetensors", "peft")),
+    "megatron": ("Megatron's layers", ("megatron-core",)),
+    "plot": ("pictures and reports", ("matplotlib", "jinja2", "plotly")),
+}
+
+
+def python() -> Iterator[Line]:
+    """Say which Python runs."""
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if running in versions.TESTED_PYTHONS:
+        yield Line("ok", "python", f"{sys.version.split()[0]}, {sys.executable}")
+    else:
+        tested = ", ".join(versions.TESTED_PYTHONS)
+        yield Line(
+            "warning", "python", f"{running} is not tested ({tested})", f"use Python {versions.TESTED_PYTHONS[0]}"
+        )
+
+
+def required() -> Iterator[Line]:
+    """Say whether torch and DeepSpeed are there, in tested versions."""
+    wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
+    for name in ("torch", "deepspeed"):
+        installed, tested = versions.version_of(name), versions.TESTED_VERSIONS[name]
+        if installed is None:
+            yield Line("fail", name, "not installed", f"pip install {name}=={tested}")
+        elif any(line.startswith(f"{name} ") for line in wrong):
+            untested = f"{installed} is not tested ({versions.TESTED_RANGES[name]})"
+            yield Line("warning", name, untested, f"if something fails: pip install {name}=={tested}")
+        else:
+            yield Line("ok", name, installed)
+
+
+def hooks() -> Iterator[Line]:
+    """Say whether DeepSpeed has the undocumented names that the engine overrides."""
+    try:
+        versions_have_all()
+    except versions.CompatError as error:
+        text, _, fix = str(error).rpartition(": ")
+        yield Line("fail", "overrides", text, fix)
+    else:
+        yield Line("ok", "overrides", "the installed DeepSpeed has all that the engine overrides")
+
+
+def versions_have_all() -> None:
+    """Raise CompatError where DeepSpeed lacks a name."""
+    from terapipe_ds.compat import require_hooks
+
+    require_hooks()
+
+
+def extras() -> Iterator[Line]:
+    """Say what is there of each extra."""
+    wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
+    for extra, (what, packages) in EXTRAS.items():
+        found = {name: versions.version_of(name) for name in packages}
+        there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+        missing = [name for name, version in found.items() if version is None]
+        fix = f"pip install 'terapipe_ds[{extra}]'"
+        untested = [line for line in wrong if line.split()[0] in found and found[line.split()[0]]]
+        if missing:
+            yield Line(
+                "note", extra, f"{what}: not installed: {', '.join(missing)}" + (f"; {there}" if there else ""), fix
+            )
+        elif untested:
+            yield Line("warning", extra, f"{what}: {'; '.join(untested)}", fix)
+        else:
+            yield Line("ok", extra, f"{what}: {there}")
+
+
+def apex() -> Iterator[Line]:
+    """Say whether NVIDIA's apex is there, or the package of the same name."""
+    if versions.has_apex():
+        yield Line("ok", "apex", "NVIDIA's, with FusedAdam")
+    elif versions.is_there("apex"):
+        yield Line("warning", "apex", "the package of this name here is not NVIDIA's", "pip uninstall apex")
+    else:
+        yield Line("note", "apex", "not installed: DeepSpeed's and torch's optimizers run")
+
+
+def optional(name: str, module: str, has: Callable[[], bool], without: str) -> Callable[[], Iterator[Line]]:
+    """Return a check of a package that is used where it is installed."""
+
+    def check() -> Iterator[Line]:
+        if has():
+            yield Line("ok", name, versions.version_of(name) or "installed")
+        elif versions.is_there(module):
+            broken = f"installed, but it does not import, or lacks functions that are used: {without}"
+            yield Line("warning", name, broken, f"python -c 'import {module}' says why")
+        else:
+            yield Line("note", name, f"not installed: {without}")
+
+    return check
+
+
+CHECKS = (
+    Check("python", python),
+    Check("packages", required),
+    Check("overrides", hooks, ("torch", "deepspeed")),
+    Check("extras", extras),
+    Check("apex", apex),
+    Check(
+        "flash-attn",
+        optional("flash-attn", "flash_attn", versions.has_flash_attn, "torch's own kernels compute attention"),
+        ("torch",),
+    ),
+    Check(
+        "transformer-engine",
+        optional(
+            "transformer-engine",
+            "transformer_engine",
+            versions.has_transformer_engine,
+            "Megatron's layers run with torch's operations",
+        ),
+        ("torch",),
+    ),
+)

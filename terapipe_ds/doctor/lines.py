@@ -1,0 +1,63 @@
+"""The lines of a report, and how checks become lines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from terapipe_ds.messages import show_key
+
+Verdict = Literal["ok", "note", "warning", "fail"]
+VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "fail")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Say what was found, how good that is, and what to do about it.
+
+    Args:
+        verdict: "ok"; "note": nothing is wrong, but worth knowing; "warning": it may fail or be slow; "fail": it will.
+        fix: the next step; "" where there is none to take.
+    """
+
+    verdict: Verdict
+    name: str
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Look at one thing; `needs` are packages without which there is nothing to look at."""
+
+    name: str
+    look: Callable[[], Iterable[Line]]
+    needs: tuple[str, ...] = ()
+
+
+def look(check: Check) -> list[Line]:
+    """Return the lines of a check; one that says so where it cannot run, or fails."""
+    from terapipe_ds.compat.versions import is_there
+
+    missing = [name for name in check.needs if not is_there(name)]
+    if missing:
+        return [
+            Line(
+                "note",
+                check.name,
+                f"not looked at: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed",
+            )
+        ]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints as it is imported
+            warnings.simplefilter("ignore")
+            return list(check.look())
+    except Exception as error:
+        text = show_key(" ".join(str(error).split()), 300)
+        return [
+            Line("fail", check.name, f"{type(error).__name__}: {text}", "see whether it imports and runs by itself")
+        ]

@@ -1,0 +1,306 @@
+"""`terapipe doctor`: in a broken world each check says what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from terapipe_ds.cli import main
+from terapipe_ds.compat import versions
+from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
+
+GIB = 2**30
+
+
+def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
+    return [line for line in look(Check("the check", check)) if name in line.name]
+
+
+def one(check: Callable[[], Iterable[Line]], name: str = "") -> tuple[str, str, str]:
+    (line,) = found(check, name)
+    return line.verdict, line.found, line.fix
+
+
+# --- lines
+
+
+def test_a_check_that_raises_is_a_line() -> None:
+    def broken() -> list[Line]:
+        print("noise that would spoil --json")
+        raise OSError("no\nsuch \x1b[31mdevice")
+
+    (line,) = look(Check("fragile", broken))
+    assert (line.verdict, line.name) == ("fail", "fragile") and line.fix
+    assert line.found.startswith("OSError: ") and "no such" in line.found and "\x1b" not in line.found
+
+
+def test_what_is_needed_and_missing_is_said() -> None:
+    (line,) = look(Check("devices", lambda: pytest.fail("it must not run"), ("torch", "no_such_package")))
+    assert (line.verdict, line.found) == ("note", "not looked at: no_such_package is not installed")
+
+
+# --- the installation
+
+
+def with_versions(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
+    known = {name.replace("_", "-"): version for name, version in installed.items()}
+    real = versions.version_of
+    monkeypatch.setattr(versions, "version_of", lambda name: known[name] if name in known else real(name))
+
+
+def test_missing_and_untested_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch, torch="1.13.1", deepspeed=None)
+    assert one(installation.required, "torch")[0] == "warning"
+    assert "1.13.1 is not tested (>=2.11,<2.16)" in one(installation.required, "torch")[1]
+    assert one(installation.required, "deepspeed") == ("fail", "not installed", "pip install deepspeed==0.19.8")
+
+
+def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch, peft=None, transformers="5.23.0", safetensors="0.8.0", megatron_core="0.9.0")
+    verdict, text, fix = one(installation.extras, "hf")
+    assert (verdict, fix) == ("note", "pip install 'terapipe_ds[hf]'") and "not installed: peft; transformers" in text
+    verdict, text, _ = one(installation.extras, "megatron")
+    assert verdict == "warning" and "0.9.0 is not a version that terapipe_ds is tested with" in text
+
+
+def test_another_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "has_apex", lambda: False)
+    monkeypatch.setattr(versions, "is_there", lambda module: module == "apex")
+    assert one(installation.apex) == ("warning", "the package of this name here is not NVIDIA's", "pip uninstall apex")
+    monkeypatch.setattr(versions, "is_there", lambda module: False)
+    assert one(installation.apex)[0] == "note"
+    monkeypatch.setattr(versions, "has_apex", lambda: True)
+    assert one(installation.apex)[0] == "ok"
+
+
+def test_a_package_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = (each for each in installation.CHECKS if each.name == "flash-attn")
+    verdict, text, fix = one(check.look)
+    assert verdict == "warning" and "does not import" in text and fix == "python -c 'import flash_attn' says why"
+
+
+def test_a_deepspeed_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    assert one(installation.hooks)[0] == "ok"
+    monkeypatch.delattr(PipelineEngine, "_exec_reduce_grads")
+    verdict, text, fix = one(installation.hooks)
+    assert verdict == "fail" and "PipelineEngine._exec_reduce_grads" in text and fix == "pip install deepspeed==0.19.8"
+
+
+# --- the machine
+
+
+def test_a_driver_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    verdict, text, _ = one(machine.devices)
+    assert verdict == "fail" and "there is an NVIDIA driver" in text
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert one(machine.devices)[0] == "note"
+
+
+def test_old_and_new_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("deepspeed")
+    cards = [("Tesla V100", 16, 7, 0), ("NVIDIA H200", 140, 9, 0)]
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [SimpleNamespace(name=n, total_memory=g * GIB, major=a, minor=b) for n, g, a, b in cards]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    old, new = found(machine.devices)
+    assert (old.verdict, old.found) == ("note", "Tesla V100, 16 GiB, compute capability 7.0") and "fp16" in old.fix
+    assert (new.verdict, new.found) == ("ok", "NVIDIA H200, 140 GiB, compute capability 9.0")
+
+
+def test_the_kernel_and_why_not_a_better_one() -> None:
+    pytest.importorskip("deepspeed")
+    lines = found(machine.kernels)
+    assert lines[0].verdict == "ok" and lines[0].found.startswith("cpu_flash for float32")
+    assert "cuda_flash: it cannot run on this machine" in lines[0].found
+
+
+@pytest.mark.parametrize(("ranks", "verdict"), [(None, "ok"), (2, "ok"), (3, "warning")])
+def test_cores(ranks: int | None, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert one(lambda: machine.cores(ranks), "cores")[0] == verdict
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert one(lambda: machine.cores(ranks), "OMP")[0] == "note"
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 65536))
+    assert one(machine.limits, "open")[::2] == ("warning", "ulimit -n 4096 or more (up to 65536)")
+    assert one(machine.limits, "locked")[0] == "note"
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert {line.verdict for line in found(machine.limits)} == {"ok"}
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(free: int) -> Any:
+        return lambda path: SimpleNamespace(f_blocks=2 * free, f_bavail=free, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", space(64 * 2**20))  # what docker gives
+    verdict, text, fix = one(machine.shared_memory)
+    assert (verdict, text) == ("warning", "0.06 GiB free of 0.12 GiB") and "--shm-size" in fix
+    monkeypatch.setattr(os, "statvfs", space(8 * GIB))
+    assert one(machine.shared_memory)[0] == "ok"
+    assert one(lambda: machine.shared_memory(str(tmp_path / "none")))[0] == "warning"
+
+
+def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+        for name in ("deepspeed", "torchrun"):
+            (folder / name).write_text("#!/bin/sh\n")
+            (folder / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "python"))
+    told = {}
+    for folder in (here, other, tmp_path):
+        monkeypatch.setenv("PATH", str(folder))
+        told[folder.name] = one(machine.launchers, "torchrun")
+    assert told["here"][0] == "ok"
+    assert told["other"][0] == "warning" and "is not of this Python" in told["other"][1]
+    assert told[tmp_path.name][0] == "warning" and f"export PATH={here}" in told[tmp_path.name][2]
+
+
+def test_nothing_could_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    verdict, text, fix = one(machine.ops)
+    assert verdict == "warning" and "needs ninja and c++" in text and "torch_adam" in fix
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    assert one(machine.ops)[0] == "ok"
+
+
+# --- a config
+
+USUAL: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,
+    "terapipe": {"enabled": True, "schedule": "seq1f1b", "slices": 4},
+}  # fmt: skip
+
+
+def of_config(folder: Path, stages: int | None = None, data: int | None = None, **changes: Any) -> dict[str, Line]:
+    path = folder / "ds.json"
+    path.write_text(json.dumps({**USUAL, **changes}))
+    lines = [line for check in deepspeed_json.checks(str(path), stages, data) for line in look(check)]
+    return {line.name: line for line in lines}
+
+
+def test_a_healthy_config(tmp_path: Path) -> None:
+    """With K stages, m micro-batches and s slices Seq1F1B waits K - 1 of m s + K - 1 slices."""
+    lines = of_config(tmp_path, stages=3, data=2)
+    assert {line.verdict for line in lines.values()} == {"ok"}
+    assert lines["section"].found == "schedule seq1f1b, 4 slices, fp32"
+    assert lines["schedule"].found.startswith(f"bubble {2 / (4 * 4 + 2):.1%} ")
+    assert lines["schedule"].found.endswith(f"whole sequences {2 / 6:.1%}")
+
+
+@pytest.mark.parametrize(("changes", "name", "verdict", "words"), [
+    ({"terapipe": {"enabled": True, "slises": 4}}, "refused", "fail", "terapipe.slises = 4"),
+    ({"zero_optimization": {"stage": 3}}, "refused", "fail", "zero_optimization.stage = 3"),
+    ({"terapipe": {}}, "section", "note", "DeepSpeed's own engine trains"),
+    ({"train_batch_size": 5}, "batch", "fail", "1 x 4 x 2 replicas is 8"),
+    ({"gradient_accumulation_steps": "auto"}, "batch", "warning", "train_micro_batch_size_per_gpu 1"),
+    ({"terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}}, "schedule", "fail", "chimera on 3 stages"),
+    ({"terapipe": {"enabled": True}}, "planner.cache_dir", "note", "measured anew at each start"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_config(
+    changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path
+) -> None:
+    line = of_config(tmp_path, stages=3, data=2, **changes)[name]
+    assert line.verdict == verdict and words in line.found and (line.fix or verdict == "ok")
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    section = {**USUAL["terapipe"], "slices": "auto", "trace_dir": str(tmp_path / "new/traces")}
+    lines = of_config(tmp_path, terapipe={**section, "planner": {"cache_dir": str(tmp_path / "file/plans")}})
+    assert lines["planner.cache_dir"].verdict == "fail" and lines["trace_dir"].verdict == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{"])
+def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    ((line,),) = (look(check) for check in deepspeed_json.checks(str(path), None, None))
+    assert (line.verdict, line.name) == ("fail", "file")
+
+
+# --- the command
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "CHECKS", (Check("a", lambda: [Line("ok", "a", "fine")]),))
+    monkeypatch.setattr(machine, "checks", lambda ranks: (Check("b", lambda: [Line("note", "b", f"{ranks}", "do")]),))
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--stages", "2", "--data", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "  ok       a                    fine" in said and "  note     b                    6" in said
+    assert said[said.index("  note     b                    6") + 1].strip() == "-> do" and said[-1] == "1 ok, 1 note"
+    (tmp_path / "ds.json").write_text('{"terapipe": {"enabled": true, "slices": -1}}')
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json", "--config", str(tmp_path / "ds.json")])
+    assert ended.value.code == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["counts"] == {"ok": 2, "note": 1, "fail": 1}
+    assert [check["group"] for check in report["checks"]] == ["installation", "machine", "config", "config"]
+    assert main(["doctor", "--data", "3"]) == 2 and "--data goes with --stages" in capsys.readouterr().err
+
+
+def test_the_real_command_here() -> None:
+    pytest.importorskip("deepspeed")
+    command = [sys.executable, "-m", "terapipe_ds", "doctor", "--json"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    names = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert names["torch"] in ("ok", "warning") and names["overrides"] == names["messages"] == "ok"
+    assert "fail" not in names.values()
+
+
+def test_a_bare_python_runs_it(tmp_path: Path) -> None:
+    """With pydantic and numpy alone: torch and DeepSpeed are named, and nothing is a traceback."""
+    needed = ["terapipe_ds", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"]
+    for name in (*needed, "numpy", "packaging"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        origin = Path(spec.origin)
+        source = origin.parent if origin.name == "__init__.py" else origin
+        (tmp_path / source.name).symlink_to(source)
+    libraries = Path(importlib.util.find_spec("numpy").origin).parents[1] / "numpy.libs"  # type: ignore[union-attr,arg-type]
+    if libraries.exists():
+        (tmp_path / "numpy.libs").symlink_to(libraries)
+    command = [sys.executable, "-S", "-m", "terapipe_ds", "doctor"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "fail     torch                not installed" in done.stdout
+    assert "not looked at: torch and deepspeed are not installed" in done.stdout

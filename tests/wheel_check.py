@@ -57,16 +57,14 @@ def commands(python: Path) -> dict[str, list[str]]:
     launch = [str(python), "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
     model = ["--model", "gpt3-1b", "--device", "v100", "--sequence-length", "2048"]
     finetune = ["examples/finetune_hf.py", "--steps", "3", "--sequence-length", "128", "--eval-rows", "2"]
-    found = {
+    return {
         "where the package is": [str(python), "-c", WHERE],
+        "terapipe doctor": [terapipe, "doctor"],
         "terapipe plan": [terapipe, "plan", *model, "--stages", "4", "--micro-batches", "2"],
         "terapipe show": [terapipe, "show", "--schedule", "seq1f1b", "--stages", "2", "--slices", "2"],
         "quickstart": [*launch, free_port(), "examples/quickstart.py"],
         "Hugging Face": [*launch, free_port(), *finetune, "--new-tokens", "4"],
     }
-    if (ROOT / "terapipe_ds/commands/doctor.py").exists():
-        found["terapipe doctor"] = [terapipe, "doctor"]
-    return found
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -179,7 +179,7 @@ class _StockProfiler(FlopsProfiler):
 
 
 def job_count_stock_hooks() -> list[str]:
-    with mock.patch("terapipe_ds.runtime.engine.build.stage_flops", lambda engine: _StockProfiler(engine.module)):
+    with mock.patch("terapipe_ds.runtime.engine.build.stage_flops", lambda engine, _: _StockProfiler(engine.module)):
         return job_count(flops_profiler=FLOPS).device
 
 

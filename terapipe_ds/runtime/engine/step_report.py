@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,6 +44,16 @@ class Ran:
     predicted: Prediction | None
 
 
+@dataclass(frozen=True)
+class Took:
+    """Say what a step took: seconds of all of it, and of its forwards and backwards."""
+
+    tokens: int
+    predicted: Prediction | None
+    step_s: float
+    pipeline_s: float
+
+
 def step_figures(
     ran: Ran, step_s: float, timeline: Timeline | None, model_flops: float, peak_flops: float | None
 ) -> dict[str, float]:
@@ -79,7 +89,7 @@ class StepReport:
         self._peak_flops = peak_flops(engine, config) if self._is_monitored else None
         self._tracer = stage.tracer if isinstance(stage.tracer, Tracer) else None
         self._ran: Ran | None = None
-        self._steps: list[tuple[Ran, float, float]] = []  # with seconds, and those of its forwards and backwards
+        self._steps: list[Took] = []
         self._num_steps = 0
         self._writing = Diagnostic(f"{PREFIX}: a monitor cannot write")
 
@@ -100,8 +110,9 @@ class StepReport:
         begin_s = time.perf_counter()
         result = train()
         step_s = time.perf_counter() - begin_s
-        if self._ran is not None:
-            self._tell(self._ran, step_s)
+        ran, self._ran = self._ran, None  # a schedule is large: none is kept here
+        if ran is not None:
+            self._tell(ran, step_s)
         return result
 
     def _tell(self, ran: Ran, step_s: float) -> None:
@@ -118,7 +129,7 @@ class StepReport:
                 at = self._engine.global_samples
                 self._engine.monitor.write_events([(PREFIX + name, value, at) for name, value in figures.items()])
         if 1 < self._num_steps <= _STEPS:
-            self._steps.append((ran, step_s, pipeline_s))
+            self._steps.append(Took(ran.tokens, ran.predicted, step_s, pipeline_s))
             if self._num_steps == _STEPS:
                 logger.info("%s", after_steps(self._steps))
                 self._steps.clear()
@@ -172,15 +183,15 @@ def _expected(predicted: Prediction | None) -> str:
     return text
 
 
-def after_steps(steps: list[tuple[Ran, float, float]]) -> str:
-    """Return what the log says after some steps: of each what it ran, its seconds, and those of its pipeline."""
-    seconds, rate = [step_s for _, step_s, _ in steps], [ran.tokens / step_s for ran, step_s, _ in steps]
-    pipeline_s = statistics.median(own_s for *_, own_s in steps)
+def after_steps(steps: Sequence[Took]) -> str:
+    """Return what the log says after some steps, of which the first was the second of the training."""
+    seconds, rate = [step.step_s for step in steps], [step.tokens / step.step_s for step in steps]
+    pipeline_s = statistics.median(step.pipeline_s for step in steps)
     text = (
         f"steps 2 to {len(steps) + 1}: median {statistics.median(seconds):.3g} s, {statistics.median(rate):,.0f} "
         f"tokens/s; {pipeline_s:.3g} s from first forward to last backward"
     )
-    known = [(ran.predicted, own_s) for ran, _, own_s in steps if ran.predicted is not None]
+    known = [(step.predicted, step.pipeline_s) for step in steps if step.predicted is not None]
     if not known:
         return text
     off = statistics.median(own_s / predicted.predicted_s for predicted, own_s in known) - 1

@@ -11,7 +11,7 @@ import pytest
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.engine import trace
-from terapipe_ds.runtime.engine.step_report import Ran, after_steps, first_line, peak_of_card, step_figures
+from terapipe_ds.runtime.engine.step_report import Ran, Took, after_steps, first_line, peak_of_card, step_figures
 from terapipe_ds.runtime.engine.trace import DeviceClock, Tracer
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -63,15 +63,15 @@ def test_the_first_line() -> None:
 
 
 def test_what_steps_took() -> None:
-    ran = Ran(SCHEDULE, 1000, PREDICTED)
-    line = after_steps([(ran, 10.5, 9.9), (ran, 10.0, 9.0), (ran, 99.0, 99.0)])
+    seconds = [(10.5, 9.9), (10.0, 9.0), (99.0, 99.0)]
+    line = after_steps([Took(1000, PREDICTED, *each) for each in seconds])
     assert line == (
         "steps 2 to 4: median 10.5 s, 95 tokens/s; 9.9 s from first forward to last backward, 10% more than "
         "predicted, 1.82 times as fast as whole sequences by prediction"
     )
-    far = after_steps([(ran, 7.0, 6.0)])
+    far = after_steps([Took(1000, PREDICTED, 7.0, 6.0)])
     assert "33% less than predicted" in far and "delete the profile in planner.cache_dir" in far
-    assert "predicted" not in after_steps([(Ran(SCHEDULE, 1000, None), 7.0, 6.0)])
+    assert "predicted" not in after_steps([Took(1000, None, 7.0, 6.0)])
 
 
 @pytest.mark.parametrize(("device", "dtype", "card"), [

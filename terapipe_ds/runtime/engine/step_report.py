@@ -168,8 +168,9 @@ class StepReport:
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
     """Return what the log says of the first training step."""
     schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
-    slices = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    what = f"{schedule.name} on {schedule.num_stages} stages, {num_micro_batches} micro-batches of {slices} slices"
+    slices = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + " slice" + "s" * (counts[-1] > 1)
+    micro_batches = f"{num_micro_batches} micro-batch{'' if num_micro_batches == 1 else 'es'}"
+    what = f"{schedule.name} on {schedule.num_stages} stages, {micro_batches} of {slices}"
     what += f", {num_replicas} replicas" if num_replicas > 1 else ""
     return f"training runs {what}; {_expected(ran.predicted)}"
 

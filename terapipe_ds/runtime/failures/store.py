@@ -123,12 +123,17 @@ class WatchStore:
     @property
     def _is_gone(self) -> bool:
         """Return whether the store gives no answers now: its server has ended, or is still to answer a question."""
+        with self._turn:  # what another thread asks at this moment is no sign of it
+            return self._has_no_answer
+
+    @property
+    def _has_no_answer(self) -> bool:
         return self._store is None or self.lost_at is not None or self._asked > self._answered
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Return what the store answers; None without a store, or where its server is gone or silent."""
         with self._turn:
-            if self._is_gone or sys.is_finalizing():
+            if self._has_no_answer or sys.is_finalizing():
                 return None
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._questions.put((question, answers))
@@ -203,7 +208,7 @@ class WatchStore:
         passed_s = now - self._looked_at
         if passed_s < pause_s:
             return
-        is_silent = self.lost_at is None and self._asked > self._answered
+        is_silent = self._is_gone and self._store is not None and self.lost_at is None
         beats = self._beats_of if is_silent else self._read("beat", _BEAT)
         if not (beats or is_silent):
             return

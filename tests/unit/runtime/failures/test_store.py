@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch import distributed
 
 from terapipe_ds.runtime.failures import store as module
@@ -102,6 +104,31 @@ def test_what_controls_a_terminal_is_not_shown(watch: WatchStore) -> None:
     watch.beat()
     assert watch.failure is not None
     assert (watch.failure.action, watch.failure.error) == ("F0\ufffd\ufffd]0;title\ufffd", "a\nb\ufffd[31m\ufffd")
+
+
+def test_what_another_thread_asks_meanwhile_is_no_sign_that_the_store_is_gone(
+    watch: WatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch-dog's own thread beats on while the main thread asks who is alive."""
+    is_asking, read = threading.Event(), watch._read
+
+    def ask(store: object) -> None:
+        is_asking.set()
+        time.sleep(0.2)
+
+    others: list[threading.Thread] = []
+
+    def read_then_be_overtaken(kind: str, adapter: TypeAdapter[Any]) -> dict[int, Any]:
+        found = read(kind, adapter)
+        if kind == "state":
+            others.append(threading.Thread(target=watch._ask, args=(ask,)))
+            others[0].start()
+            assert is_asking.wait(10.0)
+        return found
+
+    monkeypatch.setattr(watch, "_read", read_then_be_overtaken)
+    assert len(watch.live_states(0.0)) == 2
+    others[0].join()
 
 
 class TestSilence:

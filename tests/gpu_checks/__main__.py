@@ -83,10 +83,10 @@ def machine(device: str) -> dict[str, object]:
 def _in_a_process(part: str, arguments: argparse.Namespace, device: str) -> None:
     """Run a part in a process of its own, so that one that hangs or dies costs its own checks only."""
     command = [sys.executable, "-m", "tests.gpu_checks", "--out", str(arguments.out), "--inside", part]
-    command += ["--dry-run"] * arguments.dry_run
+    command += ["--dry-run"] * arguments.dry_run + ["--limit-s", str(arguments.limit_s)]
     path = arguments.out / f"{part}.json"
     path.unlink(missing_ok=True)
-    problem = problem_of(command, PART_LIMIT_S)
+    problem = problem_of(command, arguments.limit_s)
     if problem is not None:
         known = json.loads(path.read_text()) if path.exists() else None
         result = PartResult(**known) if known else PartResult(part, arguments.dry_run, machine(device))
@@ -114,6 +114,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all, in this order)")
     parser.add_argument("--out", type=Path, help="folder (default: out/gpu-checks, of dry runs out/gpu-checks-dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes: no time is judged")
+    parser.add_argument(
+        "--limit-s", type=float, default=PART_LIMIT_S, help="seconds after which a part is ended (default: %(default)g)"
+    )
     parser.add_argument("--inside", metavar="PART", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     for part in (*arguments.parts, *([arguments.inside] if arguments.inside else [])):
@@ -136,7 +139,7 @@ def main(words: list[str] | None = None) -> int:
             return 2
     os.environ["DS_ACCELERATOR"] = device
     if arguments.inside:
-        run_part(arguments.inside, Settings(device, arguments.dry_run, arguments.out))
+        run_part(arguments.inside, Settings(device, arguments.dry_run, arguments.out, arguments.limit_s))
         return 0
     try:
         return _run_all(parts, arguments, device)

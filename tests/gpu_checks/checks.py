@@ -34,7 +34,13 @@ class Settings:
     device: str
     dry_run: bool
     folder: Path
-    ends_s: float = field(default_factory=lambda: time.monotonic() + PART_LIMIT_S - 60.0)
+    limit_s: float = PART_LIMIT_S
+    begin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def ends_s(self) -> float:
+        """Return the time by which the last check is done: a tenth of the limit is left for its end."""
+        return self.begin_s + 0.9 * self.limit_s
 
     def is_late(self, needed_s: float = 0.0) -> bool:
         """Return whether work of `needed_s` seconds would not end in time."""

@@ -30,17 +30,19 @@ _HALF = (torch.bfloat16, torch.float16)
 def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
     """Have one kernel compute the attention of slices and of whole sequences inside; yield its name.
 
-    On Hopper torch takes cuDNN's for whole sequences, and the flash-attn package may be there for slices: their ratio
-    would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused kernel takes for slices
-    (fp32 on a device) is left to torch for whole sequences, and the name says so.
+    Torch may take another kernel for whole sequences than slices have, or the flash-attn package may be there for
+    slices: their ratio would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused
+    kernel takes for slices (fp32 on a device) is left to torch for whole sequences, and the name says so.
     """
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
-        set_backend("cuda_flash")
+        chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
+        name = "cudnn" if chosen == "cudnn" else "cuda_flash"
+        set_backend(name)
         try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                yield "cuda_flash"
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION):
+                yield name
         finally:
             set_backend(None)
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
-from terapipe_ds.attention.backends import fused
+from terapipe_ds.attention.backends import available_backends, fused
 from terapipe_ds.attention.documents import Documents, Starts
 from tests.gpu_checks.checks import Check, Settings, at_most, equal, not_run
 
@@ -59,8 +59,8 @@ def checks(settings: Settings) -> Iterator[Check]:
         if on_device:
             takes = fused._takes_slices(fused.CudaFlash(), inputs[0].device, dtype, shape[-1])
             yield equal(f"{name}: a slice is", "one call" if takes else "calls on blocks", "one call")
-        for way in ("one call", "blocks") if on_device else ("blocks",):
-            with _forced(way, on_device), _backend(kernel):
+        for way in _ways(on_device):
+            with _forced(way, on_device), _backend("cudnn" if way == "cudnn" else kernel):
                 found = _errors(in_slices(*inputs, lengths), expected)
             worst = max(mine / max(whole, 1e-3) for mine, whole in zip(found, unsliced, strict=True))
             yield at_most(f"{name}: error of slices over unsliced, {way}", worst, MOST_OVER_UNSLICED)
@@ -71,6 +71,13 @@ def checks(settings: Settings) -> Iterator[Check]:
         # flex takes only calls that are more than plainly causal, and any backend merges sinks: alone they are no need
         for backend in (None, "flex") if on_device and name != "sinks" else (None,):
             yield _option_check(f"{name}, {backend or 'the chosen kernel'}", options, backend, settings.device)
+
+
+def _ways(on_device: bool) -> tuple[str, ...]:
+    """Return the ways to compute slices: by torch's FlashAttention kernel, and by cuDNN where it can run."""
+    if not on_device:
+        return ("blocks",)
+    return ("one call", "blocks", *(name for name in available_backends() if name == "cudnn"))
 
 
 def _option_check(name: str, options: dict[str, Any], backend: str | None, device: str) -> Check:

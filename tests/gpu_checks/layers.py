@@ -23,7 +23,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
     layers, length = (TINY, TINY_LENGTH) if settings.dry_run else (gpu.LAYERS, gpu.LAYER_LENGTH)
     for name, sizes in layers.items():
-        if settings.is_late(120.0):
+        if settings.is_late(settings.limit_s / 5):
             yield not_run(name, "the part's time is over")
             continue
         with one_attention(settings.device, torch.bfloat16, sizes[3]) as kernel:

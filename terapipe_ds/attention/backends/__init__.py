@@ -2,8 +2,9 @@
 
 In order of preference:
   flash_attn  the flash-attn package, where installed: CUDA, bf16 and fp16; windows, softcaps, documents
-  cuda_flash  torch's FlashAttention kernel: CUDA, bf16 and fp16, head dims that are multiples of 8 to 256; documents
-  flex        torch's flex_attention, compiled: CUDA; windows, softcaps, documents, other head dims of values
+  cudnn       cuDNN's kernel by torch: Hopper and newer, bf16 and fp16, where a first measurement finds it faster
+  cuda_flash  torch's FlashAttention kernel: CUDA, bf16 and fp16, head dims that are multiples of 8 to 256; windows
+  flex        torch's flex_attention, compiled: CUDA; windows, softcaps, documents, fp32
   cpu_flash   torch's fused CPU kernel: fp64, fp32, bf16, fp16; windows and documents
   reference   plain torch: everything else, softcaps on CPU and attention dropout
 Sinks are merged into what a backend returns: all of them take sinks.
@@ -16,6 +17,7 @@ import logging
 import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
+from terapipe_ds.attention.backends.cudnn import Cudnn
 from terapipe_ds.attention.backends.flash_attn import FlashAttn
 from terapipe_ds.attention.backends.flex import Flex
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
@@ -25,7 +27,7 @@ __all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "p
 
 _log = logging.getLogger("terapipe_ds")
 
-_BACKENDS: tuple[Backend, ...] = (FlashAttn(), CudaFlash(), Flex(), CpuFlash(), Reference())
+_BACKENDS: tuple[Backend, ...] = (FlashAttn(), Cudnn(), CudaFlash(), Flex(), CpuFlash(), Reference())
 _forced: Backend | None = None
 _logged: set[tuple[str, str, torch.dtype, Need]] = set()
 
@@ -60,7 +62,7 @@ def passed_over(q: torch.Tensor) -> dict[str, str]:
     """Return why each backend that is preferred to the one for plain slices like `q` does not run them."""
     why: dict[str, str] = {}
     for backend in _BACKENDS:
-        reason = backend.refusal(q, Need()) if backend.is_available() else "it cannot run on this machine"
+        reason = _why_not(backend, q, Need())
         if reason is None:
             break
         why[backend.name] = reason
@@ -93,4 +95,12 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
 
 
 def _automatic_choice(q: torch.Tensor, need: Need) -> Backend:
-    return next(b for b in _BACKENDS if b.refusal(q, need) is None and b.is_available())
+    return next(b for b in _BACKENDS if _why_not(b, q, need) is None)
+
+
+def _why_not(backend: Backend, q: torch.Tensor, need: Need) -> str | None:
+    """Return why the automatic choice passes a backend over, None where it takes it."""
+    if not backend.is_available():
+        return "it cannot run on this machine"
+    reason = backend.refusal(q, need)
+    return backend.slower_than_flash(q, need) if reason is None and isinstance(backend, Cudnn) else reason

@@ -52,6 +52,7 @@ class BlockKernel:
     """A backend made of calls of a fused kernel; a subclass says how to call it."""
 
     takes_documents = False
+    takes_groups = False  # fewer key heads than query heads, in any call
     causal_tokens: int | None = None  # the largest causal block; None: all of a slice's own tokens at once
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
@@ -92,7 +93,7 @@ class BlockKernel:
         state: tuple[Any, ...] = ()
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
-            own_k, own_v = expand_heads(keys[:, :, own], heads), expand_heads(values[:, :, own], heads)
+            own_k, own_v = (self.expanded(x[:, :, own], heads) for x in (keys, values))
             *diagonal, state = self.attend(Block(rows, own_k, own_v, True, scale))
             target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
             if own.start == 0:
@@ -100,7 +101,7 @@ class BlockKernel:
                 target[1].copy_(diagonal[1])
                 continue
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
-            dense = self.attend(Block(fold_groups(rows, keys.shape[1]), before_k, before_v, False, scale))
+            dense = self.attend(Block(self.folded(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
             merge((diagonal[0], diagonal[1]), (dense_out, dense_lse), target)
         return Attended(out, lse, state)
@@ -113,6 +114,14 @@ class BlockKernel:
             call.dense(0, tokens, column, column_stop)
         call.diagonal(0, tokens)
         return call.dq.to(queries.q.dtype)
+
+    def expanded(self, keys: Tensor, heads: int) -> Tensor:
+        """Return keys or values with as many heads as the kernel wants beside `heads` query heads."""
+        return keys if self.takes_groups else expand_heads(keys, heads)
+
+    def folded(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return queries, or what belongs to them, as the kernel wants them beside `kv_heads` key heads."""
+        return x if self.takes_groups else fold_groups(x, kv_heads)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the backward computes inputs of `dtype`, and in which dK and dV stay."""
@@ -141,7 +150,7 @@ class _BlockBackward:
     def dense(self, row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
         """Run a block in which every query sees every key."""
         k, v = self._keys_values(column, column_stop)
-        grad, q, out = (fold_groups(x[:, :, row:row_stop], k.shape[1]) for x in self.rows)
+        grad, q, out = (self.kernel.folded(x[:, :, row:row_stop], k.shape[1]) for x in self.rows)
         lse = self.attended.lse[:, :, row:row_stop].reshape(q.shape[:3])
         dq, dk, dv = self._run(grad, Block(q, k, v, False, self.queries.scale), out, lse)
         self.dq[:, :, row:row_stop].add_(unfold_groups(dq, self.dq.shape[1], row_stop - row))
@@ -157,7 +166,7 @@ class _BlockBackward:
             self.dense(middle, row_stop, start + row, start + middle, again=True)
             return
         heads, kv_heads = self.dq.shape[1], self.queries.keys.shape[1]
-        k, v = (expand_heads(x, heads) for x in self._keys_values(start + row, start + row_stop))
+        k, v = (self.kernel.expanded(x, heads) for x in self._keys_values(start + row, start + row_stop))
         grad, q, out = (x[:, :, row:row_stop] for x in self.rows)
         lse = self.attended.lse[:, :, row:row_stop]
         dq, dk, dv = self._run(grad, Block(q, k, v, True, self.queries.scale), out, lse)
@@ -175,6 +184,12 @@ class _BlockBackward:
 def widen(x: Tensor, dim: int) -> Tensor:
     """Return [..., D] with zeros behind up to `dim`."""
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+
+
+def as_wide(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with one head dim, the largest."""
+    dim = max(x.shape[-1] for x in tensors)
+    return [widen(x, dim) for x in tensors]
 
 
 def _widened(block: Block, dim: int) -> Block:

@@ -11,7 +11,7 @@ import torch
 
 from terapipe_ds import compat
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
-from terapipe_ds.attention.backends.blocks import widen
+from terapipe_ds.attention.backends.blocks import as_wide
 from terapipe_ds.attention.backends.fused import cuda_capability, cuda_refusal
 
 
@@ -38,7 +38,7 @@ class FlashAttn:
             return self._forward_packed(queries)
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
-        q, k, v = (x.transpose(1, 2) for x in _as_wide(*queries[:3]))
+        q, k, v = (x.transpose(1, 2) for x in as_wide(*queries[:3]))
         out, lse, _, rng_state = _flash_attn_forward(
             q, k, v, 0.0, queries.scale, causal=True, **_options(queries), return_softmax=False
         )
@@ -49,7 +49,7 @@ class FlashAttn:
             return self._backward_packed(grad, queries, attended, add_grads)
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        inputs = [x.transpose(1, 2) for x in _as_wide(grad, *queries[:3], attended.out)]
+        inputs = [x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out)]
         dq, dk, dv = gradients = tuple(x.new_empty(x.shape) for x in inputs[1:4])
         options = {"causal": True, **_options(queries), "deterministic": False, "rng_state": attended.state[0]}
         _flash_attn_backward(*inputs, attended.lse, *gradients, 0.0, queries.scale, **options)
@@ -64,7 +64,7 @@ class FlashAttn:
         out, states = q.new_empty(*q.shape[:3], values.shape[3]), []
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for packed in _packed_rows(queries):
-            q_row, k_row, v_row = (x.transpose(0, 1) for x in _as_wide(*packed.inputs))
+            q_row, k_row, v_row = (x.transpose(0, 1) for x in as_wide(*packed.inputs))
             of_row, lse_of_row, _, rng_state = _flash_attn_varlen_forward(
                 q_row, k_row, v_row, *packed.lengths, 0.0, queries.scale, causal=True, **_options(queries)
             )
@@ -79,7 +79,7 @@ class FlashAttn:
         dq, dim, value_dim = torch.empty_like(queries.q), queries.keys.shape[3], queries.values.shape[3]
         for packed, rng_state in zip(_packed_rows(queries), attended.state, strict=True):
             row = packed.row
-            tensors = _as_wide(grad[row], *packed.inputs, attended.out[row])
+            tensors = as_wide(grad[row], *packed.inputs, attended.out[row])
             inputs = [x.transpose(0, 1) for x in tensors]
             of_q, dk, dv = gradients = tuple(x.new_empty(x.shape) for x in inputs[1:4])
             options = {"causal": True, **_options(queries), "deterministic": False, "rng_state": rng_state}
@@ -119,12 +119,6 @@ def _options(queries: Queries) -> dict[str, float | int | None]:
     softcap = queries.softcap or 0.0
     window = {"window_size_left": left, "window_size_right": min(left, 0)}
     return {**window, "softcap": softcap, "alibi_slopes": None}
-
-
-def _as_wide(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with one head dim, the largest."""
-    dim = max(x.shape[-1] for x in tensors)
-    return [widen(x, dim) for x in tensors]
 
 
 has_flash_attn = functools.cache(compat.has_flash_attn)

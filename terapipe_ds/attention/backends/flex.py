@@ -1,8 +1,13 @@
-"""Compute with torch's `flex_attention` on CUDA what no other kernel there takes: windows, caps, documents, head dims.
+"""Compute with torch's `flex_attention` on CUDA what no other kernel there takes: caps, fp32, and what they come with.
 
 One compiled function serves all slices and layers: lengths are dynamic, and what else differs comes as tensors. The
 backward runs the forward again, for torch's own graph of it would hold views of the slice store, which later slices
 write.
+
+The mask comes as blocks of 128 queries and 128 keys, built here from two rules: the keys that a query sees are one
+range, and neither end of it moves back from one query to the next. So the keys that some query of a block sees are one
+range, too. `create_block_mask` would look at every pair of a query and a key; compiled with dynamic lengths, torch 2.11
+fails where there are as many queries as keys ("CantSplit").
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Querie
 from terapipe_ds.attention.backends.fused import cuda_capability
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SpanKey = tuple[int, int, int, int, int]
+"""A span of queries: its first row and their end, its first key, its first query and their end."""
+_BLOCK = 128
 
 
 class Flex:
@@ -44,13 +52,14 @@ class Flex:
 
     def forward(self, queries: Queries) -> Attended:
         with torch.no_grad():
-            return Attended(*_compiled()(*queries[:3], *_numbers(queries), queries.scale))
+            return Attended(*_compiled()(*_tensors(queries), queries.scale))
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ. Keys that were merged into `attended` since weigh in as the share of the kernel's own output."""
-        leaves = [x.detach().requires_grad_() for x in queries[:3]]
+        *inputs, mask, softcap = _tensors(queries)
+        leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out, lse = _compiled()(*leaves, *_numbers(queries), queries.scale)
+            out, lse = _compiled()(*leaves, mask, softcap, queries.scale)
         share = (lse.detach() - attended.lse).exp()
         delta = (grad.to(lse.dtype) * attended.out.to(lse.dtype)).sum(-1)
         d_out = (grad * share.unsqueeze(-1)).to(grad.dtype)
@@ -59,24 +68,63 @@ class Flex:
         return dq
 
 
-def _numbers(queries: Queries) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return as tensors what differs from slice to slice: the keys before it, the first key per query, the softcap.
+def _tensors(queries: Queries) -> tuple[Any, ...]:
+    """Return q, k, v, the mask and the softcap. As a number the softcap would be compiled into the kernel.
 
-    As numbers they would be compiled into the kernel.
+    Keys and values are copied where they are views of the slice store: the kernel that torch 2.11 compiles for such
+    strides reads memory that is not its own (seen on an H100).
     """
-    q, device = queries.q, queries.q.device
-    first = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
-    for span in queries.spans:
-        first[span.rows, span.start - queries.start : span.stop - queries.start] = span.first_key
-    if queries.window is not None:
-        own = torch.arange(queries.start, queries.start + q.shape[2])
-        first = torch.maximum(first, own - (queries.window - 1))
+    q, k, v = (x.contiguous() for x in queries[:3])
     softcap = None
     if queries.softcap is not None:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        softcap = torch.tensor(queries.softcap, dtype=dtype).to(device, non_blocking=True)
-    start = torch.tensor(queries.start).to(device, non_blocking=True)
-    return start, first.to(device, non_blocking=True), softcap
+        softcap = torch.tensor(queries.softcap, dtype=dtype).to(q.device, non_blocking=True)
+    spans = tuple((s.rows.start, s.rows.stop, s.first_key, s.start, s.stop) for s in queries.spans)
+    return q, k, v, block_mask(q.shape[0], q.shape[2], queries.start, queries.window, spans, q.device), softcap
+
+
+@functools.lru_cache(maxsize=16)
+def block_mask(
+    batch: int, tokens: int, start: int, window: int | None, spans: tuple[SpanKey, ...], device: torch.device
+) -> flex.BlockMask:
+    """Return the mask of a slice; all layers with the same reach share it, forward and backward.
+
+    A block is full where all its queries see all its keys, and masked by `mask_of` where only some pairs are seen. A
+    block that sticks out counts as masked.
+    """
+    first = first_keys(batch, tokens, start, window, spans)
+    num_keys = start + tokens
+    row, column = (torch.arange(0, n, _BLOCK) for n in (tokens, num_keys))
+    row_last, column_last = (row + _BLOCK).clamp(max=tokens) - 1, (column + _BLOCK).clamp(max=num_keys) - 1
+    # of all queries of a block: the first key that one sees, and the first key that all see; likewise the last
+    seen_from, all_from = first[:, row, None], first[:, row_last, None]
+    seen_to, all_to = (start + row_last)[:, None], (start + row)[:, None]
+    seen = (column_last >= seen_from) & (column <= seen_to)
+    whole = (row_last - row == _BLOCK - 1)[:, None] & (column_last - column == _BLOCK - 1)
+    full = whole & (column >= all_from) & (column_last <= all_to)
+    blocks = [_listed(kind.unsqueeze(1)) for kind in (seen & ~full, full)]
+    mask = flex.BlockMask.from_kv_blocks(
+        *blocks[0], *blocks[1], BLOCK_SIZE=_BLOCK, mask_mod=None, seq_lengths=(tokens, num_keys)
+    ).to(device)
+    mask.mask_mod = mask_of(torch.tensor(start).to(device), first.to(device))
+    return mask
+
+
+def first_keys(batch: int, tokens: int, start: int, window: int | None, spans: tuple[SpanKey, ...]) -> Tensor:
+    """Return the first key that each query sees, [B, T]."""
+    first = torch.zeros(batch, tokens, dtype=torch.int64)
+    for row, row_stop, first_key, span_start, span_stop in spans:
+        first[row:row_stop, span_start - start : span_stop - start] = first_key
+    if window is not None:
+        own = torch.arange(start, start + tokens)
+        first = torch.maximum(first, own - (window - 1))
+    return first
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of true entries of each row, and their places before those of the others, as torch asks."""
+    places = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), places.to(torch.int32)
 
 
 def mask_of(start: Tensor, first: Tensor) -> MaskFunction:
@@ -98,11 +146,9 @@ def capped_by(softcap: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, first: Tensor, softcap: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask, softcap: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores."""
-    sizes: Any = {"B": q.shape[0], "H": None, "Q_LEN": q.shape[2], "KV_LEN": k.shape[2]}
-    mask = flex.create_block_mask(mask_of(start, first), **sizes, device=q.device)
     options: Any = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
     out, lse = flex.flex_attention(q, k, v, None if softcap is None else capped_by(softcap), mask, **options)
     return out, lse

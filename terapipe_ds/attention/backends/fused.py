@@ -9,20 +9,22 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
-from terapipe_ds.attention.backends.blocks import Block, BlockKernel
+from terapipe_ds.attention.backends.blocks import Block, BlockKernel, as_wide
 from terapipe_ds.attention.backends.reference import Reference
 
 _aten = torch.ops.aten
 _log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
-_NO_SOFTCAP = "it knows no softcap"
-_NO_WINDOW = "it knows no window"
-_MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
+NO_SOFTCAP = "it knows no softcap"
+NO_WINDOW = "it knows no window"
+MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
 _CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
 (set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
@@ -51,7 +53,7 @@ class CpuFlash(BandKernel):
         if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"it does not take {q.dtype}"
         if need.softcap:
-            return _NO_SOFTCAP
+            return NO_SOFTCAP
         return _NO_DROPOUT if need.dropout else None
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +75,7 @@ class CpuFlash(BandKernel):
 
 
 class CudaFlash(BlockKernel):
-    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256.
+    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256, windows.
 
     Its causal mask is aligned bottom-right and it knows grouped heads (torch/nn/attention/bias.py relies on the one,
     mha_fwd and mha_bwd of its flash_api.cpp check no more than that key heads divide query heads). So one call does a
@@ -86,19 +88,55 @@ class CudaFlash(BlockKernel):
         return cuda_capability() >= (8, 0)
 
     def refusal(self, q: Tensor, need: Need) -> str | None:
-        return _NO_WINDOW if need.window else _NO_SOFTCAP if need.softcap else cuda_refusal(q, need)
+        if need.softcap:
+            return NO_SOFTCAP
+        problem = cuda_refusal(q, need)
+        if problem is None and need.window:
+            return _window_refusal(self, q.device, q.dtype, max(q.shape[-1], need.value_dim or 0))
+        return problem
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in one call where that gives the right result, else in blocks."""
-        return self.attend(_whole_slice(queries)) if self._takes_at_once(queries) else super().forward(queries)
+        if queries.window is not None:
+            return self._forward_windowed(queries)
+        return self.forward_at_once(queries) if self._takes_at_once(queries) else super().forward(queries)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ, by as many calls as the forward has made."""
+        if queries.window is not None:
+            return self._backward_windowed(grad, queries, attended, add_grads)
         if not self._takes_at_once(queries):
             return super().backward(grad, queries, attended, add_grads)
+        return self.backward_at_once(grad, queries, attended, add_grads)
+
+    def forward_at_once(self, queries: Queries) -> Attended:
+        """Attend in one call."""
+        return self.attend(_whole_slice(queries))
+
+    def backward_at_once(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
+        """Return dQ of a forward in one call."""
         dq, dk, dv = self.attend_backward(grad, _whole_slice(queries), attended)
         add_grads(0, dk, dv)
         return dq
+
+    def _forward_windowed(self, queries: Queries) -> Attended:
+        """Call the operator beneath, which takes a window; its tensors are [B, tokens, heads, D]."""
+        q, k, v = (x.transpose(1, 2) for x in as_wide(*queries[:3]))
+        out, lse, *state, _ = _aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **_window_options(queries)
+        )
+        return Attended(out.transpose(1, 2)[..., : queries.values.shape[3]], lse, tuple(state))
+
+    def _backward_windowed(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
+        wide_grad, q, k, v, out = (x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out))
+        tensors, sizes = (wide_grad, q, k, v, out, attended.lse.contiguous(), None, None), (q.shape[1], k.shape[1])
+        gradients = _aten._flash_attention_backward(
+            *tensors, *sizes, 0.0, True, *attended.state, **_window_options(queries)
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
+        add_grads(0, dk[..., :dim], dv[..., :value_dim])
+        return dq[..., :dim]
 
     def _takes_at_once(self, queries: Queries) -> bool:
         """Return whether one call computes the slice. Any kernel takes a square block with as many key heads."""
@@ -132,19 +170,16 @@ def _whole_slice(queries: Queries) -> Block:
 @functools.cache
 def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `_CHECKED`."""
-    generator = torch.Generator().manual_seed(0)  # of its own: other random numbers stay as they are
     problem = None
-    for batch, heads, kv_heads, tokens, start in _CHECKED:
-        q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
-        inputs = [
-            torch.randn(shape, generator=generator).to(device, dtype) for shape in (q_shape, q_shape, k_shape, k_shape)
-        ]
+    for shape in _CHECKED:
         try:
-            error = _error_of_one_call(kernel, inputs, start)
+            grad, queries = random_queries(shape, head_dim, device, dtype)
+            error = error_of(kernel.forward_at_once, kernel.backward_at_once, grad, queries)
         except (RuntimeError, TypeError, ValueError) as raised:
             problem = str(raised).split("\n")[0]
             break
-        if not error <= _MOST_ERROR:  # NaN is in no order
+        if not error <= MOST_ERROR:  # NaN is in no order
+            _, heads, kv_heads, tokens, start = shape
             problem = f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
             break
     if problem is not None:
@@ -153,20 +188,58 @@ def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, h
     return problem is None
 
 
-def _error_of_one_call(kernel: CudaFlash, inputs: list[Tensor], start: int) -> float:
-    """Return the largest relative error of output, log-sum-exp and gradients of one call, to plain torch in fp32."""
-    grad, q, k, v = inputs
-    queries, plain = Queries(q, k, v, start, q.shape[-1] ** -0.5), Reference()
-    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+@functools.cache
+def _window_refusal(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the kernel takes no windows here, None where it gives those of plain torch."""
+    try:
+        for shape in _CHECKED:
+            grad, queries = random_queries(shape, head_dim, device, dtype)
+            queries = queries._replace(window=100)
+            if not (error := error_of(kernel.forward, kernel.backward, grad, queries)) <= MOST_ERROR:
+                return f"with a window it is {error:.1%} off"
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as raised:
+        return "with a window it raised: " + str(raised).split("\n")[0]
+    return None
 
-    def add(offset: int, *parts: Tensor, again: bool) -> None:
-        for total, part in zip(gradients, parts, strict=True):
-            total[:, :, offset : offset + part.shape[2]].add_(part)
 
-    sliced, expected = kernel.run(_whole_slice(queries)), plain.forward(queries)
-    dq = plain.backward(grad, queries, expected, add)
-    one_call = (sliced.out, sliced.lse, *kernel.run_backward(grad, _whole_slice(queries), sliced))
-    pairs = zip(one_call, (expected.out, expected.lse, dq, *gradients), strict=True)
+def _window_options(queries: Queries) -> dict[str, float | int]:
+    assert queries.window is not None
+    return {"scale": queries.scale, "window_size_left": queries.window - 1, "window_size_right": 0}
+
+
+def random_queries(
+    shape: tuple[int, int, int, int, int], head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Queries]:
+    """Return a gradient and random queries of (batch, query heads, key heads, queries, keys before them)."""
+    batch, heads, kv_heads, tokens, start = shape
+    generator = torch.Generator().manual_seed(0)  # of its own: other random numbers stay as they are
+    q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
+    grad, q, k, v = (
+        torch.randn(size, generator=generator).to(device, dtype) for size in (q_shape, q_shape, k_shape, k_shape)
+    )
+    return grad, Queries(q, k, v, start, head_dim**-0.5)
+
+
+def error_of(
+    forward: Callable[[Queries], Attended],
+    backward: Callable[[Tensor, Queries, Attended, AddGrads], Tensor],
+    grad: Tensor,
+    queries: Queries,
+) -> float:
+    """Return the largest relative error of output, log-sum-exp and gradients, to plain torch in fp32."""
+
+    def results(forward: Any, backward: Any) -> list[Tensor]:
+        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (queries.keys, queries.values)]
+
+        def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
+            for total, part in zip(totals, (dk, dv), strict=True):
+                total[:, :, offset : offset + part.shape[2]].add_(part)
+
+        attended = forward(queries)
+        return [attended.out, attended.lse, backward(grad, queries, attended, add), *totals]
+
+    plain = Reference()
+    pairs = zip(results(forward, backward), results(plain.forward, plain.backward), strict=True)
     errors = torch.stack([(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs])
     return float(errors.nan_to_num(nan=math.inf).max())
 

@@ -29,7 +29,7 @@ def test_the_automatic_choice() -> None:
 
 
 def test_unknown_and_unavailable_backends() -> None:
-    with pytest.raises(ValueError, match="'flash'.*flash_attn, cuda_flash, flex, cpu_flash, reference"):
+    with pytest.raises(ValueError, match="'flash'.*flash_attn, cudnn, cuda_flash, flex, cpu_flash, reference"):
         set_backend("flash")
     if not torch.cuda.is_available():
         for name in ("cuda_flash", "flash_attn", "flex"):

@@ -18,7 +18,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.profiling.one_device import OfflineJob, profile_model
 
 ATTENTION_LENGTHS, ATTENTION_SLICES = (8192, 16384, 32768, 65536), (256, 512, 1024, 2048, 4096, 8192)
-HEADS = ((16, 16, 64), (16, 16, 128), (32, 8, 128))
+HEADS = ((32, 8, 128), (16, 16, 128), (16, 16, 64))
 """(query heads, key/value heads, head dim)."""
 
 LAYERS = {  # one layer on one of 8 tensor-parallel ranks: hidden, heads, key/value heads, head dim, ffn, gated

@@ -34,10 +34,15 @@ NO_DEVICE = (
 
 
 PARTS = {  # module, function that yields its checks
-    "attention": ("attention", "checks"), "ranks": ("ranks", "checks"), "watched": ("ranks", "watched"),
-    "speed": ("speed", "checks"), "actions": ("actions", "checks"), "layers": ("layers", "checks"),
+    "attention": ("attention", "checks"),
+    "options": ("attention", "options"),
+    "ranks": ("ranks", "checks"),
+    "watched": ("ranks", "watched"),
+    "speed": ("speed", "checks"),
+    "actions": ("actions", "checks"),
+    "layers": ("layers", "checks"),
     "bench": ("benches", "on_device"),
-}  # fmt: skip
+}
 
 
 def checks_of(part: str) -> Callable[[Settings], Iterator[Check]]:

@@ -16,9 +16,9 @@ from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from tests.gpu_checks.checks import Check, Settings, not_run
 
 SIZES = {  # stages, micro-batches, tokens, rows, hidden, layers, heads
-    "launch-bound": Workload(1, 1, 4096, 1, 256, 4, 4),
-    "hidden 2048": Workload(1, 1, 8192, 1, 2048, 4, 16),
     "hidden 4096": Workload(1, 1, 8192, 1, 4096, 4, 32),
+    "hidden 2048": Workload(1, 1, 8192, 1, 2048, 4, 16),
+    "launch-bound": Workload(1, 1, 4096, 1, 256, 4, 4),
 }
 TINY = {"tiny": Workload(1, 1, 256, 1, 32, 1, 1)}
 SLICES = (1, 2, 4, 8, 16, 32, 64)

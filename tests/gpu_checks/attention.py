@@ -67,6 +67,11 @@ def checks(settings: Settings) -> Iterator[Check]:
     inputs = _inputs((2, 4, 2, 200, 32), torch.float32, settings.device)
     found = _errors(in_slices(*inputs, (70, 100, 30)), in_fp64(*inputs))
     yield at_most("fp32: error against fp64", max(found), FP32_ERROR)
+
+
+def options(settings: Settings) -> Iterator[Check]:
+    """Yield the checks of windows, caps, sinks and documents, by the chosen kernel and by flex, which is compiled."""
+    on_device = settings.device == "cuda"
     for name, options in OPTIONS.items():
         # flex takes only calls that are more than plainly causal, and any backend merges sinks: alone they are no need
         for backend in (None, "flex") if on_device and name != "sinks" else (None,):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import nn
 
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
 
@@ -23,18 +24,18 @@ logger = logging.getLogger("terapipe_ds")
 
 
 @contextmanager
-def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradients: bool = True) -> Iterator[None]:
+def untouched(module: nn.Module, sums: GradientSums | None = None, with_gradients: bool = True) -> Iterator[None]:
     """Put parameters, gradients, buffers and random numbers back after measurements on `module`.
 
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
 
-    With `accumulates_in_fp32` each backward adds its gradients to fp32 sums and drops them, as optimizers for half
-    precision may do. With `with_gradients` they begin as zeros, to which a backward adds as that of a later slice does;
+    With `sums` each backward adds its gradients to these sums of the optimizer, as in training, and they are zeroed
+    afterwards. With `with_gradients` they begin as zeros, to which a backward adds as that of a later slice does;
     otherwise as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
-        stand_ins = _stand_ins(module, accumulates_in_fp32, with_gradients)
+        stand_ins = _stand_ins(module, sums, with_gradients)
         with random_states_kept(), _same_trackers(trackers), _same_state(module), stand_ins:
             yield
 
@@ -76,7 +77,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: bool) -> Iterator[None]:
+def _stand_ins(module: nn.Module, sums: GradientSums | None, with_gradients: bool) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     originals = [
         (part._parameters, name, parameter)
@@ -84,13 +85,14 @@ def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: boo
         for name, parameter in part._parameters.items()
         if parameter is not None
     ]
-    stand_ins = {id(p): _stand_in(p, accumulates_in_fp32, with_gradients) for p, _ in gradients}
+    stand_ins = {id(p): _stand_in(p, sums, with_gradients) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
         for owner, name, parameter in originals:
             owner[name] = stand_ins[id(parameter)]
-        yield
+        with nullcontext() if sums is None else sums.lent(stand_ins):
+            yield
     finally:
         for owner, name, parameter in originals:
             owner[name] = parameter
@@ -98,7 +100,7 @@ def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: boo
             parameter.grad = gradient
 
 
-def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients: bool) -> nn.Parameter:
+def _stand_in(parameter: nn.Parameter, sums: GradientSums | None, with_gradients: bool) -> nn.Parameter:
     stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
@@ -108,15 +110,8 @@ def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients
     if not with_gradients:
         for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
             stand_in.register_hook(hook)
-    elif accumulates_in_fp32:
-        total = torch.zeros_like(parameter, dtype=torch.float32)
-
-        def accumulate(fresh: torch.Tensor) -> None:
-            if fresh.grad is not None:
-                total.add_(fresh.grad)
-                fresh.grad = None
-
-        stand_in.register_post_accumulate_grad_hook(accumulate)
+    elif sums is not None and sums.has(parameter):
+        stand_in.register_post_accumulate_grad_hook(sums.take)
     else:
         stand_in.grad = torch.zeros_like(parameter)
     return stand_in

@@ -23,11 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
     """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
-    gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
+    gradients = WeightGradients(isinstance(optimizer, DeepSpeedOptimizer), GradientSums.of(optimizer))
     for layer in module.modules():
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
@@ -53,11 +54,12 @@ class _Product(NamedTuple):
 class WeightGradients:
     """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
 
-    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each.
+    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each, but for those
+    that go to its `sums` at once.
     """
 
-    def __init__(self, is_watched: bool = False) -> None:
-        self.is_watched = is_watched
+    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
+        self.is_watched, self.sums = is_watched, sums
         self._split: frozenset[Key] = frozenset()
         self._running: list[_Product] | None = None
         self._waiting: dict[Key, list[_Product]] = {}
@@ -101,9 +103,11 @@ class WeightGradients:
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
+        products = self._left_by_sums(products)
         if self.is_watched or any(_has_hooks(product.weight) for product in products):
-            with around():
-                _in_autograd(products)
+            if products:
+                with around():
+                    _in_autograd(products)
         else:
             with torch.no_grad():
                 for product in products:
@@ -112,6 +116,24 @@ class WeightGradients:
                     if fresh is not None:  # added as autograd does
                         weight.grad = fresh if weight.grad is None else weight.grad + fresh
         return count
+
+    def _left_by_sums(self, products: list[_Product]) -> list[_Product]:
+        """Add to the optimizer's sums what can go there at once, and return the other products."""
+        left = []
+        with torch.no_grad():
+            for product in products:
+                if self._goes_to_sum(product.weight):
+                    assert self.sums is not None
+                    self.sums.add(product.weight, product.rows, product.all_inputs())
+                else:
+                    left.append(product)
+        return left
+
+    def _goes_to_sum(self, weight: Tensor) -> bool:
+        """Return whether the optimizer has a sum for the weight, and nobody else a hook on its gradient."""
+        if self.sums is None or not self.sums.has(weight) or weight._backward_hooks:
+            return False
+        return len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) <= self.sums.own_hooks(weight)
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
@@ -141,6 +163,8 @@ class WeightGradients:
             if not inputs.requires_grad:  # the output may hang on the weight alone
                 return None
             add = self.keep
+        elif self.sums is not None and self._goes_to_sum(weight):
+            add = self.sums.add
         elif active.is_whole or self.is_watched or _has_hooks(weight):
             return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
@@ -209,6 +233,7 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
 
 
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""Takes weight, rows and inputs; returns a gradient for autograd, or None where it has taken that."""
 
 
 class _Leaf(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import p2p
 
 _HOST_BACKENDS = ("gloo", "mpi")
@@ -43,7 +44,7 @@ def neighbours_staged() -> Iterator[None]:
     if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
         yield
         return
-    send, recv = p2p.send, p2p.recv
+    send, recv, synchronize_tied = p2p.send, p2p.recv, PipelineModule._synchronize_tied_weights
 
     def staged_send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
         return send(to_host(tensor.detach()), dest_stage, async_op)
@@ -55,7 +56,9 @@ def neighbours_staged() -> Iterator[None]:
         return result
 
     p2p.send, p2p.recv = staged_send, staged_recv
+    # gloo copies what it broadcasts back into a CUDA tensor, which autograd refuses for a parameter
+    PipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_tied)
     try:
         yield
     finally:
-        p2p.send, p2p.recv = send, recv
+        p2p.send, p2p.recv, PipelineModule._synchronize_tied_weights = send, recv, synchronize_tied

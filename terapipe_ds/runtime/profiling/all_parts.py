@@ -103,10 +103,9 @@ def measure_parts(
         timers = {place: _timer(stage, place, micro_batch, shape.length, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
-    accumulates_in_fp32 = bool(getattr(engine.optimizer, "immediate_grad_update", False))  # BF16_Optimizer
     try:
         with (
-            untouched(engine.module, accumulates_in_fp32),
+            untouched(engine.module, engine.weight_gradients.sums),
             guard_plain_attention(stage.config.attention == "intercept"),
         ):
             specs = _exchange_specs(stage, timers, lengths)

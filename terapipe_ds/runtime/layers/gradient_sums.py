@@ -1,0 +1,122 @@
+"""Add gradients to the fp32 sums of DeepSpeed's `BF16_Optimizer` at once, without a gradient in `.grad` between.
+
+DeepSpeed takes each slice for a micro-batch: it zeroes `.grad` (2 bytes per parameter), autograd writes a gradient (2)
+and adds it (6), the optimizer casts it to fp32 (6) and adds that (12): 28 bytes per parameter and slice. Here the
+product that computes the gradient of a linear layer's weight adds to the sum (8 bytes). All other gradients are added
+in one call per slice, and `.grad` is empty before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+
+
+class _Place(NamedTuple):
+    """The place of a parameter in the optimizer: `fp32_groups_gradients[group][number]`."""
+
+    group: int
+    number: int
+
+
+class GradientSums:
+    """The sums of one optimizer, by parameter."""
+
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [
+            (parameter, _Place(i, j))
+            for i, group in enumerate(optimizer.bf16_groups)
+            for j, parameter in enumerate(group)
+        ]
+        self._places = {id(parameter): place for parameter, place in self._parameters}
+        self._lent: dict[int, _Place] = {}  # of stand-ins for parameters, while slices are measured
+
+    @staticmethod
+    def of(optimizer: object) -> GradientSums | None:
+        """Return the sums of an optimizer that has them, and have it collect what is in `.grad` in one call.
+
+        None for any other optimizer, and where DeepSpeed corrects each gradient by itself (expert folding).
+        """
+        if not isinstance(optimizer, BF16_Optimizer) or not optimizer.using_real_optimizer:
+            return None
+        if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
+            return None
+        sums = GradientSums(optimizer)
+        if not optimizer.immediate_grad_update:  # else hooks add each gradient when it is there
+            optimizer.update_hp_grads = sums.collect
+        return sums
+
+    def own_hooks(self, weight: Tensor) -> int:
+        """Return how many hooks that run after a gradient has come to `weight` are the optimizer's or `take`."""
+        return int(self._optimizer.immediate_grad_update or id(weight) in self._lent)
+
+    def has(self, weight: Tensor) -> bool:
+        """Return whether there is a sum for the gradients of `weight`."""
+        return id(weight) in self._places or id(weight) in self._lent
+
+    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
+
+        On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, as `.grad`
+        is.
+        """
+        place = self._lent.get(id(weight))
+        if place is None:
+            place = self._mark(weight, self._places[id(weight)])
+        total = self._sum(place).view(weight.shape)
+        if total.dtype == rows.dtype:
+            total.addmm_(rows.t(), inputs)
+        elif rows.is_cuda and total.dtype == torch.float32:
+            torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)
+        else:
+            total.add_(rows.t() @ inputs)
+
+    @torch.no_grad()
+    def collect(self, clear_lp_grads: bool = False) -> None:
+        """Add all gradients that are in `.grad`, and empty it. In place of `BF16_Optimizer.update_hp_grads`."""
+        totals, gradients = [], []
+        for parameter, place in self._parameters:
+            if parameter.grad is not None:
+                totals.append(self._sum(self._mark(parameter, place)).view_as(parameter))
+                gradients.append(parameter.grad)
+                parameter.grad = None
+        if totals:
+            torch._foreach_add_(totals, gradients)
+
+    @contextmanager
+    def lent(self, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
+        """Let backwards of stand-ins, by the id of their parameters, add to the sums, which are zeroed afterwards.
+
+        It is for measurements between steps, when all sums are zero.
+        """
+        self._lent = {id(each): self._places[key] for key, each in stand_ins.items() if key in self._places}
+        try:
+            yield
+        finally:
+            for place in self._lent.values():
+                self._sum(place).zero_()
+            self._lent = {}
+
+    def take(self, stand_in: Tensor) -> None:
+        """Add the gradient that has come to a stand-in, and drop it: a hook for all that `add` is not called for."""
+        place = self._lent.get(id(stand_in))
+        if place is not None and stand_in.grad is not None:
+            self._sum(place).view_as(stand_in).add_(stand_in.grad)
+            stand_in.grad = None
+
+    def _sum(self, place: _Place) -> Tensor:
+        total: Tensor = self._optimizer.fp32_groups_gradients[place.group][place.number]
+        return total
+
+    def _mark(self, parameter: Any, place: _Place) -> _Place:
+        """Tell the optimizer that the parameter has a gradient in this step."""
+        has_gradients = self._optimizer.fp32_groups_has_gradients[place.group]
+        if not has_gradients[place.number]:
+            has_gradients[place.number], parameter._hp_grad = True, self._sum(place)
+        return place

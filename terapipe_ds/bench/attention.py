@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
-from terapipe_ds.attention.backends import backend_name
+from terapipe_ds.attention.backends import available_backends, backend_name
 from terapipe_ds.plan import SlicePlan
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -37,8 +37,10 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
-        chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
-        name = "cudnn" if chosen == "cudnn" else "cuda_flash"
+        name = "cuda_flash"
+        if "cudnn" in available_backends():  # and where it is the faster one
+            chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
+            name = chosen if chosen == "cudnn" else name
         set_backend(name)
         try:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION):

@@ -37,3 +37,14 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cuda.cudnn_sdp_enabled() == before[1]
     with bench.one_attention("cpu", torch.float32, 8) as name:
         assert name == "cpu_flash"
+
+
+def test_cudnn_computes_both_sides_where_it_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "available_backends", lambda: ("cudnn", "cuda_flash"))
+    monkeypatch.setattr(bench, "backend_name", lambda q: "cudnn")
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
+    monkeypatch.setattr(bench, "set_backend", (forced := list[str | None]()).append)
+    with bench.one_attention("cuda", torch.bfloat16, 128) as name:
+        assert name == "cudnn" and torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    assert forced == ["cudnn", None]

@@ -86,7 +86,7 @@ def test_the_exit_code_of_parts_that_do_not_end_well(
     """Their process has written one good check by then."""
 
     def run(words: list[str], limit_s: float) -> str | None:
-        assert limit_s < 600.0 and words[-3:] == ["--inside", "attention", "--dry-run"]
+        assert limit_s < 600.0 and words[-5:] == ["--inside", "attention", "--dry-run", "--limit-s", "570.0"]
         _result("attention", Check("first", 1.0), dry_run=True, device="cpu").save(tmp_path)
         return problem
 
@@ -116,7 +116,7 @@ def test_without_a_device_there_is_one_message(capsys: pytest.CaptureFixture[str
     assert said.count("\n") == 1 and "no CUDA device" in said and "DRY_RUN=1" in said
     with pytest.raises(SystemExit):
         command.parse_arguments(["atention"])
-    assert "'atention': known are attention, ranks" in capsys.readouterr().err
+    assert "'atention': known are attention, options" in capsys.readouterr().err
 
 
 def test_dry_runs_have_a_folder_of_their_own() -> None:

@@ -1,0 +1,320 @@
+"""Models and options drawn at random, trained in slices on two stages and, as one `nn.Sequential`, in a plain loop.
+
+    python -m tests.distributed.random_models --count 200 [--seed 0]
+
+The models are what users write: layers with and without biases, operations in place, frozen and sparse parameters,
+losses with parameters, and labels of several kinds. The reference has whole sequences, torch's own attention, torch's
+own optimizer and no pipeline. A model whose loss cannot be cut as configured must be refused; every other one must
+give the reference's losses and parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.schedule import SCHEDULE_NAMES
+from tests.distributed.compare import relative_error
+from tests.distributed.engines import build
+from tests.distributed.harness import RankFailure, rank_pool
+
+VOCAB, WIDTH, HEADS, STEPS, LEARNING_RATE = 17, 16, 2, 2, 0.05
+EXACT, FP32 = 1e-10, 1e-5
+ACTIVATIONS = ("gelu", "relu in place", "relu_", "silu in place", "add_", "leaky in place", "mul_")
+LOSSES = ("mean", "sum", "smoothed", "temperature", "padding", "padding unsaid", "class weights")
+REFUSED = ("padding unsaid", "class weights")
+"""Losses that weigh labels otherwise than the section says."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Hold a model and how it is trained; `seed` draws weights and data."""
+
+    seed: int
+    blocks: tuple[tuple[str, bool, bool], ...]  # activation, biases, frozen
+    loss: str
+    sparse: bool
+    frozen_embedding: bool
+    precision: str
+    schedule: str
+    slices: int
+    micro_batches: int
+    rows: int
+    length: int
+    recompute: str
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether it must not train."""
+        return self.loss in REFUSED and self.slices > 1
+
+
+def draw(seed: int) -> Drawn:
+    """Return the case of that number."""
+    rng = random.Random(seed)
+    schedule = rng.choice([name for name in SCHEDULE_NAMES if name != "dapple"])
+    blocks = tuple(
+        (rng.choice(ACTIVATIONS), rng.random() < 0.7, rng.random() < 0.2) for _ in range(rng.choice((2, 3, 4)))
+    )
+    sparse = rng.random() < 0.2
+    return Drawn(
+        seed,
+        blocks,
+        rng.choice(LOSSES),
+        sparse,
+        not sparse and rng.random() < 0.2,
+        rng.choice(("fp64", "fp64", "fp32")),
+        schedule,
+        rng.choice((1, 2, 3, 4, 6)),
+        rng.choice((1, 2, 4)),
+        rng.choice((1, 2, 3)),
+        rng.choice((12, 17, 24)),
+        rng.choice(("off", "off", "full")),
+    )
+
+
+class Embedding(nn.Module):
+    """Tokens and learned positions."""
+
+    def __init__(self, case: Drawn) -> None:
+        super().__init__()
+        torch.manual_seed(case.seed)
+        self.word = nn.Embedding(VOCAB, WIDTH, sparse=case.sparse)
+        self.place = nn.Embedding(64, WIDTH)
+        if case.frozen_embedding:
+            self.word.weight.requires_grad_(False)
+        self.to(_dtype(case))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        active = active_slice()
+        start = 0 if active is None else active.start
+        return self.word(ids) + self.place(torch.arange(start, start + ids.shape[1]))
+
+
+class Block(nn.Module):
+    """A decoder layer as users write it, whose activation may work in place."""
+
+    def __init__(self, case: Drawn, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(1000 * case.seed + index)
+        self.activation, bias, frozen = case.blocks[index]
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=bias), nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        if frozen:
+            self.requires_grad_(False)
+            self.up.weight.requires_grad_(True)
+        self.to(_dtype(case))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        attended = self.out(mixed)
+        attended += x  # in place, on what a linear layer gave
+        result = self.down(self._activated(self.up(self.between(attended))))
+        result += attended
+        return result
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.activation == "relu in place":
+            return F.relu(x, inplace=True)
+        if self.activation == "silu in place":
+            return F.silu(x, inplace=True)
+        if self.activation == "leaky in place":
+            return F.leaky_relu(x, 0.1, inplace=True)
+        if self.activation == "relu_":
+            return x.relu_()
+        if self.activation == "add_":
+            return F.gelu(x.add_(0.1))
+        return x.mul_(0.5).tanh() if self.activation == "mul_" else F.gelu(x)
+
+
+class Head(nn.Module):
+    """Norm and logits."""
+
+    def __init__(self, case: Drawn) -> None:
+        super().__init__()
+        torch.manual_seed(case.seed + 7)
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=case.seed % 2 == 0)
+        self.to(_dtype(case))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+class Temperature(nn.Module):
+    """Cross entropy of logits times a learned number."""
+
+    def __init__(self, case: Drawn) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(1, dtype=_dtype(case)))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return _cross_entropy(logits * self.log_scale.exp(), labels)
+
+
+def _dtype(case: Drawn) -> torch.dtype:
+    return torch.float64 if case.precision == "fp64" else torch.float32
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def loss_of(case: Drawn) -> Any:
+    """Return `loss_fn`."""
+    if case.loss == "temperature":
+        return Temperature(case)
+    options: dict[str, dict[str, Any]] = {
+        "sum": {"reduction": "sum"},
+        "smoothed": {"label_smoothing": 0.1},
+        "padding": {"ignore_index": 0},
+        "padding unsaid": {"ignore_index": 0},
+        "class weights": {"weight": torch.linspace(0.5, 2.0, VOCAB, dtype=_dtype(case))},
+    }
+    return functools.partial(_cross_entropy, **options.get(case.loss, {}))
+
+
+def layers_of(case: Drawn) -> list[Any]:
+    """Return the layers, as specs."""
+    blocks = [LayerSpec(Block, case, index) for index in range(len(case.blocks))]
+    return [LayerSpec(Embedding, case), *blocks, LayerSpec(Head, case)]
+
+
+def data_of(case: Drawn) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the batches: rows differ in how many of their labels count."""
+    generator = torch.Generator().manual_seed(case.seed)
+    batches = []
+    for _ in range(STEPS):
+        batch = []
+        for _ in range(case.micro_batches):
+            text = torch.randint(1, VOCAB, (case.rows, case.length + 1), generator=generator)
+            labels = text[:, 1:].clone()
+            if case.loss.startswith("padding"):
+                labels[0, case.length // 2 :] = 0
+            elif case.loss != "class weights":
+                labels[0, : case.length // 3] = -100
+            batch.append((text[:, :-1].contiguous(), labels))
+        batches.append(batch)
+    return batches
+
+
+def section_of(case: Drawn) -> dict[str, Any]:
+    """Return the `terapipe` section; everything else is as a user has it who changes nothing."""
+    section: dict[str, Any] = {
+        "enabled": True,
+        "schedule": case.schedule,
+        "slices": case.slices,
+        "granularity_tokens": 1,
+        "recompute": case.recompute,
+    }
+    if case.loss == "sum":
+        section["loss_reduction"] = "sum"
+    if case.loss == "padding":
+        section["ignore_index"] = 0
+    return section
+
+
+def reference(case: Drawn) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in a plain loop; return the losses and the parameters by the names of a PipelineModule."""
+    model = nn.Sequential(*(spec.build() for spec in layers_of(case)))
+    loss_fn, losses = loss_of(case), []
+    named = dict(model.named_parameters())
+    if isinstance(loss_fn, nn.Module):
+        named.update({f"loss_fn.{name}": p for name, p in loss_fn.named_parameters()})
+    optimizer = torch.optim.SGD([p for p in named.values() if p.requires_grad], lr=LEARNING_RATE)
+    for batch in data_of(case):
+        optimizer.zero_grad()
+        shares = [loss_fn(model(inputs), labels) / len(batch) for inputs, labels in batch]
+        for share in shares:
+            share.backward()
+        optimizer.step()
+        losses.append(float(sum(share.detach() for share in shares)))
+    return losses, {name: p.detach() for name, p in named.items()}
+
+
+def job_case(seed: int) -> tuple[str, float]:
+    """Train a case on this rank; return ("equal", largest error), or ("refused", 0.0) with what was raised."""
+    case = draw(seed)
+    losses, expected = reference(case)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.rows,
+        "gradient_accumulation_steps": case.micro_batches,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+    }
+    try:
+        engine = build(layers_of(case), section_of(case), loss_fn=loss_of(case), **settings)
+        found = [float(engine.train_batch(iter(batch))) for batch in data_of(case)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", 0.0
+    own = {name: p.detach() for name, p in engine.module.named_parameters()}
+    errors = [relative_error(torch.tensor(a), torch.tensor(b)) for a, b in zip(found, losses, strict=True)]
+    errors = [max(e - 1e-6, 0.0) for e in errors]  # DeepSpeed rounds what it tells other ranks to fp32
+    errors += [relative_error(p, expected[name]) for name, p in own.items() if name in expected]
+    engine.destroy()
+    return "equal", max(errors)
+
+
+def verdict_of(seed: int) -> str:
+    """Return "equal", "refused", or what is wrong."""
+    case = draw(seed)
+    try:
+        found = rank_pool(2).run(job_case, seed=seed)
+    except RankFailure as failure:
+        return f"failed: {failure.first.detail.splitlines()[-1] if failure.first.detail else failure.first.status}"
+    words = {word for word, _ in found}
+    if words == {"equal"}:
+        error, limit = max(error for _, error in found), EXACT if case.precision == "fp64" else FP32
+        if case.is_refused:
+            return f"trained ({error:.1e} off), though its loss cannot be cut as the section says"
+        return "equal" if error <= limit else f"differs by {error:.1e}"
+    text = next(word for word, _ in found if word != "equal")
+    is_named = text.split(":")[0] in ("VerifyError", "TeraPipeConfigError")
+    if not is_named or "equal" in words:
+        return f"raised {text.splitlines()[0]}"
+    return "refused" if case.is_refused or _may_be_refused(case) else f"refused, though healthy: {text.splitlines()[0]}"
+
+
+def _may_be_refused(case: Drawn) -> bool:
+    """Return whether there may be no schedule for it: virtual stages need as many layers as parts."""
+    return False
+
+
+def verdicts(count: int, first: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield the verdict of each case."""
+    for seed in range(first, first + count):
+        yield seed, verdict_of(seed)
+
+
+def main() -> int:
+    """Print what is wrong, and the counts; 1 where anything is."""
+    parser = argparse.ArgumentParser(prog="python -m tests.distributed.random_models", description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
+    arguments = parser.parse_args()
+    counts: collections.Counter[str] = collections.Counter()
+    for seed, verdict in verdicts(arguments.count, arguments.seed):
+        kind = verdict if verdict in ("equal", "refused") else "wrong"
+        counts[kind] += 1
+        if kind == "wrong":
+            print(f"{draw(seed)}: {verdict}", flush=True)
+    print(", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())))
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One rank cannot look at, open or make a file: saves and loads raise the same on all ranks at once, or come through."""
+"""One rank cannot look at, open or make a file: saves and loads raise the same on all ranks, or come through."""
 
 from __future__ import annotations
 

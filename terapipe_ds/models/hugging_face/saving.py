@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
-from terapipe_ds.files.publish import Publisher, folder_to_save_in
+from terapipe_ds.files.publish import Publisher
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
@@ -32,9 +32,9 @@ _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_t
 
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
-    """Return whether files of the names `new` replace this one: a whole model replaces all weights, of adapters too."""
-    is_of_another = name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None
-    return name in new or (is_of_another and any(each in new for each in _WHOLE))
+    """Return whether files of these names replace another: a whole model replaces all weights, adapters as well."""
+    is_whole = any(each in new for each in _WHOLE)
+    return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 
 
 PUBLISHER = Publisher((*_WHOLE, ADAPTER_CONFIG), _is_replaced)
@@ -65,80 +65,61 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
         ValueError: `merge`, and the model has no adapters.
         SavingError: on all ranks, with what each of them could not do.
     """
-    module, path = engine.module, Path(folder)
-    adapters = module.blueprint.adapters
+    module, adapters = engine.module, engine.module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
-    pieces, job = _pieces(module), gathered(secrets.token_hex(4))[0]
-    with _on_all_ranks():
+    pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
+    with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
-            PUBLISHER.settle(path)
+            PUBLISHER.finish(saving.parent)
+            for left in saving.parent.glob(".*.saving"):
+                shutil.rmtree(left)
     if adapters is None or merge:
-        _save_model(module, pieces, path, job, merge)
-    else:
-        _save_adapters(module, pieces, path, job)
-
-
-def _save_adapters(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: Path, job: str) -> None:
-    adapters, saving = module.blueprint.adapters, folder_to_save_in(path, job)
-    assert adapters is not None
+        _save_model(module, pieces, saving, merge)
+        return
     trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
-    with _on_all_ranks(), _settled(saving):
+    with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
-            saving.mkdir(parents=True)
             adapters.save(trained, module.source, saving)
             PUBLISHER.publish(saving)
 
 
-def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: Path, job: str, merge: bool) -> None:
+def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
             writers.setdefault(name, rank)
-    ranks, me, saving = sorted(set(writers.values())), torch_dist.get_rank(), folder_to_save_in(path, job)
+    ranks, me = sorted(set(writers.values())), torch_dist.get_rank()
     shards = {rank: f"model-{place:05d}-of-{len(ranks):05d}.safetensors" for place, rank in enumerate(ranks, 1)}
     shards = shards if len(ranks) > 1 else {ranks[0]: SINGLE}
     sizes, absent = dict[str, int](), list[str]()
-    with _settled(saving), _on_all_ranks():
+    with _on_all_ranks(saving):
         if me in shards:
             saving.mkdir(parents=True, exist_ok=True)
             own = {name: held for name, held in pieces.items() if writers[name] == me}
             sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
             sync(saving / shards[me])
     sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
-    with _settled(saving), _on_all_ranks():
+    with _on_all_ranks(saving):
         if me == 0:
-            _write_the_rest(module, saving, path)
+            _write_the_rest(module, saving)
             if len(shards) > 1:
                 _write_index(saving, sizes_of)
             absent = [name for name in shards.values() if not (saving / name).is_file()]
     if absent := gathered(absent)[0]:  # what there is stays, for there may be no other
         raise SavingError(
             f"the model was not saved: {saving} has no {named(absent)}, for other ranks have a folder of that name of "
-            f"their own: copy their shards into it and move all of its files to {path}, or save into a folder that all "
-            "machines share"
+            f"their own: copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
+            "that all machines share"
         )
-    with _settled(saving), _on_all_ranks():
+    with _on_all_ranks(saving):
         if me == 0:
             PUBLISHER.publish(saving)
 
 
 @contextlib.contextmanager
-def _settled(saving: Path) -> Iterator[None]:
-    """Leave nothing half written in a folder, or half published, where a rank could not do its part."""
-    try:
-        yield
-    except Exception:
-        shutil.rmtree(saving, ignore_errors=True)
-        if torch_dist.get_rank() == 0:
-            with contextlib.suppress(OSError):  # the first error is told
-                PUBLISHER.finish(saving.parent)
-        raise
-
-
-@contextlib.contextmanager
-def _on_all_ranks() -> Iterator[None]:
-    """Raise on all ranks what some of them could not do. A collective at its end."""
+def _on_all_ranks(saving: Path) -> Iterator[None]:
+    """Raise on all ranks what some of them could not do; nothing is left half done then. A collective at its end."""
     problem = ""
     try:
         yield
@@ -146,6 +127,10 @@ def _on_all_ranks() -> Iterator[None]:
         problem = f"{type(error).__name__}: {error}"
     lines = [f"rank {rank}: {each}" for rank, each in enumerate(gathered(problem)) if each]
     if lines:
+        shutil.rmtree(saving, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the first error is told
+            if torch_dist.get_rank() == 0:
+                PUBLISHER.finish(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 
@@ -185,7 +170,7 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
     return {key: value.detach().cpu().contiguous().clone() for key, value in stored.items()}
 
 
-def _write_the_rest(module: HuggingFaceModule, folder: Path, final: Path) -> None:
+def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
@@ -193,7 +178,7 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path, final: Path) -> Non
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    if module.source is not None and module.source.resolve() != final.resolve():
+    if module.source is not None and module.source.resolve() != folder.parent.resolve():
         for file in module.source.iterdir():
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)

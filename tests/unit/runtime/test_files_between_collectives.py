@@ -28,7 +28,7 @@ STORES = {("runtime.agreement", "meet")}  # ranks meet in the store
 TELL_ALL = {"refused_on_all_ranks", "_on_all_ranks"}  # blocks after which all ranks raise what one of them did
 HANDLE = {"suppress", "attempt"}  # blocks that let no error of a file through
 CAUGHT = {"OSError", "Exception", "BaseException"}
-EXCEPT = {("costs.devices", "device_cards")}  # reads the package's own file: an import could fail as well
+EXCEPT = {("costs.devices", "device_cards"), ("runtime.profiling.key", "cpu_name")}  # the package's own file, and /proc
 WHOSE_PARENT_ENDS_ALL = ("bench.", "commands.")  # ranks that a parent process has started, and ends when one fails
 
 

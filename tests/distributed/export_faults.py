@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
-import io
-import itertools
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,46 +21,26 @@ from transformers import AutoModelForCausalLM
 import terapipe_ds
 from terapipe_ds.models.hugging_face import saving
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE
-from tests.distributed.hugging_face_files import write_model
-from tests.distributed.hugging_face_jobs import weights_of_all_stages
+from tests.distributed.failing_calls import Killed, failing_at
 from tests.hugging_face_families import config_of
 
-CALLS = [(os, name) for name in ("open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")]
-CALLS += [(io, "open"), (builtins, "open")]
 USERS = "notes/a"  # a file that a user has put into the folder
 
 
-class Killed(BaseException):
-    """Like a kill: nothing that catches errors sees it."""
-
-
 @contextlib.contextmanager
-def failing_at(number: int | None, fault: str) -> Iterator[list[str]]:
-    """Let the `number`-th call fail, and after a kill all later ones; with None, none. Yield those that were tried."""
-    tried: list[str] = []
+def failing_save_at(number: int | None, fault: str) -> Iterator[list[str]]:
+    """Let the `number`-th call of a save fail, a write of weights among them: half of the file is there then."""
+    with failing_at(number, fault) as tried:
 
-    def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tried.append(name)
-            if fault == "killed" and len(tried) > number:
-                raise Killed
-            if len(tried) == number + 1:
-                raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
-            return function(*args, **kwargs)
+        def torn(tensors: Any, path: Any, **kwargs: Any) -> None:
+            save_file(tensors, path, **kwargs)
+            if len(tried) == number:
+                os.truncate(path, os.path.getsize(path) // 2)
+            with open(path, "rb"):  # which counts, and fails where it is time
+                pass
 
-        return call
-
-    def torn(tensors: Any, path: Any, **kwargs: Any) -> None:
-        save_file(tensors, path, **kwargs)
-        os.truncate(path, os.path.getsize(path) // (1 + (len(tried) == number)))
-        failing("half of a file", lambda: None)()
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in CALLS if number is not None else ():
-            stack.enter_context(mock.patch.object(owner, name, failing(name, getattr(owner, name))))
-        if number is not None:
-            stack.enter_context(mock.patch.object(saving, "save_file", torn))
-        yield tried
+        with mock.patch.object(saving, "save_file", torn if number is not None else save_file):
+            yield tried
 
 
 def found_in(folder: Path) -> int | None:
@@ -115,7 +91,7 @@ def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int
             shutil.copytree(before, path)
         distributed.barrier()
         is_reported, said = True, ""
-        with failing_at(number if rank == whose else None, fault) as tried:
+        with failing_save_at(number if rank == whose else None, fault) as tried:
             try:
                 save(2, path)
             except (saving.SavingError, Killed) as error:
@@ -126,8 +102,9 @@ def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int
             wrong += _judged(path, where, fault, is_reported, said)
             none_found += found_in(path) is None
             with contextlib.suppress(Killed), failing_at(number % 8 if fault == "killed" else None, fault):
-                saving.PUBLISHER.finish(path)  # as `from_pretrained` does, which may be killed, too
-            saving.PUBLISHER.finish(path)
+                saving.PUBLISHER.finish(path)  # as a load does, which may be killed, too
+            if fault == "killed":
+                terapipe_ds.from_pretrained(path, num_stages=1)
             wrong += [] if found_in(path) in (1, 2) else [f"{where}: {found_in(path)} after it was finished"]
         distributed.barrier()
         save(3, path)
@@ -142,41 +119,10 @@ def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int
     return number, none_found, wrong
 
 
-def killed_in_the_moves(folder: str, nth: int) -> None:
-    """Kill rank 0 (-9) at the `nth` move of its second save."""
-    write_model("llama", f"{folder}/first", num_layers=4)
-    module = terapipe_ds.from_pretrained(f"{folder}/first", num_stages=2)
-    engine: Any = SimpleNamespace(module=module)
-    terapipe_ds.save_pretrained(engine, f"{folder}/saved")
-    moves, move = itertools.count(1), os.replace
-
-    def kill_or_move(*args: Any) -> None:
-        if next(moves) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        move(*args)
-
-    with mock.patch.object(os, "replace", kill_or_move):
-        terapipe_ds.save_pretrained(engine, f"{folder}/saved")
-
-
-def after_the_kill(folder: str) -> tuple[bool, bool, list[str]]:
-    """Whether transformers finds no model, whether a load of ours does what is right then, and what is left over."""
-    path, theirs = Path(folder, "saved"), AutoModelForCausalLM.from_pretrained(f"{folder}/first").state_dict()
-    is_none = not (path / INDEX).exists()
-    distributed.barrier()
-    module = terapipe_ds.from_pretrained(path, num_stages=2)
-    read = weights_of_all_stages(module)
-    is_right = read.keys() <= theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in read.items())
-    return is_none, is_right, [each.name for each in path.iterdir() if each.name.startswith(".")]
-
-
 def _judged(path: Path, where: str, fault: str, is_reported: bool, said: str) -> Iterator[str]:
     found = found_in(path)
     if is_reported and found != 2:
         yield f"{where}: reported as good, and {found} is there"
-    if (
-        not is_reported
-        and fault != "killed"
-        and (found not in (1, 2) or os.strerror(getattr(errno, fault)) not in said)
-    ):
+    is_told = is_reported or fault == "killed" or os.strerror(getattr(errno, fault)) in said
+    if not is_told or (found not in (1, 2) and fault != "killed"):
         yield f"{where}: {found} is there after {said}"

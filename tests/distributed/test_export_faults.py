@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
-from tests.distributed.export_faults import after_the_kill, killed_in_the_moves, saves
-from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.export_faults import saves
+from tests.distributed.harness import rank_pool
 
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 
@@ -34,12 +34,3 @@ def test_a_fault_of_one_rank_loses_nothing(fault: str, whose: int, least: int, t
     given = {"folder": str(tmp_path), "fault": fault, "older": "shards", "whose": whose}
     for moments, without, wrong in rank_pool(2).run(saves, **given):
         assert wrong == [] and without == 0 and moments >= least
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("nth", [7, *range(1, 7), *range(8, 14)])  # the index is written; six files go, and six come
-def test_a_kill_between_the_moves_is_finished_by_the_next_load(nth: int, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="exit code -9"):
-        rank_pool(2).run(killed_in_the_moves, folder=str(tmp_path), nth=nth)
-    for is_none, is_right, left in rank_pool(2).run(after_the_kill, folder=str(tmp_path)):
-        assert is_right and left == [] and is_none == (nth > 2)

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import errno
-import io
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import distributed
 
 from tests.distributed.engines import batches, engine_of, gpt_layers, raised_by, section, train
+from tests.distributed.failing_calls import LOOKS, WRITES, failing_at
 from tests.distributed.harness import rank_pool
 
-ERRORS = (errno.EACCES, errno.ESTALE, errno.EIO)
-CALLS = [(os, name) for name in ("stat", "lstat", "listdir", "scandir", "open", "mkdir", "rename", "replace", "fsync")]
-CALLS += [(io, "open"), (builtins, "open")]
 STALL_TIMEOUT_S = 5.0  # a rank that waits alone is found out by this
 
 Outcome = tuple[str, int, str, tuple[str, str], float]  # what was done, which call failed, how it ended, in seconds
-
-
-@contextlib.contextmanager
-def failing_at(number: int | None, folder: str) -> Iterator[list[str]]:
-    """Let the `number`-th call for a file in `folder` fail, once. Yield those that were tried."""
-    tried: list[str] = []
-
-    def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_path = args and isinstance(args[0], str | os.PathLike)
-            if name == "fsync" or (is_path and os.fspath(args[0]).startswith(folder)):
-                tried.append(f"{name} {args[0]}")
-                if len(tried) - 1 == number:
-                    code = ERRORS[len(tried) % len(ERRORS)]
-                    raise OSError(code, os.strerror(code), str(args[0]))
-            return function(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in CALLS if number is not None else ():
-            stack.enter_context(mock.patch.object(owner, name, failing(name, getattr(owner, name))))
-        yield tried
 
 
 def save_and_load(folder: str, whose: int, step: int) -> list[Outcome]:
@@ -64,7 +33,8 @@ def save_and_load(folder: str, whose: int, step: int) -> list[Outcome]:
             number, is_over = 0, [False]
             while not is_over[0]:
                 begin_s = time.monotonic()
-                with failing_at(number if distributed.get_rank() == whose else None, folder) as tried:
+                at = number if distributed.get_rank() == whose else None
+                with failing_at(at, "EACCES", "ESTALE", "EIO", calls=[*LOOKS, *WRITES], folder=folder) as tried:
                     raised = raised_by(act)
                 failed = tried[number] if len(tried) > number else ""
                 outcomes.append((name, number, failed, raised, time.monotonic() - begin_s))

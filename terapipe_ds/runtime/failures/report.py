@@ -250,8 +250,8 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     return [one.rank for one in next(filter(None, suspects), [])]
 
 
-def progress_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
-    """Return how long ago a rank in a batch began what it does; None where the job has stalled.
+def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
+    """Return how long no rank in a batch has begun anything new; None where the job has stalled.
 
     A rank may wait for longer than `limit_s` while others work through many actions: the checks of all layers of the
     stage before it, or the slices of a long batch. None of these then takes so long, and all ranks answer.

@@ -30,16 +30,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.last_words import ACKNOWLEDGE_S, LastWords, PipelineAborted
 from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, disarm_timer
-from terapipe_ds.runtime.failures.report import (
-    CLOSED,
-    DRAWING,
-    OUTSIDE,
-    Doing,
-    RankRecord,
-    Wait,
-    progress_s,
-    stall_report,
-)
+from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, idle_s, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
@@ -309,7 +300,7 @@ class Watchdog:
         if failure is not None:  # another rank was first, and has its report
             self._end(str(failure), doing)
             return
-        latest_s = None if doing.draws or doing.is_long else progress_s(states, self._stall_timeout_s)
+        latest_s = None if doing.draws or doing.is_long else idle_s(states, self._stall_timeout_s)
         if latest_s is not None:
             self._excused_at = time.monotonic() - latest_s
         elif self._record.doing is doing:

@@ -21,7 +21,7 @@ from terapipe_ds.runtime.failures.report import (
     RankState,
     Wait,
     at_fault,
-    progress_s,
+    idle_s,
     stall_report,
 )
 
@@ -85,7 +85,7 @@ def test_who_is_at_fault(states: dict[int, RankState], ranks: list[int]) -> None
     ],
 )
 def test_a_job_goes_on_while_a_rank_begins_something(states: dict[int, RankState], since_s: float | None) -> None:
-    assert progress_s(states, 2.0) == since_s
+    assert idle_s(states, 2.0) == since_s
 
 
 class TestReport:

@@ -1,8 +1,9 @@
 """Let ranks tell one another values, results and errors: the few functions that everything uses.
 
-`gather`, `gather_results`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over `group`. None
-stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since DeepSpeed may
-not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one that has left.
+`gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
+`group`. None stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since
+DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one
+that has left.
 """
 
 from __future__ import annotations
@@ -94,6 +95,13 @@ def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | N
             told.add_note(f"on rank {rank}")
             raise told
     return [value for value, _ in everyone]
+
+
+def everywhere(act: Callable[[], T], group: Any = None) -> T:
+    """Return what `act` gives on this rank. What it raises on one rank is raised on all. A collective."""
+    kept: list[T] = []
+    gather_results(lambda: kept.append(act()), group)
+    return kept[0]
 
 
 def from_rank_0(ask: Callable[[], T], group: Any = None) -> T:

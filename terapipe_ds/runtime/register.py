@@ -11,9 +11,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as torch_dist
+
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.agreement import require_equal_configs
+from terapipe_ds.runtime.agreement import everywhere, require_equal_configs
 
 _registered = False
 _verify_only = False
@@ -22,7 +24,9 @@ _verify_only = False
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
     """Validate the section of a DeepSpeed config, after all ranks were seen to have the same one."""
     require_equal_configs(raw)
-    return TeraPipeConfig.from_deepspeed(dict(raw))
+    section, read = raw.get("terapipe"), functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))
+    is_enabled = torch_dist.is_initialized() and isinstance(section, dict) and section.get("enabled") is True
+    return everywhere(read) if is_enabled else read()  # it may read files; without it, ranks need not agree
 
 
 def _is_enabled(config_class: Any = None, **_: Any) -> bool:
@@ -169,7 +173,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     from terapipe_ds.runtime.layout.topology import refuse_other_module
     from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
-    raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config))
+    raw = everywhere(lambda: dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config)))
     config = _section(raw)
     if config.enabled:
         refuse_other_module(module, config)

@@ -102,7 +102,7 @@ STATE = "attention.carry.states:CarriedEntry"
 STATES = "attention.carry.states:CarriedStates"
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
 SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
-SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
+LEAVES = "runtime.engine.part_runner:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
 REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
@@ -429,16 +429,16 @@ def labels_one_token_early(part: Any, self: Any, start: int, stop: int) -> Any:
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-@fault("engine", EQUAL, "the first stage takes the tokens of a slice from one token too far left", SLICE_INPUTS)
-def span_off_by_one(slice_inputs: Any, self: Any, action: Any, active: Any) -> Any:
+@fault("engine", EQUAL, "the first stage takes the tokens of a slice from one token too far left", LEAVES)
+def span_off_by_one(leaves: Any, self: Any, action: Any, active: Any) -> Any:
     shift = min(active.start, 1)
-    return slice_inputs(self, action, active.replace(start=active.start - shift, stop=active.stop - shift))
+    return leaves(self, action, active.replace(start=active.start - shift, stop=active.stop - shift))
 
 
-@fault("engine", EQUAL, "the first stage takes the first slice for the last, and the other way round", SLICE_INPUTS)
-def swapped_slices(slice_inputs: Any, self: Any, action: Any, active: Any) -> Any:
+@fault("engine", EQUAL, "the first stage takes the first slice for the last, and the other way round", LEAVES)
+def swapped_slices(leaves: Any, self: Any, action: Any, active: Any) -> Any:
     length = active.sequence_length
-    return slice_inputs(self, action, active.replace(start=length - active.stop, stop=length - active.start))
+    return leaves(self, action, active.replace(start=length - active.stop, stop=length - active.start))
 
 
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
@@ -611,11 +611,16 @@ fault("schedule", EQUAL, "the last backward is missing; validate() is skipped")(
 
 
 def _lowered_without(*kinds: str) -> Callable[..., Any]:
-    return lambda lower_stage, *args: (action for action in lower_stage(*args) if action.kind.name not in kinds)
+    def lowered(lower_stage: Any, *args: Any) -> Any:
+        stage = lower_stage(*args)
+        return replace(stage, actions=tuple(action for action in stage.actions if action.kind.name not in kinds))
+
+    return lowered
 
 
-LOWER = "schedule.lower:_lower_stage"
-fault("schedule", EQUAL, "lowering forgets to send gradients", LOWER)(
+LOWER = "schedule.schedule:lower_stage"
+UNSENT: dict[str, Any] = {"section": {"stall_timeout_s": 5}, "stopped_by": "no progress for 5 s"}
+fault("schedule", EQUAL, "lowering forgets to send gradients", LOWER, **UNSENT)(
     gradients_never_sent=_lowered_without("SEND_GRAD")
 )
 fault("schedule", REPLICAS, "lowering forgets the reduction of gradients", LOWER)(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -200,31 +199,6 @@ def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, st
     with engines.logged() as lines:
         raised = engines.raised_by(lambda: terapipe_ds.from_pretrained(folder, num_stages=2))
     return lines, raised
-
-
-def interrupted_save(folder: str, at: str) -> tuple[str, str, str]:
-    """What a save raises on this rank that fails on one; and what transformers reads from the folder then."""
-    write_model("llama", f"{folder}/first", num_layers=4)
-    module = terapipe_ds.from_pretrained(f"{folder}/first", num_stages=2)
-    with engine_of(module, engines.section()) as engine:
-        terapipe_ds.save_pretrained(engine, f"{folder}/saved")
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(1)
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise OSError("no space left")
-
-        is_here = torch_dist.get_rank() == (1 if at in ("save_file", "os.replace") else 0)
-        with mock.patch(f"terapipe_ds.models.hugging_face.saving.{at}", fail) if is_here else contextlib.nullcontext():
-            kind, text = engines.raised_by(lambda: terapipe_ds.save_pretrained(engine, f"{folder}/saved"))
-        torch_dist.barrier()
-    try:
-        state = AutoModelForCausalLM.from_pretrained(f"{folder}/saved").state_dict()
-    except OSError:
-        return kind, text, "nothing"
-    theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/first").state_dict()
-    return kind, text, "old" if all(torch.equal(value, theirs[name]) for name, value in state.items()) else "mixed"
 
 
 def save_apart(folder: str) -> tuple[str, str]:

@@ -87,7 +87,8 @@ class TestLosses:
 class TestHealthyRanks:
     def test_pauses_within_the_limits_end_nothing(self) -> None:
         steps = 1000 if FULL else 12
-        assert rank_pool(2).run(train_with_pauses, steps=steps, stall_timeout_s=1.0, timeout_s=900.0) == [steps] * 2
+        found = rank_pool(2).run(train_with_pauses, steps=steps, stall_timeout_s=2.0, timeout_s=1800.0)
+        assert found == [steps] * 2  # with 0.8 s to spare, for a machine that is busy
 
     def test_strangers_on_the_ports_change_nothing(self) -> None:
         """There are no ports but torch's; neither idle connections to them nor random bytes disturb the training."""

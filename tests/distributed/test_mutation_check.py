@@ -53,6 +53,13 @@ def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "unknown no_such_fault; there are prefix_without" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_fault_replaces_is_there(name: str) -> None:
+    """A fault whose target is gone breaks nothing: the block does not begin. Nothing is trained here."""
+    with FAULTS[name].broken():
+        pass
+
+
 def test_each_part_has_faults() -> None:
     counts = Counter(fault.where for fault in FAULTS.values())
     assert counts == {"attention": 7, "store": 11, "loss": 7, "engine": 22, "schedule": 10, "runtime": 4, "layer": 14}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -21,6 +22,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
 from terapipe_ds.models.hugging_face.pieces import Blueprint
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.saving import PUBLISHER
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
 SMALL = 1024
@@ -97,6 +99,11 @@ def from_pretrained(
     options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
     if isinstance(folder, nn.Module):
         return _from_model(folder, dtype, adapter, seed, options)
+    with refused_on_all_ranks():
+        if torch_dist.get_rank() == 0:  # a save that was killed in the moment of its moves
+            for each in (folder, adapter):
+                if isinstance(each, str | os.PathLike):
+                    PUBLISHER.finish(Path(each))
     with refused_on_all_ranks():  # each may have a disk of its own
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)

@@ -7,8 +7,9 @@ import copy
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -17,15 +18,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.files.publish import Publisher
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
+_WHOLE = (INDEX, SINGLE)  # a folder with one of them has a whole model
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
 _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
+
+
+def _is_replaced(name: str, new: Collection[str]) -> bool:
+    """Return whether files of these names replace another: a whole model replaces all weights, adapters as well."""
+    is_whole = any(each in new for each in _WHOLE)
+    return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
+
+
+PUBLISHER = Publisher((*_WHOLE, ADAPTER_CONFIG), _is_replaced)
 
 
 class Engine(Protocol):
@@ -41,9 +53,10 @@ class SavingError(RuntimeError):
 def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
     """Write the model's weights, config, generation config and tokenizer into a folder. A collective over all ranks.
 
-    Each stage writes its own weights, tied ones once, under names that nobody reads. Once all are there they take the
-    places of what the folder has of another model, the index at last: a save that is interrupted leaves the old model,
-    or none. Weights have the dtype that the engine's module has.
+    Each stage writes its own weights, tied ones once, into a hidden folder. Once all are on the disk they take the
+    places of what the folder has of another model. After an error the folder has the old model or the new one, whole;
+    after a kill in the moment of the moves a load or save of this package finishes them. Weights have the dtype that
+    the engine's module has.
 
     Of a model with adapters these are written alone, as peft does; with `merge` the whole model is, with the adapters
     added to its weights.
@@ -52,21 +65,26 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
         ValueError: `merge`, and the model has no adapters.
         SavingError: on all ranks, with what each of them could not do.
     """
-    module, path = engine.module, Path(folder)
-    adapters = module.blueprint.adapters
+    module, adapters = engine.module, engine.module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
-    pieces = _pieces(module)
+    pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
+    with _on_all_ranks(saving):
+        if torch_dist.get_rank() == 0:
+            PUBLISHER.finish(saving.parent)
+            for left in saving.parent.glob(".*.saving"):
+                shutil.rmtree(left)
     if adapters is None or merge:
-        _save_model(module, pieces, path, merge)
+        _save_model(module, pieces, saving, merge)
         return
     trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
-    with _on_all_ranks():
+    with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
-            adapters.save(trained, module.source, path)
+            adapters.save(trained, module.source, saving)
+            PUBLISHER.publish(saving)
 
 
-def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: Path, merge: bool) -> None:
+def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -74,38 +92,34 @@ def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], path: P
     ranks, me = sorted(set(writers.values())), torch_dist.get_rank()
     shards = {rank: f"model-{place:05d}-of-{len(ranks):05d}.safetensors" for place, rank in enumerate(ranks, 1)}
     shards = shards if len(ranks) > 1 else {ranks[0]: SINGLE}
-    sizes, unfinished = dict[str, int](), path / f".{shards.get(me, '')}.unfinished"
-    try:
-        with _on_all_ranks():
-            path.mkdir(parents=True, exist_ok=True)
-            if me in shards:
-                own = {name: held for name, held in pieces.items() if writers[name] == me}
-                sizes = _write_shard(module.blueprint.outline.model, own, unfinished, merge)
-        sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
-        with _on_all_ranks():
-            if me == 0:
-                _remove_weights(path)
-                _write_the_rest(module, path)
-        with _on_all_ranks():
-            if me in shards:
-                os.replace(unfinished, path / shards[me])
-    finally:
+    sizes, absent = dict[str, int](), list[str]()
+    with _on_all_ranks(saving):
         if me in shards:
-            unfinished.unlink(missing_ok=True)
-    with _on_all_ranks():
-        if me == 0 and len(shards) > 1:
-            _write_index(path, sizes_of)
-            absent = [name for name in shards.values() if not (path / name).is_file()]
-            if absent:
-                raise FileNotFoundError(
-                    f"{path} has no {named(absent)}, for other ranks have a folder of that name of their own: copy "
-                    "their shards into it, or save into one that all machines share"
-                )
+            saving.mkdir(parents=True, exist_ok=True)
+            own = {name: held for name, held in pieces.items() if writers[name] == me}
+            sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
+            sync(saving / shards[me])
+    sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
+    with _on_all_ranks(saving):
+        if me == 0:
+            _write_the_rest(module, saving)
+            if len(shards) > 1:
+                _write_index(saving, sizes_of)
+            absent = [name for name in shards.values() if not (saving / name).is_file()]
+    if absent := gathered(absent)[0]:  # what there is stays, for there may be no other
+        raise SavingError(
+            f"the model was not saved: {saving} has no {named(absent)}, for other ranks have a folder of that name of "
+            f"their own: copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
+            "that all machines share"
+        )
+    with _on_all_ranks(saving):
+        if me == 0:
+            PUBLISHER.publish(saving)
 
 
 @contextlib.contextmanager
-def _on_all_ranks() -> Iterator[None]:
-    """Raise on all ranks what some of them could not do. A collective at its end."""
+def _on_all_ranks(saving: Path) -> Iterator[None]:
+    """Raise on all ranks what some of them could not do; nothing is left half done then. A collective at its end."""
     problem = ""
     try:
         yield
@@ -113,6 +127,10 @@ def _on_all_ranks() -> Iterator[None]:
         problem = f"{type(error).__name__}: {error}"
     lines = [f"rank {rank}: {each}" for rank, each in enumerate(gathered(problem)) if each]
     if lines:
+        shutil.rmtree(saving, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the first error is told
+            if torch_dist.get_rank() == 0:
+                PUBLISHER.finish(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 
@@ -152,14 +170,6 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
     return {key: value.detach().cpu().contiguous().clone() for key, value in stored.items()}
 
 
-def _remove_weights(folder: Path) -> None:
-    """Remove what the folder has of another model, the index first: what is left is seen to be no model."""
-    (folder / INDEX).unlink(missing_ok=True)
-    for file in folder.iterdir():
-        if file.name in (SINGLE, *_ADAPTERS) or _SHARD.fullmatch(file.name):
-            file.unlink()
-
-
 def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -168,7 +178,7 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    if module.source is not None and module.source.resolve() != folder.resolve():
+    if module.source is not None and module.source.resolve() != folder.parent.resolve():
         for file in module.source.iterdir():
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)

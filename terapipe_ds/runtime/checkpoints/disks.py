@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.runtime.agreement import by_text, gather
+from terapipe_ds.runtime.agreement import by_text, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 
+T = TypeVar("T")
 PATIENCE_S = 5.0  # until a network file system shows on one machine what another has made
 _LOOK_S = 0.1
 _SHARE = (
@@ -27,18 +30,36 @@ _SHARE = (
 def require_shared(folder: Path, world: Any) -> None:
     """Raise CheckpointError on every rank where some do not see a folder that rank 0 sees. A collective over all ranks.
 
-    Those that see none look again for a while.
+    Those that see none look again for a while. A rank that cannot look (no permission, a stale handle) is an error too.
     """
-    sees = gather(folder.is_dir(), world)
+    sees = on_each_rank(world, f"look at {folder}", folder.is_dir)
     if all(sees) or not sees[0]:
         return
-    looked = gather((_appears(folder), str(folder.absolute())), world)
-    blind = {rank: path for rank, (appears, path) in enumerate(looked) if not appears}
+    looked = on_each_rank(world, f"look at {folder}", lambda: (str(folder.absolute()), _appears(folder)))
+    paths, appears = zip(*filter(None, looked), strict=True)
+    blind = {rank: path for rank, path in enumerate(paths) if not appears[rank]}
     if blind:
         raise CheckpointError(
-            f"rank 0 sees {looked[0][1]}, and these ranks do not ({by_text(blind, 'ranks')}): they have another disk "
+            f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind, 'ranks')}): they have another disk "
             f"or another working folder, where each machine would have a piece of the checkpoint only. {_SHARE}"
         )
+
+
+def on_each_rank(world: Any, what: str, act: Callable[[], T] | None) -> list[T | None]:
+    """Return what `act` gives on each rank; an error of one rank is a CheckpointError on all of them.
+
+    Every look at a file between two collectives goes through here or `gather_results`: a rank that raises alone leaves
+    the others waiting.
+    """
+
+    def attempt() -> T | None:
+        try:
+            return None if act is None else act()
+        except Exception as error:
+            rank, kind = torch_dist.get_rank(), type(error).__name__
+            raise CheckpointError(f"rank {rank} cannot {what}: {kind}: {error}") from error
+
+    return gather_results(attempt, world)
 
 
 def _appears(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
@@ -84,8 +84,7 @@ class SafeCheckpoints:
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
         training = {**self._plans.described(), "layout": layout}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
-            state: dict[str, Any] = {}
-            gather_results(lambda: state.update(with_description(engine, client_state)), self._world)
+            state = everywhere(lambda: with_description(engine, client_state), self._world)
             states = optimizer_states(engine, self._layout, self._world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())

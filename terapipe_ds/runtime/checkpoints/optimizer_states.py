@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import gather, gather_results, refuse_everywhere
+from terapipe_ds.runtime.agreement import everywhere, gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Content,
     Contents,
@@ -75,9 +75,7 @@ class OptimizerStates:
         if self.stock == self.orders:
             yield {LISTED: self.orders[stage_id]}
             return
-        taken: list[Any] = []
-        gather_results(lambda: taken.append(optimizer.state_dict()), self.world)
-        state, problem = taken[0], self.stuck or self.stock_unknown
+        state, problem = everywhere(optimizer.state_dict, self.world), self.stuck or self.stock_unknown
         if problem is None and self.stock is not None:
             try:
                 state = self._reordered(state, self.orders, self.stock, self.owners)

@@ -25,8 +25,8 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.atomic import sync, write_text
-from terapipe_ds.runtime.agreement import gather, gather_results
-from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage, require_shared
+from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
 
@@ -200,8 +200,8 @@ def save_checkpoint(
     try:
         require_shared(paths.saving, world)
     except CheckpointError:
-        if leads:
-            _remove(paths.saving)
+        if leads:  # the others leave, too: an error here would hide theirs
+            shutil.rmtree(paths.saving, ignore_errors=True)
         raise
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
     alone = [(engine, name) for name in _ALONE] + [(engine.checkpoint_engine, name) for name in _ALONE_IN_WRITER]
@@ -213,7 +213,8 @@ def save_checkpoint(
     try:
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
         if engine.use_node_local_storage():
-            files = {name: file for name, file in files.items() if (paths.saving / name).is_file()}
+            own = _on_each_rank(world, lambda: {name for name in files if (paths.saving / name).is_file()})
+            files = {name: file for name, file in files.items() if name in (own[torch_dist.get_rank(world)] or ())}
         manifest = Manifest(
             tag=tag,
             global_steps=int(engine.global_steps),
@@ -255,16 +256,7 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
-    """Return what `act` gives on each rank; an error of one rank is a CheckpointError on all of them."""
-
-    def attempt() -> T | None:
-        try:
-            return None if act is None else act()
-        except Exception as error:
-            rank, kind = torch_dist.get_rank(), type(error).__name__
-            raise CheckpointError(f"rank {rank} cannot save the checkpoint: {kind}: {error}") from error
-
-    return gather_results(attempt, world)
+    return on_each_rank(world, "save the checkpoint", act)
 
 
 class Written(NamedTuple):

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.agreement import gather_results, refuse_everywhere
+from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
@@ -75,7 +75,7 @@ class EngineSetup:
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
         """Read what `deepspeed.initialize` gives to its engine, and lay the module out. A collective over all ranks."""
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
-        config = TeraPipeConfig.from_deepspeed(dict(raw))
+        config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
         gather_results(lambda: refuse_other_module(module, config))
         refuse_everywhere(problem_of_sequence_axis(module, config, raw))

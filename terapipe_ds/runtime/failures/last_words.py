@@ -46,14 +46,21 @@ class LastWords:
         self._said.wait(LEAVE_S / 2)
         return False
 
-    def tell(self, others: WatchStore, text: str, failure: Failure | None = None) -> None:
-        """Publish why this rank ends, then print it, and wait until the others have read it."""
+    def tell(self, others: WatchStore, text: str, failure: Failure | None = None, more: str = "") -> None:
+        """Publish why this rank ends, then print it with `more`, and wait until the others have read it.
+
+        Of two ranks that see one stall at the same time, the second prints the report of the first: each has asked all
+        ranks at a moment of its own, so that their reports may differ.
+        """
         if failure is not None:
             others.publish_failure(failure)
-        self.remark(f"ends: {text}\n{_WHAT_NOW}")
+            first = others.failure
+            if failure.stalled and first is not None and first.rank != failure.rank:
+                text = str(first)
+        self.remark(f"ends: {text}{more}\n{_WHAT_NOW}")
         self._said.set()
         with suppress(Exception):  # the end matters more
-            get_error_handler().record_exception(PipelineAborted(text))  # where `torchrun` looks for it
+            get_error_handler().record_exception(PipelineAborted(text + more))  # where `torchrun` looks for it
         if self._trace_dir is not None:
             with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))

@@ -250,6 +250,20 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     return [one.rank for one in next(filter(None, suspects), [])]
 
 
+def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
+    """Return how long no rank in a batch has begun anything new; None where the job has stalled.
+
+    A rank may wait for longer than `limit_s` while others work through many actions: the checks of all layers of the
+    stage before it, or the slices of a long batch. None of these then takes so long, and all ranks answer.
+    """
+    running = [one for one in states.values() if one.doing and not one.ended]
+    batches = max((one.batch for one in states.values()), default=0)
+    is_left = any(one.silent or (one.ended and one.batch < batches) for one in states.values())
+    is_stuck = any(one.is_busy and one.for_s >= limit_s for one in running)
+    latest_s = min((one.for_s for one in running), default=limit_s)
+    return None if is_left or is_stuck or latest_s >= limit_s else latest_s
+
+
 def stall_report(
     states: Mapping[int, RankState], limit_s: float, asynchronous: bool, key: str = "stall_timeout_s"
 ) -> str:

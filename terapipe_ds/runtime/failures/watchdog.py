@@ -30,7 +30,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.last_words import ACKNOWLEDGE_S, LastWords, PipelineAborted
 from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, disarm_timer
-from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, stall_report
+from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, idle_s, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
@@ -294,11 +294,15 @@ class Watchdog:
         return time.monotonic() - max(doing.since_s, self._others.lost_at) > LOST_STORE_S
 
     def _end_stalled(self, doing: Doing) -> None:
-        """Report what all ranks do, and end; unless this rank has gone on meanwhile."""
+        """Report what all ranks do, and end; unless this rank has gone on meanwhile, or waits for ranks that go on."""
         states = self._others.live_states(ANSWER_S)
         failure = self._others.failure
         if failure is not None:  # another rank was first, and has its report
             self._end(str(failure), doing)
+            return
+        latest_s = None if doing.draws or doing.is_long else idle_s(states, self._stall_timeout_s)
+        if latest_s is not None:
+            self._excused_at = time.monotonic() - latest_s
         elif self._record.doing is doing:
             key, limit_s = "stall_timeout_s", self._stall_timeout_s
             if doing.draws and time.monotonic() - doing.since_s > self._data_timeout_s:
@@ -312,7 +316,7 @@ class Watchdog:
         if not self._words.are_mine():
             return  # the main thread raises by itself
         with self._words.leaving(1):
-            self._words.tell(self._others, f"{text}\nThis rank was {doing}.{where}", failure)
+            self._words.tell(self._others, text, failure, f"\nThis rank was {doing}.{where}")
             deadline = time.monotonic() + (LINGER_S if self._failure_of_others() is not None else 0.0)
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass

@@ -38,7 +38,7 @@ def train_with_pauses(steps: int, stall_timeout_s: float) -> int:
         with mock.patch.object(time, "time", lambda: wall_clock() + shift_s):
             for step in range(1, steps + 1):
                 place = choose.choice([*PLACES, *[""] * len(PLACES)])
-                whose, seconds = choose.randrange(2), choose.uniform(0.0, 0.9 * stall_timeout_s)
+                whose, seconds = choose.randrange(2), choose.uniform(0.0, 0.6 * stall_timeout_s)
                 pauses_s = dict.fromkeys(PLACES, 0.0) | ({place: seconds} if whose == rank else {})
                 shift_s += choose.choice([-CLOCK_STEP_S, 0.0, 0.0, CLOCK_STEP_S])
                 engine.module.before_reduce = lambda _, pause_s=pauses_s["reduce"]: time.sleep(pause_s)

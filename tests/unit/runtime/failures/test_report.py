@@ -21,6 +21,7 @@ from terapipe_ds.runtime.failures.report import (
     RankState,
     Wait,
     at_fault,
+    idle_s,
     stall_report,
 )
 
@@ -67,6 +68,24 @@ def job(*states: RankState) -> dict[int, RankState]:
 )
 def test_who_is_at_fault(states: dict[int, RankState], ranks: list[int]) -> None:
     assert at_fault(states) == ranks
+
+
+@pytest.mark.parametrize(
+    ("states", "since_s"),
+    [
+        # one waits for long, another works through short actions, in a collective or not
+        (job(waiting(0, 1), busy(1, for_s=0.1)), 0.1),
+        (job(waiting(0, 1), busy(1, for_s=0.1, is_busy=False), busy(2, for_s=0.5)), 0.1),
+        (job(waiting(0), busy(1, "", for_s=0.0)), None),  # outside a batch: nothing comes of that
+        (job(waiting(0), busy(1, for_s=2.0), busy(2, for_s=0.1)), None),  # one hangs, another has just begun
+        (job(waiting(0), busy(1, for_s=0.1, silent=True)), None),
+        (job(waiting(0), busy(1, "", ended=CLOSED, batch=3), busy(2, for_s=0.1)), None),
+        (job(waiting(0, 1), waiting(1, 0)), None),
+        (job(), None),  # the store is gone
+    ],
+)
+def test_a_job_goes_on_while_a_rank_begins_something(states: dict[int, RankState], since_s: float | None) -> None:
+    assert idle_s(states, 2.0) == since_s
 
 
 class TestReport:

@@ -27,6 +27,7 @@ from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.last_words import PipelineAborted
 from terapipe_ds.runtime.failures.process_end import disarm_timer
 from terapipe_ds.runtime.failures.report import AS_JSON, DRAWING
+from terapipe_ds.runtime.failures.store import Failure
 from terapipe_ds.runtime.failures.watchdog import Watchdog, is_lost_connection
 
 DEADLINE_S = 20.0
@@ -245,6 +246,37 @@ class TestStalls:
             slow.note("F0.1")
         slow.close()
         assert job.exits == []
+
+    def test_a_rank_may_wait_while_another_goes_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        """As while the stage before it checks layer after layer. Then that one hangs, and it alone is named."""
+        limit_s = 2.0
+        waiting, working = job.rank(0, limit_s), job.rank(1, LONG_S)
+        with waiting.batch(), waiting.waiting("the check of part 0"), working.batch():
+            for layer in range(9):
+                working.note(f"verifying layer {layer}")
+                time.sleep(0.3)
+            assert job.exits == []
+            job.wait_for_end()
+        assert "no progress for 2 s" in (text := capfd.readouterr().err)
+        assert "Stage 1 (rank 1) holds up the job: running verifying layer 8" in text
+
+    def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        """Each has asked all ranks at a moment of its own; what the first found is the cause for both."""
+        second, first = job.rank(0, stall_timeout_s=0.3), job.rank(1)
+        ask = second._others.live_states
+
+        def asked(wait_s: float) -> Any:
+            states = ask(wait_s)
+            first._others.publish_failure(Failure(1, 1, "F0.1", "no progress: the first report", stalled=True))
+            return states
+
+        second._others.live_states = asked  # type: ignore[method-assign]
+        with second.batch(), first.batch():
+            second.note("F0.0")
+            job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "rank 0 (stage 0) ends: rank 1 (stage 1) reports no progress: the first report\n" in text
+        assert "This rank was running F0.0." in text and "holds up the job" not in text
 
     @pytest.mark.parametrize("outside", [True, False])
     def test_a_rank_that_is_lost_while_a_batch_begins_is_not_waited_for(

@@ -223,7 +223,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add = add
-        return F.linear(inputs, weight, bias)
+        return F.linear(
+            inputs, weight, bias
+        ).detach()  # no view, as one with a bias is: callers may work on it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

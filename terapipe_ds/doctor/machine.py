@@ -145,9 +145,18 @@ def launchers() -> Iterator[Line]:
 
 
 def ops() -> Iterator[Line]:
-    """Say which operators DeepSpeed has built, and whether it could build others."""
+    """Say which operators DeepSpeed has built, whether it could build others, and which builds were killed."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
+
+    from terapipe_ds.compat.builds import build_locks, holder, problem_of
+
+    for lock in build_locks():
+        if (pid := holder(lock)) is None:
+            text, _, fix = problem_of(lock).partition(". ")
+            yield Line("warning", "build lock", text, fix)
+        else:
+            yield Line("note", "build lock", f"process {pid} builds {lock.parent.name} now ({lock})")
 
     built = sorted(name for name, is_built in installed_ops.items() if is_built)
     missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]

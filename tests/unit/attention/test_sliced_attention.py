@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], message: st
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_what_it_gives_must_not_change_in_place_as_with_torch_s_kernel(backend: str | None) -> None:
-    """In evaluation it may; in training torch's fused kernels save what they give, too, and the error names the layer."""
+    """Torch's fused kernels save what they give, too; here the error names the layer."""
     q, k, v = (x.requires_grad_() for x in random_inputs((1, 2, 2, 10, 8))[:3])
     with forced(backend), push_slice(ActiveSlice(0, 5, 10, store=SliceStore())):
         given = sliced_attention(*(x[:, :, :5] for x in (q, k, v)), "layer 3")

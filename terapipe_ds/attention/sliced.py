@@ -314,10 +314,8 @@ class _SlicedAttention(torch.autograd.Function):
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise SliceStoreError(
-                f"layer {ctx.call.layer!r}: what sliced_attention() took or gave was changed in place before its "
-                "backward, which needs it as that of torch's fused kernels does: work on a copy (out = out * gate)"
-            ) from error
+            what = f"layer {ctx.call.layer!r}: what sliced_attention() took or gave was changed in place before its"
+            raise SliceStoreError(f"{what} backward, which needs it: work on a copy (out = out * gate)") from error
         if keys_values:
             ctx.call.entry.keys_values_of_slice = tuple(keys_values)
         with torch.autocast(grad.device.type, enabled=False):

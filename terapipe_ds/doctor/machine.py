@@ -149,14 +149,12 @@ def ops() -> Iterator[Line]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
 
-    from terapipe_ds.compat.builds import build_locks, holder, problem_of
+    from terapipe_ds.compat.builds import build_locks, state_of
 
     for lock in build_locks():
-        if (pid := holder(lock)) is None:
-            text, _, fix = problem_of(lock).partition(". ")
-            yield Line("warning", "build lock", text, fix)
-        else:
-            yield Line("note", "build lock", f"process {pid} builds {lock.parent.name} now ({lock})")
+        pid, text = state_of(lock)
+        text, _, fix = text.partition(". ")
+        yield Line("warning" if pid is None else "note", "build lock", text, fix)
 
     built = sorted(name for name, is_built in installed_ops.items() if is_built)
     missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]

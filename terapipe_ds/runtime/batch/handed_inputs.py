@@ -8,6 +8,7 @@ from the second slice on, where there is a state to add.
 
 from __future__ import annotations
 
+from terapipe_ds.messages import text_of
 from terapipe_ds.runtime.batch.sliceable import Tensors
 
 
@@ -54,7 +55,7 @@ class HandedInputs:
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WrittenInputError where layers have failed with `error` because they have no copy."""
-        if self._handed and "leaf Variable that requires grad" in str(error):
+        if self._handed and "leaf Variable that requires grad" in text_of(error):
             raise WrittenInputError(
                 "a layer works in place on its input, and did not in the first training forwards, so that it has no "
                 "copy: let it work on one (inputs = inputs.clone())"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import logging
 import math
+import os
 import secrets
 import shutil
 import time
@@ -25,6 +26,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import gather, gather_results
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
@@ -99,8 +101,13 @@ class CheckpointPaths:
         """Make the folder to save in: here, where all ranks learn of an error.
 
         Raises:
-            CheckpointError: another job saves this tag, or has just done so.
+            CheckpointError: another job saves this tag, or has just done so; or the tag is a symbolic link.
         """
+        if self.final.is_symlink():  # a move would take the link, and leave the checkpoint behind it without a name
+            raise CheckpointError(
+                f"{self.final} is a symbolic link to {os.readlink(self.final)}, where a checkpoint would be replaced: "
+                "save with another tag, or remove the link"
+            )
         self.saving.mkdir(parents=True, exist_ok=True)
         self.saving.touch()
         self._refuse_other_jobs(self.saving.stat().st_mtime)  # by the clock of the disk
@@ -114,7 +121,8 @@ class CheckpointPaths:
         if saved is not None and saved.job not in ("", self.job):
             written_at_s[self.final] = (self.final / MANIFEST).stat().st_mtime
         for path, at_s in written_at_s.items():
-            if path != self.saving and now_s - at_s < limit_s:
+            # by the disk's own clock nothing is written in the future: what says so is older, and its clock was wrong
+            if path != self.saving and -_CLOCK_STEP_S <= now_s - at_s < limit_s:
                 with suppress(OSError):  # not empty: of this job, whole or not
                     self.saving.rmdir()
                 raise CheckpointError(
@@ -261,8 +269,8 @@ def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
         try:
             return None if act is None else act()
         except Exception as error:
-            rank, kind = torch_dist.get_rank(), type(error).__name__
-            raise CheckpointError(f"rank {rank} cannot save the checkpoint: {kind}: {error}") from error
+            text = f"rank {torch_dist.get_rank()} cannot save the checkpoint: {describe(error)}"
+            raise CheckpointError(text) from error
 
     return gather_results(attempt, world)
 

@@ -20,6 +20,19 @@ def show_value(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def text_of(error: BaseException) -> str:
+    """Return `str` of an error, or that it raises, so that the error itself is still reported."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"(its str() raises {type(raised).__name__})"
+
+
+def describe(error: BaseException) -> str:
+    """Return the class and the text of an error."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def show_key(key: Any, limit: int = 80) -> str:
     """Return a key for messages: bare where it is an ordinary word."""
     return key if isinstance(key, str) and key.isprintable() and len(key) <= limit else show_value(key, limit)

@@ -54,7 +54,8 @@ def sliced_attention(
 
     `window`: a token sees itself and the `window - 1` tokens before it, None all of them. `softcap`: a scaled score s
     becomes softcap * tanh(s / softcap). `sinks` [H]: a learned logit per query head that joins the denominator of the
-    softmax. Where the active slice has documents, a token sees those of its own document only.
+    softmax. Where the active slice has documents, a token sees those of its own document only. In training, let nothing
+    change q or the result in place: the backward needs both, as that of torch's fused kernels does.
 
     Without an active slice, and where the slice is the whole sequence, it attends to those tokens and keeps nothing.
     Where sequence ranks divide the slice, T are the tokens of this rank, and heads are exchanged for tokens meanwhile.
@@ -301,13 +302,20 @@ class _SlicedAttention(torch.autograd.Function):
         assert call.entry is not None
         call.entry.record(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         ctx.call, is_whole = call, isinstance(call.entry, _Whole)
+        out = out.detach()  # no view, so that what changes it in place is met in the backward, with the layer's name
         ctx.save_for_backward(q, out, lse, sinks, *((k, v) if is_whole else ()))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse, sinks, *keys_values = ctx.saved_tensors
+        try:
+            q, out, lse, sinks, *keys_values = ctx.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            what = f"layer {ctx.call.layer!r}: what sliced_attention() took or gave was changed in place before its"
+            raise SliceStoreError(f"{what} backward, which needs it: work on a copy (out = out * gate)") from error
         if keys_values:
             ctx.call.entry.keys_values_of_slice = tuple(keys_values)
         with torch.autocast(grad.device.type, enabled=False):

@@ -30,6 +30,7 @@ DEEPSPEED_HOOKS = {
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
     "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size",
     "deepspeed.runtime.pipe.p2p": "send recv",
+    "deepspeed.comm.torch": "build_shm_op",
     "deepspeed": "DualPipeVEngine PipelineEngine initialize",
 }
 MEGATRON_HOOKS = {

@@ -145,9 +145,16 @@ def launchers() -> Iterator[Line]:
 
 
 def ops() -> Iterator[Line]:
-    """Say which operators DeepSpeed has built, and whether it could build others."""
+    """Say which operators DeepSpeed has built, whether it could build others, and which builds were killed."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
+
+    from terapipe_ds.compat.builds import build_locks, state_of
+
+    for lock in build_locks():
+        pid, text = state_of(lock)
+        text, _, fix = text.partition(". ")
+        yield Line("warning" if pid is None else "note", "build lock", text, fix)
 
     built = sorted(name for name, is_built in installed_ops.items() if is_built)
     missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]

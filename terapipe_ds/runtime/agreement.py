@@ -26,6 +26,7 @@ from terapipe_ds import __version__
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.messages import describe
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -52,7 +53,7 @@ class RaisedEverywhere(Exception):
     """
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
+        super().__init__(describe(error))
         self.error = error
 
 
@@ -85,7 +86,7 @@ def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | N
     try:
         value = None if act is None else act()
     except Exception as error:
-        own, problem = error, (_readable(error), f"{type(error).__name__}: {error}")
+        own, problem = error, (_readable(error), describe(error))
     everyone = gather((value, problem), group)
     for rank, (_, problem) in enumerate(everyone):
         if problem is not None:

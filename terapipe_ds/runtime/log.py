@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from terapipe_ds.messages import show_key
+from terapipe_ds.messages import show_key, text_of
 
 logger = logging.getLogger("terapipe_ds")
 
 
 def first_line(error: BaseException) -> str:
     """Return the class of the error and the first line of its text, as a terminal may show it."""
-    line = "".join(str(error).strip().splitlines()[:1])[:300]
+    line = "".join(text_of(error).strip().splitlines()[:1])[:300]
     return f"{type(error).__name__}: {show_key(line, 300)}"
 
 

@@ -8,12 +8,14 @@ registered, these names are bound to stand-ins. Their metaclass sends the *call*
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as torch_dist
 
 from terapipe_ds import compat
+from terapipe_ds.compat import builds
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, require_equal_configs
 
@@ -83,19 +85,27 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
     hold several parts; it also refuses what the rest of that constructor would wait for without end. Our
     `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before DeepSpeed computes what
-    the config leaves open. Call `compat.require_hooks` first.
+    the config leaves open. Our `build_shm_op` compiles nothing when a script on a CPU starts, and our `FileBaton.wait`
+    names the lock of a build that was killed. Call `compat.require_hooks` first.
     """
     import deepspeed  # not at the top: compat says what is wrong with it
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
+    from torch.utils.file_baton import FileBaton
 
     from terapipe_ds.runtime.layout.sequence_axis import problem_of_tied_layers
     from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
+    comm = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm has torch itself by this name
+    stock_shm = comm.build_shm_op
+
+    @functools.wraps(stock_shm)
+    def build_shm_op() -> Any:
+        return stock_shm() if builds.builds_shm_comm() else None
 
     @functools.wraps(stock_partition)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
@@ -116,6 +126,8 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
         (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
         (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
         (DeepSpeedConfig, "_configure_train_batch_size", (stock_sizes, configure_train_batch_size)),
+        (comm, "build_shm_op", (stock_shm, build_shm_op)),
+        (FileBaton, "wait", (FileBaton.wait, builds.wait_for_build)),
     )
 
 

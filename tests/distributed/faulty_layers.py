@@ -14,10 +14,11 @@ WIDTH, HEADS = 16, 2
 
 
 def linear(width_in: int, width_out: int, seed: int) -> nn.Linear:
-    layer = nn.Linear(width_in, width_out, bias=False)
+    layer = nn.Linear(width_in, width_out)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(width_out, width_in, generator=generator) * 0.3)
+        layer.bias.copy_(torch.randn(width_out, generator=generator) * 0.1)
     return layer
 
 
@@ -36,7 +37,9 @@ class Base(nn.Module):
         self.out = linear(WIDTH, WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.update(x))
+        y = self.out(self.update(x))
+        y += x
+        return y
 
     def heads(self, x: Tensor) -> list[Tensor]:
         return [heads(part) for part in self.qkv(x).chunk(3, -1)]

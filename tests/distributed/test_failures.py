@@ -194,13 +194,12 @@ class TestJobsEnd:
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(2, Job(fault=Fault(LEAVES, "between", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
-            "no progress for 1 s",
-            r"rank 0 \(stage 0\): running the start of a batch",
-            r"Stage 1 \(rank 1\) holds up the job: done with its engine",
+            r"lost the connection to another rank at the start of a batch.*or destroyed its engine\. "
+            r"Rank 1 \(stage 1\): done with its engine.*makes fewer steps than this rank",
             survivors=[0],
         )
         assert ended.exit_codes == [1, None]
-        ended.assert_soon(STALL_TIMEOUT_S)
+        ended.assert_soon()
 
     def test_a_rank_that_is_told_to_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As by a launcher, while its main thread waits in a call that no handler can interrupt."""

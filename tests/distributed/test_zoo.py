@@ -105,6 +105,7 @@ SAMPLE = (
     "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
+    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

@@ -55,11 +55,13 @@ class Block(nn.Module):
     def __init__(self, num_calls: int = 1) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), CausalSelfAttention(num_calls)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.SiLU(inplace=True), nn.Linear(32, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.mlp(x)
+        y = self.mlp(x)
+        y += x
+        return y
 
 
 class MultiheadBlock(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import allow_attention_within_slice
+from terapipe_ds.attention import allow_attention_within_slice, carry
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
 from tests.distributed.faulty_layers import AddAuxiliary
 from tests.zoo.attentions import SLICED, Sliced
@@ -144,6 +144,47 @@ class InPlace(Mlp):
         y += 0.5
         y[:, -1:] *= 1.0
         return y.tanh_() @ self.down
+
+
+class BiasesInPlace(Weighted, up=lambda: nn.Linear(WIDTH, 20), down=lambda: nn.Linear(20, WIDTH)):
+    """Biased linear layers, and in-place operations on what each gives and on the input of the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.relu_(self.up(x.mul_(1.25))))
+        y += x
+        return F.dropout(y, 0.0, self.training, inplace=True)
+
+
+class RowsInPlace(BiasesInPlace):
+    """The same on [tokens, features], by functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.flatten(0, 1), self.up.weight, self.up.bias).clamp_(min=0.0)
+        y = torch.addmm(self.down.bias, y, self.down.weight.T)
+        y += self.down(F.silu(self.up(x.flatten(0, 1)), inplace=True))
+        return y.unflatten(0, x.shape[:2]).add_(x)
+
+
+class StateInPlace(Weighted, inner=lambda: nn.Linear(WIDTH, WIDTH)):
+    """Each slice but the first adds to its input in place, and all to what `carry.write` gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, before = carry.read("in place", "sum"), x.clone()
+        if state is not None:
+            x[:, 0] += state
+        y = x.cumsum(1)
+        y = carry.write("in place", "sum", y[:, -1], self.inner(y))
+        y += before
+        return y
+
+
+beside()(BiasesInPlace=BiasesInPlace, RowsInPlace=RowsInPlace)
+add("BiasesInPlaceRecomputed", stack(BiasesInPlace, RowsInPlace), engine=checkpointed(RowsInPlace))
+for schedule in ("seq1f1b-zb", "zbv", "chimera-seq"):
+    kinds = BiasesInPlace, RowsInPlace, BiasesInPlace
+    add(f"BiasesInPlace {schedule}", stack(*kinds), terapipe={"schedule": schedule})
+add("BiasesInPlaceOffloaded", stack(BiasesInPlace, RowsInPlace), terapipe={"offload_activations": True})
+add("StateInPlace", [Embedding, Mlp, StateInPlace, Head])
 
 
 @beside()

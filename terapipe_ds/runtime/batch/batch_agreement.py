@@ -18,6 +18,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
 from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
@@ -227,7 +228,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     error, own = report.error, _Message(replace(report, error=None), replace(place, control=None, world=None))
     if error is not None:
         what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
-        problem = f"stage {place.stage_id} {what}: {type(error).__name__}: {error}"
+        problem = f"stage {place.stage_id} {what}: {describe(error)}"
         own = own._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
     messages = [own] if place.world is None else gather(own, place.world)
     if error is not None and not own.is_at_end:

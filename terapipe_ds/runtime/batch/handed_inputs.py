@@ -2,16 +2,18 @@
 
 A received tensor that needs a gradient is a leaf of its slice's graph, and torch lets no layer write to a leaf. Layers
 that do get copies: a hidden state more of memory for each live slice, and the time of the copy and its backward. The
-first forward of training runs on copies, whose versions tell whether layers write to them.
+forwards of the first micro-batch in training run on copies, whose versions tell whether layers write to them; some do
+from the second slice on, where there is a state to add.
 """
 
 from __future__ import annotations
 
+from terapipe_ds.messages import text_of
 from terapipe_ds.runtime.batch.sliceable import Tensors
 
 
 class WrittenInputError(RuntimeError):
-    """A layer works in place on its input, and did not in the first forward."""
+    """A layer works in place on its input, and did not in the first micro-batch."""
 
 
 class HandedInputs:
@@ -27,6 +29,7 @@ class HandedInputs:
     def __init__(self, may_hand: bool) -> None:
         self._handed: frozenset[int] = frozenset()
         self._is_known = not may_hand
+        self._written: set[int] = set()
 
     def inputs(self, leaves: Tensors) -> Tensors:
         """Return what the layers get for the leaves of a slice."""
@@ -36,24 +39,24 @@ class HandedInputs:
             [leaf if i in self._handed and leaf.requires_grad else leaf.clone() for i, leaf in enumerate(leaves)]
         )
 
-    def look(self, leaves: Tensors, inputs: Tensors) -> None:
-        """See, after a forward with a graph, which `inputs` the layers have written to; only the first call looks.
+    def look(self, leaves: Tensors, inputs: Tensors, is_last: bool = True) -> None:
+        """See, after a forward with a graph, which `inputs` the layers have written to, up to the call that `is_last`.
 
         A tensor whose memory was exchanged (`.data`, as DeepSpeed's checkpointing does to divide or to offload inputs)
         counts as written.
         """
         if self._is_known:
             return
-        self._is_known = True
-        both = enumerate(zip(leaves, inputs, strict=True))
-        self._handed = frozenset(
-            i for i, (leaf, copy) in both if copy._version == 0 and copy.nbytes == leaf.nbytes and leaf.requires_grad
-        )
+        both = [*enumerate(zip(leaves, inputs, strict=True))]
+        self._written |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
+        if is_last:
+            self._is_known = True
+            self._handed = frozenset(i for i, (leaf, _) in both if i not in self._written and leaf.requires_grad)
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WrittenInputError where layers have failed with `error` because they have no copy."""
-        if self._handed and "leaf Variable that requires grad" in str(error):
+        if self._handed and "leaf Variable that requires grad" in text_of(error):
             raise WrittenInputError(
-                "a layer works in place on its input, and did not in the first training forward, so that it has no "
+                "a layer works in place on its input, and did not in the first training forwards, so that it has no "
                 "copy: let it work on one (inputs = inputs.clone())"
             ) from error

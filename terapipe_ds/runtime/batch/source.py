@@ -104,7 +104,7 @@ class BatchSource:
         sums = DataSums()
         try:
             self._check()
-            drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
+            drawn = [self._draw_one(index, needs_labels) for index in range(num_micro_batches)]
             labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
                 shapes = tuple(map(self._shape, labels))
@@ -138,7 +138,7 @@ class BatchSource:
             if self._is_first and each.seen is None:
                 self._sliceable(each.inputs, shape, self._is_cut(shape.length))
 
-    def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
+    def _draw_one(self, micro_batch_id: int, needs_labels: bool) -> DrawnMicroBatch:
         drawn = DrawnMicroBatch()
         if not (self._is_first or self._is_last):
             return drawn
@@ -147,6 +147,7 @@ class BatchSource:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
+        _require_rows(batch, micro_batch_id, row_dim=1 if self._config.sequence_dim == 0 else 0)
         inputs, labels, starts = self._read(batch, needs_labels)
         if isinstance(batch, Mapping) and len(self._place.drawing) > 1:
             drawn.dicts = checksum(batch["input_ids"])
@@ -250,6 +251,17 @@ class BatchSource:
         if is_cut and indices is None and shape.length > 1:
             check_sizes(sliceable, shape.length, shape.rows)
         return sliceable
+
+
+def _require_rows(batch: Any, micro_batch_id: int, row_dim: int) -> None:
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    tensors = [t for value in values for t in (value if isinstance(value, (tuple, list)) else (value,))]
+    shapes = [list(t.shape) for t in tensors if torch.is_tensor(t) and t.dim() > row_dim]
+    if any(shape[row_dim] == 0 for shape in shapes):
+        raise BatchError(
+            f"micro-batch {micro_batch_id} has 0 rows (shapes {shapes}): a filter has left none, or the data is at its "
+            "end; let the data iterator leave it out"
+        )
 
 
 def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import by_text, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 
@@ -56,8 +57,7 @@ def on_each_rank(world: Any, what: str, act: Callable[[], T] | None) -> list[T |
         try:
             return None if act is None else act()
         except Exception as error:
-            rank, kind = torch_dist.get_rank(), type(error).__name__
-            raise CheckpointError(f"rank {rank} cannot {what}: {kind}: {error}") from error
+            raise CheckpointError(f"rank {torch_dist.get_rank()} cannot {what}: {describe(error)}") from error
 
     return gather_results(attempt, world)
 

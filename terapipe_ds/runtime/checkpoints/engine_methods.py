@@ -20,6 +20,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint, load_everywhere
@@ -114,7 +115,7 @@ class SafeCheckpoints:
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
-                why = f"the load of {chosen.tag} failed ({type(error).__name__}: {error})"
+                why = f"the load of {chosen.tag} failed ({describe(error)})"
                 self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
         if loaded[0] is not None:

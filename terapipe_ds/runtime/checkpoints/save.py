@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import logging
 import math
+import os
 import secrets
 import shutil
 import time
@@ -99,8 +100,13 @@ class CheckpointPaths:
         """Make the folder to save in: here, where all ranks learn of an error.
 
         Raises:
-            CheckpointError: another job saves this tag, or has just done so.
+            CheckpointError: another job saves this tag, or has just done so; or the tag is a symbolic link.
         """
+        if self.final.is_symlink():  # a move would take the link, and leave the checkpoint behind it without a name
+            raise CheckpointError(
+                f"{self.final} is a symbolic link to {os.readlink(self.final)}, where a checkpoint would be replaced: "
+                "save with another tag, or remove the link"
+            )
         self.saving.mkdir(parents=True, exist_ok=True)
         self.saving.touch()
         self._refuse_other_jobs(self.saving.stat().st_mtime)  # by the clock of the disk
@@ -114,7 +120,8 @@ class CheckpointPaths:
         if saved is not None and saved.job not in ("", self.job):
             written_at_s[self.final] = (self.final / MANIFEST).stat().st_mtime
         for path, at_s in written_at_s.items():
-            if path != self.saving and now_s - at_s < limit_s:
+            # by the disk's own clock nothing is written in the future: what says so is older, and its clock was wrong
+            if path != self.saving and -_CLOCK_STEP_S <= now_s - at_s < limit_s:
                 with suppress(OSError):  # not empty: of this job, whole or not
                     self.saving.rmdir()
                 raise CheckpointError(

@@ -40,6 +40,10 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import WrittenParameters, check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
 
+_WITH_GROUPS = (
+    "_groups", "_wires", "_stage", "_plans", "_incoming", "_parts", "_batch", "_batch_end", "_steps", "_checkpoints"
+)  # fmt: skip
+
 
 def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
     """Return `run` as a method of the engine, which calls it for the part at the action's chunk."""
@@ -196,10 +200,22 @@ class TeraPipeEngine(ModelEndsEngine):
         return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
 
     def destroy(self) -> None:
-        """Stop the watch-dog, then let DeepSpeed give back what it holds."""
+        """Stop the watch-dog, then give back what DeepSpeed and the pipeline hold; a RuntimeError within a batch."""
         if "_stage" in vars(self):
+            if busy := self._stage.watchdog.busy:
+                raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
         super().destroy()
+        if "_groups" in vars(self):
+            self._groups.close()
+        for name in _WITH_GROUPS:  # which are open while something refers to them
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say why the engine has none of its collaborators any more; DeepSpeed looks in the module for others."""
+        if name in _WITH_GROUPS:
+            raise AttributeError(f"this engine is destroyed, or was not built, and has no {name}: build another one")
+        return super().__getattr__(name)
 
     @property
     def slice_store(self) -> SliceStore:
@@ -230,6 +246,7 @@ class TeraPipeEngine(ModelEndsEngine):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Run a batch so that no stage waits for one that failed, and no state of a failed batch stays."""
+        self._stage.watchdog.claim("train_batch() or eval_batch()", moves=True)
         try:
             with self._stage.watchdog.batch():
                 yield

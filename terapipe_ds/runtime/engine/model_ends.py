@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
@@ -33,7 +34,12 @@ class ModelEndsEngine(SequenceRanksEngine):
             ranks, control = self._groups.ranks, self._groups.control
             booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
             self.total_loss, self.total_additional_losses = booked
-        return super()._aggregate_total_loss()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.empty(0).float().dtype)  # as the loss is sent: DeepSpeed receives in the default
+        try:
+            return super()._aggregate_total_loss()
+        finally:
+            torch.set_default_dtype(default)
 
     def set_dataloader(self, loader: Any) -> None:
         """Keep a loader where data is drawn."""

@@ -110,7 +110,8 @@ class PartRunner:
                 self._handed.explain(error)
                 raise
             if training:
-                self._handed.look(leaves, inputs)
+                plan = slices.batch.micro_batches[action.micro_batch_id].plan
+                self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
                 stage.finite.look_at_loss(loss.value())

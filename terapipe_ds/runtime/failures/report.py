@@ -164,11 +164,29 @@ class RankRecord:
         self.doing = Doing("")
         self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
         self._batches = 0
-        self._main_thread = threading.get_ident()
+        self._main_thread = threading.current_thread()
+
+    @property
+    def busy(self) -> str:
+        """Return what the main thread does in a call of the engine; "" outside."""
+        doing = self.doing
+        return str(doing) if doing.action else ""
+
+    def claim(self, call: str, moves: bool) -> None:
+        """Refuse a call beside those of another thread: their collectives would mix, in another order on each rank.
+
+        With `moves` it may come where none runs; otherwise not, as that is a matter of chance on each rank.
+        """
+        here, main = threading.current_thread(), self._main_thread
+        if here is not main and main.is_alive() and (self.busy or not moves):
+            raise RuntimeError(
+                f"{call} was called in thread {here.name!r}, while the engine is that of thread {main.name!r} "
+                f"({self.busy or OUTSIDE}): ranks would wait for one another; call it there, between batches"
+            )
 
     def enter(self, doing: Doing) -> None:
         """Begin a batch or a long call, in the calling thread, which is the watched one from now on."""
-        self._main_thread = threading.get_ident()
+        self._main_thread = threading.current_thread()
         self._batches += doing.opening
         self.now(doing)
 
@@ -210,7 +228,7 @@ class RankRecord:
 
     def full(self) -> RankState:
         """Return all that a report needs, with the stack of the main thread and its last actions."""
-        frame = sys._current_frames().get(self._main_thread)
+        frame = sys._current_frames().get(self._main_thread.ident or 0)
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])

@@ -7,9 +7,11 @@ Nothing here raises: a store that is gone gives no answers, and a value that no 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
+import os
 import queue
 import sys
 import threading
@@ -45,6 +47,15 @@ _MAX_CHARACTERS = 20_000  # of an error that is published, each of at most twelv
 _MAX_BYTES = 1 << 18  # of a value that is read
 _SILENT_S = 3.0  # a store that does not answer for so long is asked no more until the answer has come
 _numbers = itertools.count(1)
+
+
+def _keep_process_groups() -> None:
+    """Let no process group end in a forked child: gloo's end waits there for threads that only the parent has."""
+    for group in torch_dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no other way to all of them
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_process_groups)
 
 
 class Failure(NamedTuple):
@@ -113,12 +124,15 @@ class WatchStore:
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: Failure | None = None  # the first one of the job, once it is known here
         self.lost_at: float | None = None
+        self._thread = threading.Thread(target=self._answer, name="terapipe-watchdog-asks", daemon=True)
         if store is not None:
-            threading.Thread(target=self._answer, name="terapipe-watchdog-asks", daemon=True).start()
+            self._thread.start()
 
     def close(self) -> None:
-        """Let the asking thread end."""
+        """Let the asking thread end, which holds what the record refers to: messages, and so their connections."""
         self._questions.put(None)
+        if self._store is not None:
+            self._thread.join(timeout=1.0)
 
     @property
     def _is_gone(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
+from terapipe_ds.messages import text_of
 from terapipe_ds.runtime.agreement import meet
 from terapipe_ds.runtime.failures.watchdog import is_lost_connection
 
@@ -67,7 +68,7 @@ class Trials:
         """
         if isinstance(error, TrialError):  # of a trial inside of this one
             raise error
-        own = None if error is None else TrialFailure(type(error).__name__, str(error))
+        own = None if error is None else TrialFailure(type(error).__name__, text_of(error))
         if len(self._ranks) < 2:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import re
 import threading
 import time
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from terapipe_ds.messages import describe, text_of
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.last_words import ACKNOWLEDGE_S, LastWords, PipelineAborted
 from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, disarm_timer
@@ -70,13 +72,14 @@ class Watchdog:
         self._asynchronous = asynchronous
         self._record = RankRecord(rank, stage_id)
         self.note = self._record.note  # what this rank does now: an action, cheap, called for each
+        self.claim = self._record.claim
         self._words = LastWords(self._record, trace_dir)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
-        self._world_size = torch_dist.get_world_size()
+        self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
         if store is None and self._world_size > 1:
             store = make_store()
         self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._words.remark)
@@ -89,6 +92,11 @@ class Watchdog:
             atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
 
     # -- called by the engine, in the main thread ----------------------------------------------------------------
+
+    @property
+    def busy(self) -> str:
+        """Return what this rank does in a call of the engine; "" outside."""
+        return self._record.busy
 
     def _failure_of_others(self) -> Failure | None:
         """Return the failure that ended the job, if another rank was the first to publish one."""
@@ -110,6 +118,7 @@ class Watchdog:
         Its errors are the caller's, but for a connection that another rank's end has cut, and for what is no
         `Exception` (Ctrl-C): ranks agree on exceptions alone.
         """
+        self.claim(f"{what}()", moves=False)
         return self._watched(Doing(what, is_long=True))
 
     def drawing(self) -> AbstractContextManager[None]:
@@ -149,7 +158,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the thread: the engine is done. Another call, as late as the interpreter's end, does nothing."""
-        if self._thread is None:
+        if self._thread is None or self._pid != os.getpid():  # a forked child has no thread to stop, and ends at once
             return
         self._sigterm.remove()  # which only the main thread can, perhaps in a second call
         if self._stop.is_set():
@@ -179,7 +188,7 @@ class Watchdog:
         doing = self._record.doing
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
-            f"lost the connection to another rank{whose}: its process has ended without saying why. "
+            f"lost the connection to another rank{whose}: it has ended without a word, or destroyed its engine. "
             f"{self._lost_ranks(ANSWER_S, or_ended=True)}Its own output and exit code tell more: it was killed (out "
             "of memory?), or makes fewer steps than this rank"
         )
@@ -204,7 +213,7 @@ class Watchdog:
     def _fail(self, error: BaseException) -> None:
         if self._thread is None:  # alone: the caller may go on
             return
-        text = str(error) if isinstance(error, PipelineAborted) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, PipelineAborted) else describe(error)
         action = self._record.doing.action or "no action"
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
         if self._words.are_mine():
@@ -338,4 +347,4 @@ class Watchdog:
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Return whether the error says that a process that this one talks to is gone."""
-    return isinstance(error, torch_dist.DistError) or _GLOO_ERROR.search(str(error)) is not None
+    return isinstance(error, torch_dist.DistError) or _GLOO_ERROR.search(text_of(error)) is not None

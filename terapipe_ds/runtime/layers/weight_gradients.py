@@ -248,7 +248,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add = add
-        return F.linear(inputs, weight, bias)
+        return F.linear(inputs, weight, bias).detach()  # with a bias it is a view: none may work in place on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

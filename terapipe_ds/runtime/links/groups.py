@@ -9,6 +9,7 @@ stage share a group. Wires that have no stage in common do, which makes two grou
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -101,6 +102,13 @@ class PipelineGroups:
     def world(self) -> Any:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
+
+    def close(self) -> None:
+        """Give the connections of gloo back, which are files; those of devices end with the process group."""
+        groups = {id(g): g for g in (self.control, self.everyone, *itertools.chain(*self.by_wire.values())) if g}
+        for group in groups.values() if torch_dist.is_initialized() else ():
+            if torch_dist.get_backend(group) == "gloo":
+                torch_dist.destroy_process_group(group)
 
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
         """Return where this rank is among those that agree on a batch."""

@@ -177,6 +177,21 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], message: st
         sliced_attention(*(torch.zeros(shape) for shape in shapes), layer="block 3")
 
 
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_what_it_gives_must_not_change_in_place_as_with_torch_s_kernel(backend: str | None) -> None:
+    """Torch's fused kernels save what they give, too; here the error names the layer."""
+    q, k, v = (x.requires_grad_() for x in random_inputs((1, 2, 2, 10, 8))[:3])
+    with forced(backend), push_slice(ActiveSlice(0, 5, 10, store=SliceStore())):
+        given = sliced_attention(*(x[:, :, :5] for x in (q, k, v)), "layer 3")
+        given *= 2.0
+        with pytest.raises(SliceStoreError, match=r"layer 'layer 3': what sliced_attention\(\) .* changed in place"):
+            given.sum().backward()
+    stock = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    stock *= 2.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stock.sum().backward()
+
+
 def test_other_bad_input() -> None:
     x = torch.zeros(1, 2, 5, 8)
     with push_slice(ActiveSlice(0, 5, 10, store=SliceStore())):

@@ -56,7 +56,8 @@ class Layers(nn.Module):
         split_backwards(self, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(hidden)[0]))[0]
+        outputs: Tensor = self.down(torch.tanh_(self.up(hidden)[0]))[0]
+        return outputs.mul_(1.0)
 
 
 def by_torch(layers: Layers, hidden: Tensor) -> Tensor:

@@ -205,6 +205,26 @@ def test_what_a_job_has_left_long_ago_is_replaced(tmp_path: Path) -> None:
     assert place.all_saving() == [place.saving]
 
 
+@pytest.mark.parametrize("now", [True, False], ids=["saving", "saved"])
+def test_what_seems_to_be_of_the_future_is_replaced(now: bool, tmp_path: Path) -> None:
+    """A clock that was ahead has written it; nothing that is written now has a later time than the disk."""
+    written = rival(tmp_path, now)
+    for path in (*written.iterdir(), written):
+        os.utime(path, (time.time() + 3600,) * 2)
+    place = CheckpointPaths(tmp_path, "a", OWN, time.monotonic() - 1.0)  # resumed a second ago
+    place.prepare()
+    assert place.all_saving() == [place.saving]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_tag_that_is_a_symbolic_link_is_refused(is_there: bool, tmp_path: Path) -> None:
+    save(tmp_path, "elsewhere", 1)
+    (tmp_path / "a").symlink_to("elsewhere" if is_there else "nowhere")
+    with pytest.raises(CheckpointError, match=r"a is a symbolic link to .*where, where .* save with another tag"):
+        CheckpointPaths(tmp_path, "a", OWN).prepare()
+    assert (tmp_path / "a").is_symlink() and [*tmp_path.glob(".*")] == [] and steps_of(tmp_path, "elsewhere") == 1
+
+
 def test_what_cannot_be_read_now_is_not_removed(tmp_path: Path) -> None:
     place = save(tmp_path, "a", 1, finish=False)
     failing = mock.patch("terapipe_ds.runtime.checkpoints.manifest.read_bytes", side_effect=OSError(errno.EIO, "EIO"))

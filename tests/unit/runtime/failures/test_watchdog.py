@@ -126,6 +126,16 @@ class TestFailures:
         assert text.count("start the job again from its last checkpoint") == 2
         assert job.exits == [1]
 
+    def test_an_error_whose_text_raises_is_told_by_its_class(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.batch():
+            waiting.note("F1.0")
+            fail(failing, Unprintable())
+            job.wait_for_end()
+        assert (
+            "rank 0 (stage 0) failed at F0.1: Unprintable: (its str() raises LookupError)\n" in capfd.readouterr().err
+        )
+
     def test_the_failing_rank_raises_after_the_others_have_read_why(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -443,6 +453,11 @@ class TestSigterm:
             assert said in capfd.readouterr().err
 
 
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
 class TestTimer:
     """What ends a process whose watching thread does not run any more."""
 
@@ -474,6 +489,26 @@ time.sleep(30)
         act = "dog._judge = sys.exit; dog._thread.join()\npid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)"
         code, text = self.run(act)
         assert code == 1 and "Timeout (0:00:01)!" in text
+
+    def test_a_forked_child_ends_at_once_whatever_its_parent_did(self) -> None:
+        """Its copies of the watch-dog and of gloo's group have no threads; the parent's may have had any lock then."""
+        act = """
+def child(*locks, end=sys.exit):
+    for lock in locks: lock.acquire()
+    began, pid = time.monotonic(), os.fork()
+    if pid == 0: end(7)
+    for lock in locks: lock.release()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), time.monotonic() - began
+def of_python(code):
+    import atexit
+    atexit._clear(); sys.exit(code)
+def of_group(code):
+    distributed.destroy_process_group(); sys.exit(code)
+plain_s = child(end=of_python)[1]  # of the interpreter alone
+codes, seconds = zip(child(), child(), child(dog._others._turn), child(dog._stop._cond), child(end=of_group))
+print(codes, min(seconds[:2]) - plain_s < 0.5, seconds, file=sys.stderr); dog.close(); os._exit(0)"""
+        code, text = self.run(act, timer_s=60.0)
+        assert code == 0 and "(7, 7, 7, 7, 7) True" in text, text
 
     def test_a_thread_that_fails_goes_on_and_ends_what_hangs(self) -> None:
         code, text = self.run("dog._judge = None; time.sleep(2)\nwith dog.batch(): time.sleep(30)", timer_s=60.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,40 @@ def test_the_same_gradients_as_autograd_s(bias: bool, products: list[bool]) -> N
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
     assert_same(ours, model)
     assert products == [False] * 2 + [True] * 4  # of the first slice there is nothing to add to
+
+
+IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu_": lambda y, x: F.relu_(y),
+    "activation": lambda y, x: nn.SiLU(inplace=True)(y),  # which saves what it overwrites
+    "dropout": lambda y, x: F.dropout(y, 1e-13, inplace=True).mul_(2.0),
+    "+=": lambda y, x: operator.iadd(y, x),
+    "part": lambda y, x: [y, y[..., :2].add_(x[..., 1:3]), y.unsqueeze(0).mul_(0.5)][0],
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 1, 5, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("operation", IN_PLACE)
+def test_what_a_layer_gives_may_be_changed_in_place(
+    operation: str, bias: bool, shape: tuple[int, ...], split: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Linear(4, 4, bias=bias)).double()
+    ours, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)] if split else ())
+
+    def backward_of(model: nn.Module) -> Any:
+        inputs = x.clone().requires_grad_()
+        y = IN_PLACE[operation](model[0](inputs), inputs)
+        IN_PLACE[operation](model[1](y), y).square().sum().backward()
+        return inputs.grad
+
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
+        torch.testing.assert_close(backward_of(ours), backward_of(model), rtol=1e-13, atol=1e-13)
+    assert not split or gradients.compute((0, 0, 0), nullcontext) == 2
+    assert_same(ours, model)
 
 
 def test_a_weight_that_two_layers_share(products: list[bool]) -> None:

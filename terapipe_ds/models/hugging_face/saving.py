@@ -49,13 +49,18 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     added to its weights.
 
     Raises:
-        ValueError: `merge`, and the model has no adapters.
+        ValueError: `merge`, and the model has no adapters; or without it, and weights beside the adapters are trained.
         SavingError: on all ranks, with what each of them could not do.
     """
     module, path = engine.module, Path(folder)
     adapters = module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
+    if adapters is not None and adapters.beside and not merge:
+        raise ValueError(
+            f"{named(adapters.beside)} of the model are trained beside the adapters, whose files have no place "
+            "for them: give merge=True, which writes the whole model"
+        )
     pieces = _pieces(module)
     if adapters is None or merge:
         _save_model(module, pieces, path, merge)

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from terapipe_ds import compat
 from terapipe_ds.models.hugging_face.forward.attention import NAME
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -109,7 +111,7 @@ class Outline:
         if left := [name for name, _ in model.named_parameters()]:
             raise ModelRefusedError(f"it has parameters beside those of its layers ({', '.join(left)})")
         parameters = inspect.signature(type(model).forward).parameters
-        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+        names = [name for name in compat.cache_arguments(transformers.__version__) if name in parameters]
         if not names:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._cache_name = names[0]

@@ -67,9 +67,9 @@ def test_another_version_gives_one_warning_with_the_tested_one(name: str, versio
 
 def test_several_versions_of_a_package() -> None:
     assert versions.check_versions({**TESTED, "transformers": "4.57.6"}, "3.11") == []
-    for version in ("4.57.5", "5.0.0", "5.24.0"):
+    for version in ("4.57.5", "5.0.0", "5.25.0"):
         (warning,) = versions.check_versions({**TESTED, "transformers": version}, "3.11")
-        assert "tested with (==5.23.0 or ==4.57.6)" in warning
+        assert "tested with (==5.24.0 or ==5.23.0 or ==4.57.6)" in warning
 
 
 def test_another_python_and_missing_packages() -> None:

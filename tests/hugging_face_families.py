@@ -185,8 +185,8 @@ BY_CACHE = {
 }  # fmt: skip
 # Families some of whose layers carry a state from slice to slice.
 WITH_STATES = {
-    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "mamba2", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 }  # fmt: skip
 # Families that cannot compute in fp64 where the default dtype is fp32: their masks hold the least number of one of the
 # two, or their experts add one to the other.

@@ -1,6 +1,6 @@
 """What owners do to a model of transformers in memory before they give it to `from_pretrained`.
 
-With the defaults each of these trains as the model's own class does in one process, or is refused before the first step.
+With the defaults each trains as the model's own class does in one process, or is refused before the first step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ TRAINED: dict[str, Kind] = {
     "tied embedding frozen": Kind(_freeze("embed_tokens"), config=TIED),
     "last stage frozen": Kind(_freeze("layers.2.", "layers.3.", "model.norm", "lm_head")),
     "checkpointing": Kind(lambda model: model.gradient_checkpointing_enable()),
-    "checkpointing of a frozen embedding": Kind(
+    "embedding frozen, input_require_grads": Kind(
         lambda model: (_freeze("embed_tokens")(model), model.enable_input_require_grads(), None)[-1]
     ),
     "dropout off": Kind(_drop(0.0), config={"attention_dropout": 0.5}),

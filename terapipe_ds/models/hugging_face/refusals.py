@@ -103,6 +103,8 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
             f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: give that one. "
             f"A class of your own is it after AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
         )
+    if base.device.type == "meta":
+        raise ModelRefusedError("its weights are on the device meta, without values: give the folder that has them")
     if base is model and getattr(model, "peft_config", None):
         raise ModelRefusedError("its adapters are by add_adapter: make them by peft's get_peft_model(model, config)")
     return base

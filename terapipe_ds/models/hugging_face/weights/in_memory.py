@@ -37,9 +37,7 @@ _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
 
 
 class _Kind(str):
-    """Is shown without quotes."""
-
-    __repr__ = str.__str__
+    """Says what a parameter or a module is."""
 
 
 @dataclass
@@ -190,8 +188,8 @@ def _tied(model: nn.Module) -> set[tuple[str, ...]]:
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if value is None:
-        return "missing"
+    if value is None or isinstance(value, _Kind):
+        return value or "missing"
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else show_value(value)
 

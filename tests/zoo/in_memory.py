@@ -188,24 +188,26 @@ NOT_FRESH = "in memory is not what transformers makes of its config"
 REFUSED: dict[str, Kind] = {
     "removed layer": Kind(_remove_layer, "model.layers has 3 layers, in a fresh model 4"),
     "added layer": Kind(lambda m: m.model.layers.append(nn.Identity()) and None, "model.layers has 5 layers"),
-    "another activation": Kind(_set(f"{LAYER}.mlp.act_fn", nn.GELU()), f"{LAYER}.mlp.act_fn is a GELU"),
+    "another activation": Kind(_set(f"{LAYER}.mlp.act_fn", nn.GELU()), f"{LAYER}.mlp.act_fn is GELU"),
     "another field": Kind(_set(f"{LAYER}.input_layernorm.variance_epsilon", 0.1), "variance_epsilon is 0.1"),
     "another field in all layers": Kind(
         lambda m: [setattr(each.input_layernorm, "variance_epsilon", 0.1) for each in m.model.layers] and None,
         f"{LAYER}.input_layernorm.variance_epsilon (and 3 like it) is 0.1",
     ),
     "config changed later": Kind(lambda m: setattr(m.config, "rms_norm_eps", 0.1), "a fresh model 0.1"),
-    "replaced module": Kind(
-        _set(f"{LAYER}.mlp", nn.Identity()), f"{LAYER}.mlp is a Identity, in a fresh model a LlamaMLP"
-    ),
+    "replaced module": Kind(_set(f"{LAYER}.mlp", nn.Identity()), f"{LAYER}.mlp is Identity, in a fresh model LlamaMLP"),
     "removed module": Kind(lambda m: delattr(m.model, "norm"), "model.norm is missing"),
-    "added module": Kind(lambda m: m.model.add_module("extra", nn.Linear(2, 2)), "model.extra is a Linear"),
+    "added module": Kind(lambda m: m.model.add_module("extra", nn.Linear(2, 2)), "model.extra is Linear"),
     "removed bias": Kind(_set(f"{LAYER}.self_attn.q_proj.bias", None), "q_proj.bias is missing", "qwen2"),
     "added bias": Kind(
-        _set(f"{LAYER}.mlp.up_proj.bias", nn.Parameter(torch.ones(64).double())), "up_proj.bias is a Param"
+        _set(f"{LAYER}.mlp.up_proj.bias", nn.Parameter(torch.ones(64).double())),
+        "up_proj.bias is ['Parameter', 64], in a fresh model missing",
     ),
     "added buffer": Kind(lambda m: m.model.register_buffer("extra", torch.ones(2)), "model.extra is a tensor"),
-    "another shape": Kind(_set("lm_head.weight", nn.Parameter(torch.ones(65, 32).double())), "of shape [65, 32]"),
+    "another shape": Kind(
+        _set("lm_head.weight", nn.Parameter(torch.ones(65, 32).double())),
+        "['Parameter', 65, 32], in a fresh model ['Parameter', 64, 32]",
+    ),
     "parametrized": Kind(lambda m: weight_norm(m.model.layers[0].mlp.up_proj) and None, "ParametrizedLinear"),
     "forward hook": Kind(_call(f"{LAYER}.mlp", "register_forward_hook", _hook), f"{LAYER}.mlp.(hooks) is"),
     "forward pre-hook": Kind(_call("model.norm", "register_forward_pre_hook", _hook), "_hook"),
@@ -216,15 +218,13 @@ REFUSED: dict[str, Kind] = {
     "patched forward": Kind(
         lambda m: setattr(m, "forward", functools.partial(m.forward, logits_to_keep=4)), "forward is"
     ),
-    "own loss": Kind(lambda m: setattr(m, "loss_function", _hook), "_loss_function is tests.zoo.in_memory._hook"),
+    "own loss": Kind(lambda m: setattr(m, "loss_function", _hook), "_loss_function is _hook"),
     "tied by hand": Kind(_give("lm_head.weight", "model.embed_tokens.weight"), "are one tensor in memory"),
     "tied by memory": Kind(_share_memory, "lm_head.weight are one tensor in memory"),
     "tied layers": Kind(_share_layers, "model.layers.1.mlp.gate_proj.weight are one tensor"),
     "untied by hand": Kind(_untie, "are one tensor in a fresh model, and not in memory", config=TIED),
     "checkpointing in some layers": Kind(_checkpoint_some, "gradient checkpointing is on in 4 of 5 modules"),
-    "checkpointing by hand": Kind(
-        _checkpoint_by_hand, "gradient checkpointing is by tests.zoo.in_memory._checkpoint_by"
-    ),
+    "checkpointing by hand": Kind(_checkpoint_by_hand, "gradient checkpointing is by _checkpoint_by"),
     "dropped layers": Kind(lambda m: setattr(m.model.decoder, "layerdrop", 0.5), "layerdrop is 0.5", "opt"),
     "adapters scaled": Kind(_adapters(_scale), "q_proj.scaling is {'default': 6.0}"),
     "adapters disabled": Kind(_adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),

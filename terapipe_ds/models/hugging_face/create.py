@@ -29,7 +29,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     language_model_of,
     refused_on_all_ranks,
 )
-from terapipe_ds.models.hugging_face.weights.in_memory import changes_of, is_checkpointing
+from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
 SMALL = 1024
@@ -158,7 +158,7 @@ def _from_model(
         if adapters is not None and has_adapters:
             adapters.take_over(changes, keeps_dtypes=dtype is None)
         blueprint = Blueprint(outline, HeldWeights(state, dtype), adapters)
-    if is_checkpointing(base):
+    if base.is_gradient_checkpointing:
         options = {"activation_checkpoint_interval": 1} | options
     with _family_named(base.config):
         return HuggingFaceModule(blueprint, **options)

@@ -24,15 +24,12 @@ T = TypeVar("T")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Arguments of transformers, and what takes their place.
 _NOT_QUANTIZED = "weights are not trained quantized: leave it out, and give those of the original"
-_NO_CODE = "code from a hub is not run: import its class, AutoModelForCausalLM.register it, and give a model in memory"
 _DOWNLOADED = "give a folder: huggingface_hub.snapshot_download(name, ...) downloads one, and takes this"
 _PLACED = "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
 _INSTEAD = {
     "torch_dtype": "give dtype=, a dtype of torch",
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
-    "trust_remote_code": _NO_CODE,
-    "config": "give the folder alone, whose config is read, or from_config(config)",
-    "peft_config": "give adapter=",
+    "trust_remote_code": "code of a hub is not run: AutoModelForCausalLM.register its class, and give a model of it",
     **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _NOT_QUANTIZED),
     **dict.fromkeys(("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder"), _DOWNLOADED),
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage", "tp_plan"), _PLACED),

@@ -8,15 +8,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PeftType,
-    get_peft_model,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file, save_file
@@ -149,16 +141,12 @@ class Adapters:
 
 
 def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:
-    """Return a model with adapters as peft makes them, without values.
+    """Put adapters without values into a model on the device "meta", as peft does.
 
-    Args:
-        model: the model with parameters on the device "meta"; it is changed.
-
-    Raises:
-        ModelRefusedError: no module has such a name, or the adapters are none that stages can hold.
+    Raises ModelRefusedError where no module has such a name, or where stages do not serve such adapters.
     """
     config = copy.deepcopy(_config_of(given))
-    if config.peft_type != PeftType.LORA:
+    if config.peft_type != "LORA":
         raise ModelRefusedError(
             f"adapters are those of LoraConfig, and not of {type(config).__name__}, which peft trains by code of its "
             "own for whole models: give LoraConfig, or a model that they are merged into"

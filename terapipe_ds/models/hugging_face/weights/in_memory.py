@@ -25,6 +25,7 @@ _NAMED = 5  # differences that a message names
 _IN_PEFT = "base_model.model."  # what peft writes before the name of a module
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _HOOKS = [name for name in _OF_EVERY_MODULE if name.endswith("_hooks")]
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Models that compute alike differ in these, or they are looked at by themselves. So they do in what transformers notes
 # on a whole model under names with an underscore, but for functions.
 _BOOKKEEPING = """
@@ -34,10 +35,6 @@ _BOOKKEEPING = """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody asks for.
 _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
-
-
-class _Kind(str):
-    """Says what a parameter or a module is."""
 
 
 @dataclass
@@ -60,13 +57,9 @@ class Changes:
 
 
 def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) -> Changes:
-    """Return what is set on a model and not on `fresh`, which is made of the same config.
+    """Return what is set on a model and not on `fresh`, made of the same config, in `dtype` where one was asked for.
 
-    Args:
-        dtype: of the fresh model, where it was asked for.
-
-    Raises:
-        ModelRefusedError: something else is different; it is named.
+    Raises ModelRefusedError where something else is different, by name.
     """
     changes = Changes()
     differences = [*_of_modules(changes, dtype, "", model, fresh), *_of_checkpointing(model)]
@@ -79,11 +72,6 @@ def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) ->
             "undo it, or write the layers as a PipelineModule (docs/models.md)"
         )
     return changes
-
-
-def is_checkpointing(model: nn.Module) -> bool:
-    """Return whether transformers was asked to compute decoder layers again in the backward."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _of_modules(
@@ -120,16 +108,14 @@ def _facts(module: nn.Module) -> dict[str, object]:
     return {
         **{key: value for key, value in own.items() if key not in passed_over},
         **module._buffers,
-        **{key: _Kind(f"a {type(each).__name__} of shape {list(each.shape)}") for key, each in parameters.items()},
-        **{key: _Kind(f"a {type(each).__name__}") for key, each in module.named_children()},
+        **{key: [type(each).__name__, *each.shape] for key, each in parameters.items()},
+        **{key: type(each) for key, each in module.named_children()},
         "(buffers that are not saved)": sorted(own["_non_persistent_buffers_set"]),
         "(hooks)": [_shown(hook) for hook in hooks if getattr(hook, "__name__", "") not in _WITHOUT_EFFECT],
-        "(hooks of parameters)": [key for key, each in parameters.items() if _has_hooks(each)],
+        "(hooks of parameters)": [
+            key for key, each in parameters.items() if any(map(each.__getattribute__, _OF_TENSORS))
+        ],
     }
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def _is_dropout(module: nn.Module, key: str) -> bool:
@@ -148,7 +134,14 @@ def _form(value: object) -> object:
 _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
     (nn.Module, type),  # what is in it is looked at where it is a child
     (torch.device, type),
-    (Tensor, lambda x: (x.dtype, x.shape, None if x.is_meta else x.flatten().tolist())),
+    (
+        Tensor,
+        lambda x: (
+            x.dtype,
+            x.shape,
+            x.is_meta or x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes(),
+        ),
+    ),
     (PretrainedConfig, lambda x: _form(x.to_dict())),
     (types.MethodType, lambda x: x.__func__),
     (functools.partial, lambda x: [_form(x.func), _form(x.args), _form(x.keywords)]),
@@ -188,10 +181,8 @@ def _tied(model: nn.Module) -> set[tuple[str, ...]]:
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if value is None or isinstance(value, _Kind):
-        return value or "missing"
-    name = getattr(value, "__qualname__", None)
-    return f"{value.__module__}.{name}" if name else show_value(value)
+    name = "missing" if value is None else getattr(value, "__qualname__", None)
+    return name or show_value(value)
 
 
 def _summary(differences: Sequence[Difference]) -> str:

@@ -6,7 +6,6 @@ With the defaults each trains as the model's own class does in one process, or i
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from tests.hugging_face_families import config_of
 
-Change = Callable[[Any], Any]  # returns the model to give, or None for the same one
+Change = Callable[[Any], Any]  # returns the model to give, where it is another one
 SEED, NUM_LAYERS = 11, 4
 
 
@@ -41,7 +39,7 @@ class Kind:
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         changed = self.change(model)
-        return model if changed is None else changed
+        return changed if isinstance(changed, nn.Module) else model
 
 
 # -- taken over ------------------------------------------------------------------------------------------------------
@@ -65,10 +63,6 @@ def _drop(probability: float) -> Change:
                 module.attention_dropout = probability
 
     return drop
-
-
-def _scale_angles(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
 def _bias_of_experts(model: Any) -> None:
@@ -107,11 +101,11 @@ TRAINED: dict[str, Kind] = {
     "last stage frozen": Kind(_freeze("layers.2.", "layers.3.", "model.norm", "lm_head")),
     "checkpointing": Kind(lambda model: model.gradient_checkpointing_enable()),
     "embedding frozen, input_require_grads": Kind(
-        lambda model: (_freeze("embed_tokens")(model), model.enable_input_require_grads(), None)[-1]
+        lambda m: (_freeze("embed_tokens")(m), m.enable_input_require_grads())
     ),
     "dropout off": Kind(_drop(0.0), config={"attention_dropout": 0.5}),
     "dropout off around layers": Kind(_drop(0.0), family="gpt2", config=DROPPING),
-    "angles": Kind(_scale_angles),
+    "angles": Kind(lambda m: m.model.rotary_emb.inv_freq.mul_(0.5) is None),
     "biases of experts": Kind(_bias_of_experts, family="deepseek_v3"),
     "after a forward": Kind(
         lambda model: model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True) and None
@@ -145,48 +139,10 @@ def _call(path: str, method: str, *arguments: Any) -> Change:
     return change
 
 
-def _give(path: str, source: str) -> Change:
-    return lambda model: _set(path, model.get_parameter(source))(model)
-
-
-def _share_memory(model: Any) -> None:
-    model.lm_head.weight.data = model.model.embed_tokens.weight.data
-
-
-def _share_layers(model: Any) -> None:
-    model.model.layers[1].mlp = model.model.layers[0].mlp
-
-
-def _untie(model: Any) -> None:
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-
-def _remove_layer(model: Any) -> None:
-    del model.model.layers[1]
-
-
-def _patch(model: Any) -> None:
-    mlp = model.model.layers[2].mlp
-    mlp.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, mlp)
-
-
-def _checkpoint_some(model: Any) -> None:
-    model.gradient_checkpointing_enable()
-    model.model.layers[1].gradient_checkpointing = False
-
-
-def _checkpoint_by_hand(model: Any) -> None:
-    model._set_gradient_checkpointing(True, lambda function, *args: checkpoint(function, *args, use_reentrant=False))
-
-
-def _scale(model: Any) -> None:
-    model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
-
-
 LAYER = "model.layers.0"
 NOT_FRESH = "in memory is not what transformers makes of its config"
 REFUSED: dict[str, Kind] = {
-    "removed layer": Kind(_remove_layer, "model.layers has 3 layers, in a fresh model 4"),
+    "removed layer": Kind(lambda m: m.model.layers.__delitem__(1), "model.layers has 3 layers, in a fresh model 4"),
     "added layer": Kind(lambda m: m.model.layers.append(nn.Identity()) and None, "model.layers has 5 layers"),
     "another activation": Kind(_set(f"{LAYER}.mlp.act_fn", nn.GELU()), f"{LAYER}.mlp.act_fn is GELU"),
     "another field": Kind(_set(f"{LAYER}.input_layernorm.variance_epsilon", 0.1), "variance_epsilon is 0.1"),
@@ -214,19 +170,43 @@ REFUSED: dict[str, Kind] = {
     "backward hook": Kind(_call("model.norm", "register_full_backward_hook", _hook), "_hook"),
     "hook of a parameter": Kind(_call("lm_head.weight", "register_hook", _hook), "lm_head.(hooks of parameters)"),
     "hook of a gradient": Kind(_call("lm_head.weight", "register_post_accumulate_grad_hook", _hook), "lm_head.(hooks"),
-    "patched method": Kind(_patch, "model.layers.2.mlp.forward is"),
+    "patched method": Kind(
+        lambda m: setattr(m.model.layers[2].mlp, "forward", _hook), "model.layers.2.mlp.forward is _hook"
+    ),
     "patched forward": Kind(
         lambda m: setattr(m, "forward", functools.partial(m.forward, logits_to_keep=4)), "forward is"
     ),
     "own loss": Kind(lambda m: setattr(m, "loss_function", _hook), "_loss_function is _hook"),
-    "tied by hand": Kind(_give("lm_head.weight", "model.embed_tokens.weight"), "are one tensor in memory"),
-    "tied by memory": Kind(_share_memory, "lm_head.weight are one tensor in memory"),
-    "tied layers": Kind(_share_layers, "model.layers.1.mlp.gate_proj.weight are one tensor"),
-    "untied by hand": Kind(_untie, "are one tensor in a fresh model, and not in memory", config=TIED),
-    "checkpointing in some layers": Kind(_checkpoint_some, "gradient checkpointing is on in 4 of 5 modules"),
-    "checkpointing by hand": Kind(_checkpoint_by_hand, "gradient checkpointing is by _checkpoint_by"),
+    "tied by hand": Kind(
+        lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), "are one tensor in memory"
+    ),
+    "tied by memory": Kind(
+        lambda m: setattr(m.lm_head.weight, "data", m.model.embed_tokens.weight.data),
+        "lm_head.weight are one tensor in memory",
+    ),
+    "tied layers": Kind(
+        lambda m: setattr(m.model.layers[1], "mlp", m.model.layers[0].mlp),
+        "model.layers.1.mlp.gate_proj.weight are one tensor",
+    ),
+    "untied by hand": Kind(
+        lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().clone())),
+        "are one tensor in a fresh model, and not in memory",
+        config=TIED,
+    ),
+    "checkpointing in some layers": Kind(
+        lambda m: (m.gradient_checkpointing_enable(), setattr(m.model.layers[1], "gradient_checkpointing", False)),
+        "gradient checkpointing is on in 4 of 5 modules",
+    ),
+    "checkpointing by hand": Kind(
+        lambda m: m._set_gradient_checkpointing(True, _hook), "gradient checkpointing is by _hook"
+    ),
     "dropped layers": Kind(lambda m: setattr(m.model.decoder, "layerdrop", 0.5), "layerdrop is 0.5", "opt"),
-    "adapters scaled": Kind(_adapters(_scale), "q_proj.scaling is {'default': 6.0}"),
+    "adapters scaled": Kind(
+        _adapters(
+            lambda m: m.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").set_scale("default", 3.0)
+        ),
+        "q_proj.scaling is {'default': 6.0}",
+    ),
     "adapters disabled": Kind(_adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),
 }
 # Refused in other words.

@@ -103,6 +103,10 @@ def _facts(module: nn.Module) -> dict[str, object]:
     own, passed_over = vars(module), {*_OF_EVERY_MODULE, *_BOOKKEEPING.split()}
     if isinstance(module, PreTrainedModel):
         passed_over |= {key for key, value in own.items() if key.startswith("_") and not callable(value)}
+    # 4.57 puts the methods of a class back so, after a forward
+    passed_over |= {
+        key for key, value in own.items() if getattr(value, "__func__", own) is getattr(type(module), key, 0)
+    }
     hooks = [hook for name in _HOOKS for hook in own[name].values()]
     parameters = {key: each for key, each in module._parameters.items() if each is not None}
     return {

@@ -169,9 +169,6 @@ def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Ad
 
     A folder with adapters is adapters, whatever model it has as well: transformers reads it so.
     """
-    if not isinstance(folder, str | os.PathLike):
-        what = "; a config goes to from_config" if isinstance(folder, PretrainedConfig) else ""
-        raise TypeError(f"from_pretrained takes a folder or a model, not a {type(folder).__name__}{what}")
     path = Path(folder)
     if not path.is_dir():
         raise ModelRefusedError(

@@ -54,7 +54,7 @@ def _freeze(*words: str, but: str = "") -> Change:
     return freeze
 
 
-def _drop(probability: float) -> Change:
+def drop(probability: float) -> Change:
     def drop(model: Any) -> None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -72,7 +72,7 @@ def _bias_of_experts(model: Any) -> None:
         bias.copy_(torch.linspace(-1.0, 1.0, len(bias)))
 
 
-def _adapters(change: Change = lambda _: None, **fields: Any) -> Change:
+def adapters(change: Change = lambda _: None, **fields: Any) -> Change:
     def adapt(model: Any) -> Any:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **fields))
         change(model)
@@ -103,17 +103,17 @@ TRAINED: dict[str, Kind] = {
     "embedding frozen, input_require_grads": Kind(
         lambda m: (_freeze("embed_tokens")(m), m.enable_input_require_grads())
     ),
-    "dropout off": Kind(_drop(0.0), config={"attention_dropout": 0.5}),
-    "dropout off around layers": Kind(_drop(0.0), family="gpt2", config=DROPPING),
+    "dropout off": Kind(drop(0.0), config={"attention_dropout": 0.5}),
+    "dropout off around layers": Kind(drop(0.0), family="gpt2", config=DROPPING),
     "angles": Kind(lambda m: m.model.rotary_emb.inv_freq.mul_(0.5) is None),
     "biases of experts": Kind(_bias_of_experts, family="deepseek_v3"),
     "after a forward": Kind(
         lambda model: model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True) and None
     ),
-    "adapters, those of layer 0 frozen": Kind(_adapters(_freeze_adapters_of_layer_0)),
-    "adapters and norms": Kind(_adapters(_train_norms)),
-    "adapters, dropout off": Kind(_adapters(_drop(0.0), lora_dropout=0.5)),
-    "adapters, checkpointing": Kind(_adapters(lambda model: model.gradient_checkpointing_enable())),
+    "adapters, those of layer 0 frozen": Kind(adapters(_freeze_adapters_of_layer_0)),
+    "adapters and norms": Kind(adapters(_train_norms)),
+    "adapters, dropout off": Kind(adapters(drop(0.0), lora_dropout=0.5)),
+    "adapters, checkpointing": Kind(adapters(lambda model: model.gradient_checkpointing_enable())),
 }
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -202,12 +202,12 @@ REFUSED: dict[str, Kind] = {
     ),
     "dropped layers": Kind(lambda m: setattr(m.model.decoder, "layerdrop", 0.5), "layerdrop is 0.5", "opt"),
     "adapters scaled": Kind(
-        _adapters(
+        adapters(
             lambda m: m.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").set_scale("default", 3.0)
         ),
         "q_proj.scaling is {'default': 6.0}",
     ),
-    "adapters disabled": Kind(_adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),
+    "adapters disabled": Kind(adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),
 }
 # Refused in other words.
 UNTRAINABLE: dict[str, Kind] = {

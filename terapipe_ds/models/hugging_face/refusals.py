@@ -23,16 +23,15 @@ T = TypeVar("T")
 # Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Arguments of transformers, and what takes their place.
-_NOT_QUANTIZED = "weights are not trained quantized: leave it out, and give those of the original"
-_DOWNLOADED = "give a folder: huggingface_hub.snapshot_download(name, ...) downloads one, and takes this"
-_PLACED = "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
 _INSTEAD = {
     "torch_dtype": "give dtype=, a dtype of torch",
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
     "trust_remote_code": "code of a hub is not run: AutoModelForCausalLM.register its class, and give a model of it",
-    **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), _NOT_QUANTIZED),
-    **dict.fromkeys(("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder"), _DOWNLOADED),
-    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "low_cpu_mem_usage", "tp_plan"), _PLACED),
+    "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
+    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes it, and gives one",
+    "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
+        "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
+    ),
 }
 
 
@@ -79,14 +78,12 @@ def check_arguments(dtype: object, options: Collection[str]) -> None:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(known))}"
-            raise TypeError(f"{name} is no argument of from_pretrained or from_config: {_INSTEAD.get(name, advice)}")
+            advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
+            raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
 
 
 def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
-    """Return the causal language model of transformers that is `model`, or that has its adapters.
-
-    Raises ModelRefusedError where it is none.
-    """
+    """Return the causal language model of transformers that is `model`, or has its adapters; refuse any other."""
     base = getattr(model, "get_base_model", lambda: model)()
     if not isinstance(base, transformers.PreTrainedModel):
         raise ModelRefusedError(

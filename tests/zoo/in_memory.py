@@ -107,6 +107,8 @@ TRAINED: dict[str, Kind] = {
     "dropout off around layers": Kind(drop(0.0), family="gpt2", config=DROPPING),
     "angles": Kind(lambda m: m.model.rotary_emb.inv_freq.mul_(0.5) is None),
     "biases of experts": Kind(_bias_of_experts, family="deepseek_v3"),
+    "resized": Kind(lambda m: m.resize_token_embeddings(80, mean_resizing=False) and None),
+    "padding token of the config set later": Kind(lambda m: setattr(m.config, "pad_token_id", 5)),
     "after a forward": Kind(
         lambda model: model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True) and None
     ),

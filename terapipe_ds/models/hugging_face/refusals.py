@@ -28,7 +28,7 @@ _INSTEAD = {
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
     "trust_remote_code": "code of a hub is not run: AutoModelForCausalLM.register its class, and give a model of it",
     "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
-    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes it, and gives one",
+    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes it",
     "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
         "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
     ),

@@ -29,8 +29,8 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Models that compute alike differ in these, or they are looked at by themselves. So they do in what transformers notes
 # on a whole model under names with an underscore, but for functions.
 _BOOKKEEPING = """
-    _gradient_checkpointing_func _is_hf_initialized generation_config gradient_checkpointing hf_device_map model_tags
-    name_or_path peft_config warnings_issued
+    _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
+    hf_device_map model_tags name_or_path peft_config vocab_size warnings_issued
 """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody asks for.
@@ -39,13 +39,13 @@ _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
 
 @dataclass
 class Changes:
-    """What the owner has set on a model: requires_grad of each parameter; dropout, buffers and other tensors.
+    """What the owner has set on a model: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
 
     The latter are by the names of a module and its attribute.
     """
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
-    values: dict[str, dict[str, Tensor | float]] = field(default_factory=lambda: defaultdict(dict))
+    values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
         """Set them on the module that has this name in the model; the model itself has none."""
@@ -88,7 +88,7 @@ def _of_modules(
             continue
         if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
             changes.values[inner][key] = one if dtype is None else one.to(other.dtype)
-        elif isinstance(one, int | float) and isinstance(other, int | float) and _is_dropout(ours, key):
+        elif isinstance(one, int | float | None) and _is_carried(ours, key):
             changes.values[inner][key] = one
         else:
             yield f"{prefix}{key}", f"is {_shown(one)}, in a fresh model {_shown(other)}"
@@ -122,8 +122,10 @@ def _facts(module: nn.Module) -> dict[str, object]:
     }
 
 
-def _is_dropout(module: nn.Module, key: str) -> bool:
-    return ("drop" in key and key != "layerdrop") or (key == "p" and "Dropout" in type(module).__name__)
+def _is_carried(module: nn.Module, key: str) -> bool:
+    """Return whether a number is that of a dropout, or the token whose embedding gets no gradient."""
+    is_dropout = ("drop" in key and key != "layerdrop") or (key == "p" and "Dropout" in type(module).__name__)
+    return is_dropout or key == "padding_idx"
 
 
 def _form(value: object) -> object:

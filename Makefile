@@ -18,6 +18,10 @@ PYTHON_NEWEST ?= python3.12
 TORCH_OLDEST ?= 2.11.0
 TORCH_NEWEST ?= 2.15.0
 
+# What other packages are pinned to, and how pip is to look for newer ones.
+PINNED := constraints.txt
+UPGRADE :=
+
 .PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean \
 	dist wheel-check docs docs-venv
 
@@ -25,13 +29,13 @@ venv: $(STAMP)
 
 # torch comes first and alone: a package that wants torch must find it installed rather than choose one itself.
 # The stamp goes before anything else, so that a failed install is tried again, and comes back at the very end.
-$(STAMP): setup.py constraints.txt pyproject.toml
+$(STAMP): setup.py $(PINNED) pyproject.toml
 	@rm -f $(VENV)/.installed*
 	@$(PIP) --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV); the first time this takes some minutes ..."
-	@{ grep -v '^torch==' constraints.txt; echo "torch==$(TORCH)"; } > $(VENV)/constraints.txt
+	@{ grep -v '^torch==' $(PINNED); echo "torch==$(TORCH)"; } > $(VENV)/constraints.txt
 	@$(PIP) install --quiet -c $(VENV)/constraints.txt "torch==$(TORCH)"
-	@$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[megatron,plot,test]"
+	@$(PIP) install --quiet $(UPGRADE) -c $(VENV)/constraints.txt -e ".[megatron,plot,test]"
 	@touch $@
 
 lint: venv
@@ -56,16 +60,20 @@ test-versions:
 test-oldest:
 	@$(call suite_with,.venv-oldest,$(PYTHON_OLDEST),$(TORCH_OLDEST),PYTHON_OLDEST)
 
+# The newest of all packages that setup.py admits, whatever constraints.txt has; of torch, TORCH_NEWEST.
 test-newest:
-	@$(call suite_with,.venv-newest,$(PYTHON_NEWEST),$(TORCH_NEWEST),PYTHON_NEWEST)
+	@rm -f .venv-newest/.installed*
+	@$(call suite_with,.venv-newest,$(PYTHON_NEWEST),$(TORCH_NEWEST),PYTHON_NEWEST,$(NEWEST))
 
-# environment, interpreter, version of torch, the variable that names the interpreter
+NEWEST := PINNED=/dev/null UPGRADE='--upgrade --upgrade-strategy eager'
+
+# environment, interpreter, version of torch, the variable that names the interpreter, other variables of make
 define suite_with
 $(2) -c 'import sys' 2>/dev/null || { echo "no interpreter $(2) here: make test-versions $(4)=/path/to/python" >&2; exit 1; }; \
 now=$$($(2) -V); was=$$($(1)/bin/python -V 2>/dev/null || echo "$$now"); \
 test "$$was" = "$$now" || { echo "$(1) has $$was, $(4) is $$now: remove $(1), or name the other" >&2; exit 1; }; \
 echo "$$now, torch $(3)"; \
-$(MAKE) suite VENV=$(1) PYTHON=$(2) TORCH=$(3) PYTEST='$(1)/bin/pytest -rs'
+$(MAKE) suite VENV=$(1) PYTHON=$(2) TORCH=$(3) $(5) PYTEST='$(1)/bin/pytest -rs'
 endef
 
 test-full: lint

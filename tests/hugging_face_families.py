@@ -55,6 +55,7 @@ _INDEXED = _of(**_LATENT, **_ROUTED, index_n_heads=2, index_head_dim=8, index_to
 CONFIGS: dict[str, dict[str, Any]] = {
     "afmoe": _of(**_HEADS, **_WINDOW, **_MOE, num_dense_layers=1),
     "apertus": _of(),
+    "apertus1p5_text": _of(),
     "arcee": _of(),
     "bamba": _of(**_MAMBA, attn_layer_indices=[1]),
     "biogpt": dict(_OPT, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
@@ -75,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dots1": _of(**_HEADS, **_ROUTED),
     "ernie4_5": _of(**_HEADS),
     "ernie4_5_moe": _of(moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1),
+    "exaone": _of(),
     "exaone4": _of(**_WINDOW, **_HEADS, sliding_window_pattern=2),
     "exaone_moe": _of(**_HEADS, **_MOE, **_WINDOW),
     "falcon": {
@@ -115,6 +117,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kimi_linear": _of(
         **_LATENT, **_LOCAL, moe_intermediate_size=32, linear_head_dim=8, linear_num_heads=4,
         layer_types=["linear_attention", "full_attention"],
+    ),
+    "lara_mini": _of(
+        **_HEADS, **_LINEAR, **_MOE, **_WINDOW, num_hidden_layers=5, shared_expert_intermediate_size=32,
     ),
     "lfm2": _of(layer_types=["conv", "full_attention"]),
     "lfm2_moe": _of(layer_types=["conv", "full_attention"], num_dense_layers=1, **_MOE),
@@ -159,6 +164,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _of(**_HEADS, **_LINEAR, num_hidden_layers=4),
     "qwen3_moe": _of(**_HEADS, **_MOE),
     "qwen3_next": _of(**_HEADS, **_LINEAR, **_MOE, num_hidden_layers=4, shared_expert_intermediate_size=32),
+    "sarvam_mla": _of(**_LATENT, **_ROUTED),
+    "sarvam_moe": _of(**_HEADS, **_ROUTED),
     "seed_oss": _of(**_HEADS, residual_dropout=0.0),
     "smollm3": _of(),
     "stablelm": _of(),
@@ -174,13 +181,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 # Families whose attention is their own code, or reads masks: it gets the keys of all tokens so far from a cache.
 BY_CACHE = {
-    "bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "llama4_text", "mpt",
-    "xglm",
+    "bloom", "diffllama", "doge", "falcon", "gpt_neo", "gpt_neox_japanese", "llama4_text", "mpt", "xglm",
 }  # fmt: skip
 # Families some of whose layers carry a state from slice to slice.
 WITH_STATES = {
-    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "mamba2", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 }  # fmt: skip
 # Families that cannot compute in fp64 where the default dtype is fp32: their masks hold the least number of one of the
 # two, or their experts add one to the other.
@@ -195,6 +201,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "deepseek_v32": (_INDEXED, "its attention reads the mask itself"),
     "deepseek_v4": (_of(**_ROUTED), "Only those of one stream go from stage to stage"),
+    "dory": (
+        _of(**_HEADS, **_WINDOW, num_hidden_layers=4, n_input_layers=1, n_output_layers=1),
+        "its 4 decoder layers run 6 times",
+    ),
     "falcon_mamba": (_MAMBA1, "goes on from a state only with one token at a time"),
     "gemma3n_text": (
         _of(
@@ -206,6 +216,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gemma4_text, E2B": ({**_GEMMA4, "hidden_size_per_layer_input": 8}, "without providing `input_ids`"),
     "glm_moe_dsa": (_INDEXED, "its attention reads the mask itself"),
+    "inkling2_loop_text": (
+        _of(
+            **_HEADS, num_hidden_layers=4, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
+            sliding_window_size=4, unpadded_vocab_size=60, n_layers_per_attn_res_block=2, loop_layer_index_start=2,
+            loop_layer_index_end=4, loop_gate_rank=4, d_rel=4, rel_extent=8, n_routed_experts=4,
+            moe_intermediate_size=32, **_TOP2,
+        ),
+        "gets tuple",
+    ),
     "jamba": (
         _of(num_experts=4, **_TOP2, mamba_d_state=8, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1),
         "goes on from a state only with one token at a time",
@@ -245,13 +264,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 IS_4 = version("transformers").startswith("4.")
+NEWER = set[str]()
+BY_CACHE_BEFORE_5_24 = {"codegen", "gptj"}
+IS_BEFORE_5_24 = tuple(map(int, version("transformers").split(".")[:2])) < (5, 24)
+if IS_BEFORE_5_24:
+    BY_CACHE |= BY_CACHE_BEFORE_5_24
+    NEWER |= {
+        "apertus1p5_text", "dory", "exaone", "inkling2_loop_text", "lara_mini", "sarvam_mla", "sarvam_moe"
+    }  # fmt: skip
 if IS_4:  # 4.57
-    NEWER = {
+    NEWER |= {
         "afmoe", "cohere2_moe", "cwm", "deepseek_v32", "deepseek_v4", "exaone_moe", "gemma4_text", "gemma4_text, E2B",
         "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "lfm2_moe", "mimo_v2_flash", "minicpm3", "minimax_m2",
         "ministral3", "nanochat", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "zaya",
     }  # fmt: skip
-    CONFIGS, REFUSED = ({name: each[name] for name in each if name not in NEWER} for each in (CONFIGS, REFUSED))
+CONFIGS, REFUSED = ({name: each[name] for name in each if name not in NEWER} for each in (CONFIGS, REFUSED))
+WITH_STATES -= NEWER
+if IS_4:
     STATEFUL = WITH_STATES & set(CONFIGS) | {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba2"}
     for name in STATEFUL:
         fields = CONFIGS.pop(name) if name in CONFIGS else REFUSED[name][0]

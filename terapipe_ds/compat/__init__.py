@@ -6,6 +6,7 @@ from terapipe_ds.compat.hooks import require_transformers as require_transformer
 from terapipe_ds.compat.versions import TESTED_VERSIONS as TESTED_VERSIONS
 from terapipe_ds.compat.versions import CompatError as CompatError
 from terapipe_ds.compat.versions import MissingExtraError as MissingExtraError
+from terapipe_ds.compat.versions import cache_arguments as cache_arguments
 from terapipe_ds.compat.versions import has_apex as has_apex
 from terapipe_ds.compat.versions import has_flash_attn as has_flash_attn
 from terapipe_ds.compat.versions import has_megatron as has_megatron

@@ -19,13 +19,16 @@ from pathlib import Path
 logger = logging.getLogger("terapipe_ds")
 
 # Name of the distribution -> the version that all tests run with at every change, and to go back to if another fails.
-TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1", "transformers": "5.23.0"}
+TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1", "transformers": "5.24.0"}
 # Every version that passes all tests: torch at both ends and in between (`make test-versions`), the others exactly.
 # transformers 4.57.6 passes those of the families without recurrent layers.
 TESTED_RANGES = {
     "torch": ">=2.11,<2.16", "deepspeed": "==0.19.8", "megatron-core": "==0.16.1",
-    "transformers": "==5.23.0 or ==4.57.6"
+    "transformers": "==5.24.0 or ==5.23.0 or ==4.57.6"
 }  # fmt: skip
+# Since which version of transformers a model's forward takes its cache under which names, the newest first; the later
+# names are those of models that are not of transformers. In 5.23 `cache` is something else (XLM).
+CACHE_ARGUMENTS = {"5.24": ("cache", "past_key_values", "cache_params"), "4.57": ("past_key_values", "cache_params")}
 TESTED_PYTHONS = ("3.11", "3.12")
 _OPTIONAL = ("megatron-core", "transformers")
 
@@ -49,6 +52,14 @@ def version_of(name: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
+
+
+def cache_arguments(transformers: str) -> tuple[str, ...]:
+    """Return the names under which models take a cache in a version of transformers."""
+    from packaging.version import Version
+
+    release = Version(transformers).release
+    return next((names for since, names in CACHE_ARGUMENTS.items() if release >= Version(since).release), ())
 
 
 def is_there(module: str) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +70,9 @@ def test_another_version_gives_one_warning_with_the_tested_one(name: str, versio
 
 def test_several_versions_of_a_package() -> None:
     assert versions.check_versions({**TESTED, "transformers": "4.57.6"}, "3.11") == []
-    for version in ("4.57.5", "5.0.0", "5.24.0"):
+    for version in ("4.57.5", "5.0.0", "5.25.0"):
         (warning,) = versions.check_versions({**TESTED, "transformers": version}, "3.11")
-        assert "tested with (==5.23.0 or ==4.57.6)" in warning
+        assert "tested with (==5.24.0 or ==5.23.0 or ==4.57.6)" in warning
 
 
 def test_another_python_and_missing_packages() -> None:
@@ -233,3 +236,22 @@ def test_megatron_core_is_found_without_running_it(site: Path, monkeypatch: pyte
     versions.importlib.invalidate_caches()
     assert compat.has_megatron()
     assert not any(name.startswith("megatron.core") for name in sys.modules)
+
+
+def test_the_newest_versions_are_not_held_back() -> None:
+    """Of transformers, peft, pydantic and all others: none is pinned, and installed ones give way. Not so of torch."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+
+    def printed(*arguments: str) -> str:
+        run = subprocess.run(["make", "-n", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return run.stdout
+
+    newest = printed("test-newest", f"PYTHON_NEWEST={sys.executable}", "TORCH_NEWEST=2.99")
+    assert "rm -f .venv-newest/.installed" in newest  # newest is what is so today
+    (suite,) = re.findall(r"suite VENV=(.*) PYTEST=", newest)
+    installs = printed("venv", *shlex.split(f"VENV=nowhere/{suite}"))
+    assert "{ grep -v '^torch==' /dev/null; echo \"torch==2.99\"; }" in installs
+    assert re.search(r"install --quiet --upgrade --upgrade-strategy eager -c \S+ -e", installs)
+    pinned = printed("venv", "VENV=nowhere")
+    assert "grep -v '^torch==' constraints.txt" in pinned and "--upgrade" not in pinned
+    assert "`make test-newest`" in (ROOT / "docs/releasing.md").read_text()

@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as torch_dist
+import transformers
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from terapipe_ds import compat
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
-from terapipe_ds.models.hugging_face.pieces import Blueprint
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, check_config, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer
+from terapipe_ds.models.hugging_face.refusals import (
+    ModelRefusedError,
+    check_arguments,
+    check_config,
+    language_model_of,
+    refused_on_all_ranks,
+)
 from terapipe_ds.models.hugging_face.saving import PUBLISHER
+from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
 SMALL = 1024
@@ -63,6 +72,7 @@ def from_config(
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
     """
+    check_arguments(dtype, options)
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
     with refused_on_all_ranks():  # adapters may be in a folder
@@ -89,13 +99,15 @@ def from_pretrained(
     Args:
         folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
             peft writes them, whose config names the folder of the model. A model in memory, with adapters of peft or
-            without, is taken as well; then each rank has all of it.
+            without, is taken as well; then each rank has all of it. Its requires_grad, gradient checkpointing, dropout
+            and buffers are taken over, and any other change that was made to it is refused.
 
     The other arguments are those of `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
     """
+    check_arguments(dtype, options)
     options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
     if isinstance(folder, nn.Module):
         return _from_model(folder, dtype, adapter, seed, options)
@@ -123,20 +135,39 @@ def from_pretrained(
 def _from_model(
     model: PreTrainedModel | PeftModel, dtype: torch.dtype | None, adapter: Adapter, seed: int, options: dict[str, Any]
 ) -> HuggingFaceModule:
-    config, state, dtype = model.config, model.state_dict(), dtype or model.dtype
-    if hasattr(model, "peft_config"):
-        from terapipe_ds.models.hugging_face.weights.adapters import without_adapters  # peft takes seconds to import
+    # what the owner has changed, against a fresh model with such adapters; each rank has a model of its own
+    with refused_on_all_ranks():
+        base = language_model_of(model)
+        kept_dtype, has_adapters = dtype or base.dtype, base is not model
+        _check_not_quantized(base.config)
+        whole = fresh = model_without_weights(base.config, kept_dtype)
+        state = base.state_dict()
+        if has_adapters:
+            if adapter is not None:
+                raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
+            from terapipe_ds.models.hugging_face.weights import adapters as of_peft  # which takes seconds to import
 
-        if adapter is not None:
-            raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
-        state, adapter = without_adapters(model), model
-    with _family_named(config):
-        _check_not_quantized(config)
-        outline = Outline(model_without_weights(config, dtype))
-    outline.model.generation_config = model.generation_config
+            state, adapter = of_peft.without_adapters(model), model
+            whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
+        changes = changes_of(model, whole, dtype)
+        if (adapter is None or has_adapters) and not any(changes.requires_grad.values()):
+            raise ModelRefusedError(
+                "no parameter of the model requires a gradient, and nothing would be trained: call requires_grad_() on "
+                "some, or load adapters by PeftModel.from_pretrained(..., is_trainable=True)"
+            )
+    # the layers, of a fresh model with these changes
+    with _family_named(base.config):
+        changes.put_onto(fresh)
+        outline = Outline(fresh)
+    outline.model.generation_config = base.generation_config
     with refused_on_all_ranks():  # adapters may be in a folder
-        blueprint = Blueprint(outline, HeldWeights(state), _adapters(adapter, config, dtype, outline, seed))
-    with _family_named(config):
+        adapters = _adapters(adapter, base.config, kept_dtype, outline, seed)
+        if adapters is not None and has_adapters:
+            adapters.take_over(changes, keeps_dtypes=dtype is None)
+        blueprint = Blueprint(outline, HeldWeights(state, dtype), adapters)
+    if base.is_gradient_checkpointing:
+        options = {"activation_checkpoint_interval": 1} | options
+    with _family_named(base.config):
         return HuggingFaceModule(blueprint, **options)
 
 
@@ -147,7 +178,10 @@ def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Ad
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelRefusedError(f"{folder} is no folder: download the model first, and give the folder it is in")
+        raise ModelRefusedError(
+            f"{os.fspath(folder)!r} is no folder. If it is a name on the hub, download the model and give the folder: "
+            f"from_pretrained(huggingface_hub.snapshot_download({os.fspath(folder)!r}), ...)"
+        )
     if not (path / ADAPTER_CONFIG).is_file():
         return path, adapter
     if adapter is not None and not (
@@ -168,9 +202,10 @@ def _adapters(
 ) -> Adapters | None:
     if adapter is None:
         return None
-    from terapipe_ds.models.hugging_face.weights.adapters import Adapters  # peft takes seconds to import
+    from terapipe_ds.models.hugging_face.weights import adapters  # peft takes seconds to import
 
-    return Adapters(adapter, model_without_weights(config, dtype), outline, seed)
+    whole = adapters.with_adapters(adapter, model_without_weights(config, dtype))
+    return adapters.Adapters(adapter, whole, outline, seed)
 
 
 def _check_not_quantized(config: PretrainedConfig) -> None:
@@ -184,11 +219,31 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
     try:
         check_config(config)
         yield
-    except ModelRefusedError as error:
+    except (ModelRefusedError, AttributeError, ImportError, KeyError, TypeError) as error:
+        problem = _problem_of_version()
+        if problem:
+            raise ModelRefusedError(
+                f"transformers {transformers.__version__} differs from the versions that terapipe_ds knows, so that no "
+                f"model can be cut into stages, a Llama neither ({problem}): install "
+                f"transformers=={compat.TESTED_VERSIONS['transformers']}, or a newer terapipe_ds"
+            ) from error
+        if not isinstance(error, ModelRefusedError):
+            raise
         raise ModelRefusedError(
             f"{config.model_type} cannot be trained in stages and token slices: {error}. Write its layers as a "
             "PipelineModule (docs/models.md), or train it on one device"
         ) from error
+
+
+def _problem_of_version() -> str:
+    """Return why not even a tiny Llama can be cut, if so: then it is none of the family at hand."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    try:
+        outline = Outline(model_without_weights(transformers.LlamaConfig(**sizes, vocab_size=8), torch.float32))
+        DecoderLayer(Blueprint(outline, DrawnWeights(outline, 0)), 0).find_way()
+    except Exception as error:
+        return str(error) if isinstance(error, ModelRefusedError) else f"{type(error).__name__}: {error}"
+    return ""
 
 
 def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:

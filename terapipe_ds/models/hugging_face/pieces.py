@@ -31,7 +31,9 @@ TIED = "embedding"  # the key of the tied layers
 
 
 class Adapters(Protocol):
-    """What is put beside frozen weights."""
+    """What is put beside frozen weights; `beside` are the weights that are trained nevertheless."""
+
+    beside: list[str]
 
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module with its weights frozen, and with what is trained."""

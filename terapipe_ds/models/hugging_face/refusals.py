@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+import inspect
+import re
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as torch_dist
 import transformers
+from deepspeed.pipe import PipelineModule
+from torch import nn
 from transformers import cache_utils
 
 from terapipe_ds import compat
@@ -16,6 +22,17 @@ T = TypeVar("T")
 
 # Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Arguments of transformers, and what takes their place.
+_INSTEAD = {
+    "torch_dtype": "give dtype=, a dtype of torch",
+    "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
+    "trust_remote_code": "code of a hub is not run: AutoModelForCausalLM.register its class, and give a model of it",
+    "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
+    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes it",
+    "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
+        "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
+    ),
+}
 
 
 class ModelRefusedError(ValueError):
@@ -48,8 +65,52 @@ def refused_on_all_ranks() -> Iterator[None]:
         raise ModelRefusedError(next(filter(None, problems))) from own
 
 
+def check_arguments(dtype: object, options: Collection[str]) -> None:
+    """Raise TypeError for arguments of `from_config` and `from_pretrained` that nobody takes, with what to give."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype={dtype!r} is no floating dtype of torch: give torch.bfloat16 or the like, or leave it out, which "
+            "takes that of the config or of the model in memory"
+        )
+    known = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
+    known |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(known))}"
+            advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
+            raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
+
+
+def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
+    """Return the causal language model of transformers that is `model`, or has its adapters; refuse any other."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    if not isinstance(base, transformers.PreTrainedModel):
+        raise ModelRefusedError(
+            f"a {type(model).__name__} is no model of transformers: give what AutoModelForCausalLM makes (without "
+            "what torch.compile or data parallelism puts around it), or write a PipelineModule (docs/models.md)"
+        )
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(base.config), None)
+    if type(base) is not family:
+        config, wanted = type(base.config).__name__, "none" if family is None else family.__name__
+        raise ModelRefusedError(
+            f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: give that one. "
+            f"A class of your own is it after AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
+        )
+    if base.device.type == "meta":
+        raise ModelRefusedError("its weights are on the device meta, without values: give the folder that has them")
+    if base is model and getattr(model, "peft_config", None):
+        raise ModelRefusedError("its adapters are by add_adapter: make them by peft's get_peft_model(model, config)")
+    return base
+
+
 def check_config(config: Any) -> None:
     """Raise ModelRefusedError where the config alone shows that the model cannot be trained in slices."""
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise TypeError(
+            f"a {type(config).__name__} is no config of transformers: AutoConfig.from_pretrained reads one; a folder "
+            "with weights goes to from_pretrained"
+        )
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ModelRefusedError(
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
@@ -62,6 +123,9 @@ def check_config(config: Any) -> None:
             "next. Set it to 0"
         )
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
+    if family is None or other:
+        raise ModelRefusedError(f"it is {f'a {other[0]}' if other else 'none'} and no causal language model")
     if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
         raise ModelRefusedError(
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "

@@ -62,12 +62,17 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     added to its weights.
 
     Raises:
-        ValueError: `merge`, and the model has no adapters.
+        ValueError: `merge`, and the model has no adapters; or without it, and weights beside the adapters are trained.
         SavingError: on all ranks, with what each of them could not do.
     """
     module, adapters = engine.module, engine.module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
+    if adapters is not None and adapters.beside and not merge:
+        raise ValueError(
+            f"{named(adapters.beside)} of the model are trained beside the adapters, whose files have no place "
+            "for them: give merge=True, which writes the whole model"
+        )
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:

@@ -67,7 +67,7 @@ def test_missing_and_untested_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_versions(monkeypatch, peft=None, transformers="5.23.0", safetensors="0.8.0", megatron_core="0.9.0")
+    with_versions(monkeypatch, peft=None, transformers="5.24.0", safetensors="0.8.0", megatron_core="0.9.0")
     verdict, text, fix = one(installation.extras, "hf")
     assert (verdict, fix) == ("note", "pip install 'terapipe_ds[hf]'") and "not installed: peft; transformers" in text
     verdict, text, _ = one(installation.extras, "megatron")

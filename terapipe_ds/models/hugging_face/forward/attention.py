@@ -24,7 +24,7 @@ _FAR = 2**40  # a place that no sequence reaches
 
 # What models hand to their attention besides what it computes from: none of it changes the result here.
 _NAMES_WITHOUT_EFFECT = """
-    position_ids position_embeddings use_cache cache_position past_key_values past_key_value output_attentions
+    position_ids position_embeddings use_cache cache cache_position past_key_values past_key_value output_attentions
     output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training
 """
 _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())

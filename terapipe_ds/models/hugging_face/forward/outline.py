@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
+from terapipe_ds import compat
 from terapipe_ds.models.hugging_face.forward.attention import NAME
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -93,7 +94,7 @@ class Outline:
         ModelRefusedError: the forward is not a list of decoder layers that hand on their hidden states alone.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
         self.tied = _tied_matrix(model)
@@ -109,10 +110,9 @@ class Outline:
         if left := [name for name, _ in model.named_parameters()]:
             raise ModelRefusedError(f"it has parameters beside those of its layers ({', '.join(left)})")
         parameters = inspect.signature(type(model).forward).parameters
-        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
-        if not names:
+        self._cache_name = next(filter(parameters.get, compat.cache_arguments(transformers.__version__)), "")
+        if not self._cache_name:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
-        self._cache_name = names[0]
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
@@ -223,7 +223,9 @@ class Outline:
             before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
             after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
             unknown = {*self._others, head} - {*before, *after, head}
-            if unknown or set(before) & set(after) or calls.count("") != len(self.layers):
+            if (runs := calls.count("")) > len(self.layers):
+                raise ModelRefusedError(f"its {len(self.layers)} decoder layers run {runs} times in a forward")
+            if unknown or set(before) & set(after) or runs != len(self.layers):
                 raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
             return before, after, head
         refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
@@ -302,7 +304,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     return all(not a.requires_grad and torch.equal(a, b) for a, b in pairs if torch.is_tensor(a) and torch.is_tensor(b))
 
 
-def _tied_matrix(model: PreTrainedModel) -> nn.Parameter | None:
+def _tied_matrix(model: transformers.PreTrainedModel) -> nn.Parameter | None:
     """Return the weights of the embedding where these are the output matrix as well."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding is None or head.weight is not embedding.weight:
@@ -322,11 +324,10 @@ def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter |
 
 def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder layers and its name."""
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    fitting = [(name, each) for name, each in lists if len(each) == number]
-    if not fitting:
-        raise ModelRefusedError(f"it has no list of {number} decoder layers")
-    return fitting[0]
+    for name, each in model.named_modules():
+        if isinstance(each, nn.ModuleList) and len(each) == number:
+            return name, each
+    raise ModelRefusedError(f"it has no list of {number} decoder layers")
 
 
 def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

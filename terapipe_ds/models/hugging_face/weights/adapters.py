@@ -18,12 +18,25 @@ from transformers import PreTrainedModel
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
+from terapipe_ds.models.hugging_face.weights.in_memory import Changes
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
 _IN_PEFT = "base_model.model."  # what peft writes before the name of a module
 _INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights beside which adapters are trained
+# Options of LoraConfig: those that stages serve, and for some of the others what to give instead.
+_SERVED = """
+    alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules fan_in_fan_out
+    inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout
+    megatron_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision
+    runtime_config target_modules target_parameters task_type use_dora use_qalora use_rslora
+"""
+_INSTEAD = {
+    "trainable_token_indices": 'trains some rows of the embedding: train all, by modules_to_save=["embed_tokens"]',
+    "layer_replication": "has other layers than the config of the model: save a model that has them, and give that",
+    "alora_invocation_tokens": "looks for tokens, and stages have hidden states: leave it out",
+}
 
 
 class Adapters:
@@ -34,35 +47,21 @@ class Adapters:
 
     Args:
         given: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained on.
-        model: the model with parameters on the device "meta"; it is changed.
-        outline: which modules of it have weights.
+        whole: the model with such adapters, as `with_adapters` makes it.
+        outline: which modules of the model have weights.
 
     Raises:
-        ModelRefusedError: no module has such a name; what is asked for does not end at a module of a stage, or cannot
-            be saved; or the folder has other adapters than its config says.
+        ModelRefusedError: what is asked for does not end at a module of a stage, or cannot be saved; or the folder has
+            other adapters than its config says.
     """
 
     def __init__(
-        self,
-        given: LoraConfig | PeftModel | str | os.PathLike[str],
-        model: PreTrainedModel,
-        outline: Outline,
-        seed: int,
+        self, given: LoraConfig | PeftModel | str | os.PathLike[str], whole: PeftModel, outline: Outline, seed: int
     ) -> None:
         self._outline, self._seed = outline, seed
-        config = _config_of(given)
-        if not isinstance(config, LoraConfig):
-            raise ModelRefusedError(f"adapters are those of LoraConfig, and not of {type(config).__name__}")
-        if config.init_lora_weights not in _INITIAL:
-            raise ModelRefusedError(
-                f"init_lora_weights {config.init_lora_weights!r} changes the weights that are not saved: give True"
-            )
-        self.config = copy.deepcopy(config)
-        self.config.inference_mode = False  # as saved adapters have it
-        try:
-            whole = get_peft_model(model, self.config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
-        except ValueError as error:
-            raise ModelRefusedError(str(error)) from error
+        self._changes, self._keeps_dtypes = Changes(), False
+        self.beside: list[str] = []
+        self.config = whole.peft_config[_NAME]
         key_of = {id(value): key.removeprefix(_IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
@@ -79,6 +78,11 @@ class Adapters:
             )
         self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
 
+    def take_over(self, changes: Changes, keeps_dtypes: bool) -> None:
+        """Let the adapters, and what is beside them, be as the owner of a model in memory has set them."""
+        self._changes, self._keeps_dtypes = changes, keeps_dtypes
+        self.beside = [name for name, is_on in changes.requires_grad.items() if is_on and name not in self._saved_as]
+
     def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {key: value.shape for key, value in stored.items()}
         differ = sorted({key for key, _ in shapes.items() ^ self._shapes.items()})
@@ -93,6 +97,7 @@ class Adapters:
         """Return the module with frozen weights, and with adapters where the config names some of it."""
         module.requires_grad_(False)
         if name not in self._owners:
+            self._changes.put_onto(module, name)
             return module
         whole = module
         for part in reversed(name.split(".")):  # so that its parts have the names that the config speaks of
@@ -110,7 +115,9 @@ class Adapters:
             if parameter.requires_grad != (f"{name}.{key}" in self._trained):
                 raise ModelRefusedError(f"peft trains other weights of {name} alone than of it in the model ({key})")
             if parameter.requires_grad and self._stored is not None:
-                parameter.data.copy_(self._stored[self._saved_as[f"{name}.{key}"]])
+                stored = self._stored[self._saved_as[f"{name}.{key}"]]
+                parameter.data = stored.to("cpu", stored.dtype if self._keeps_dtypes else parameter.dtype, copy=True)
+        self._changes.put_onto(injected, name)
         return injected
 
     def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -133,6 +140,33 @@ class Adapters:
         config.save_pretrained(folder)
 
 
+def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:
+    """Put adapters without values into a model on the device "meta", as peft does.
+
+    Raises ModelRefusedError where no module has such a name, or where stages do not serve such adapters.
+    """
+    config = copy.deepcopy(_config_of(given))
+    if config.peft_type != "LORA":
+        raise ModelRefusedError(
+            f"adapters are those of LoraConfig, and not of {type(config).__name__}, which peft trains by code of its "
+            "own for whole models: give LoraConfig, or a model that they are merged into"
+        )
+    if config.init_lora_weights not in _INITIAL:
+        raise ModelRefusedError(
+            f"init_lora_weights {config.init_lora_weights!r} changes the weights that are not saved: give True"
+        )
+    plain = vars(LoraConfig())
+    for name in sorted(vars(config).keys() - {*_SERVED.split()}):
+        value = getattr(config, name)
+        if value != plain.get(name):
+            raise ModelRefusedError(f"LoraConfig({name}={value!r}) {_INSTEAD.get(name, 'is not served: leave it out')}")
+    config.inference_mode = False  # as saved adapters have it
+    try:
+        return get_peft_model(model, config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
+    except ValueError as error:
+        raise ModelRefusedError(str(error)) from error
+
+
 def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
     if isinstance(given, PeftModel):
         if list(given.peft_config) != [_NAME]:
@@ -140,7 +174,16 @@ def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftCo
         if any(isinstance(each, BaseTunerLayer) and each.merged for each in given.modules()):
             raise ModelRefusedError("its adapters are merged into its weights: call model.unmerge_adapter() before")
         return given.peft_config[_NAME]
-    return given if isinstance(given, PeftConfig) else PeftConfig.from_pretrained(os.fspath(given))
+    if isinstance(given, PeftConfig):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise ModelRefusedError(f"adapters are a LoraConfig or a folder of peft, not a {type(given).__name__}")
+    if not (Path(given) / ADAPTER_CONFIG).is_file():
+        raise ModelRefusedError(
+            f"adapter={os.fspath(given)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download it "
+            f"and give the folder: huggingface_hub.snapshot_download({os.fspath(given)!r})"
+        )
+    return PeftConfig.from_pretrained(os.fspath(given))
 
 
 def _tensors_of(given: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:

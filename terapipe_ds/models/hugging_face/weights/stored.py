@@ -161,16 +161,17 @@ class StoredWeights:
 
 
 class HeldWeights:
-    """The weights of a model in memory, by their keys in its state dict. Values are copied."""
+    """The weights of a model in memory, by their keys in its state dict. Values are copied, in a dtype or their own."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._state = state
+    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        self._state, self._dtype = state, dtype
 
     @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
         """Copy the parameters and saved buffers; see `Weights`."""
         for key, value in module.state_dict(keep_vars=True).items():
-            value.copy_(self._state[f"{name}.{key}"])
+            held = self._state[f"{name}.{key}"].detach()
+            value.data = held.to(value.device, held.dtype if self._dtype is None else value.dtype, copy=True)
 
 
 class _Header(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from terapipe_ds.models.hugging_face.module import to_tuple
 from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
-from tests.hugging_face_families import config_of
+from tests.hugging_face_families import IS_4, config_of
 from tests.unit.models.hugging_face.sliced_model import (
     Pipeline,
     drawn_batch,
@@ -60,6 +60,7 @@ def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, m
     assert 1 <= graphs.count <= most
 
 
+@pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
 def test_a_layer_with_states_runs_as_it_is() -> None:
     pipeline = Pipeline(config_of("mamba2"))
     assert not [part for piece in pipeline.pieces for part in compiled_parts(piece)]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+from transformers import AutoModelForCausalLM
+
 from terapipe_ds.models.hugging_face import ModelRefusedError
+from terapipe_ds.models.hugging_face.create import model_without_weights
+from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
 from tests.unit.models.hugging_face.sliced_model import (
@@ -22,7 +29,7 @@ from tests.unit.models.hugging_face.sliced_model import (
 FP32_INSIDE = 1e-6
 # The models themselves are farther than that from the exact gradients: those of decays go through exponentials of sums
 # of fp32 numbers. In 4.57 some of Apertus's parameters are bf16, whatever the model is.
-ROUGH = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"} | ({"apertus"} if IS_4 else set())
+ROUGH = {"lara_mini", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"} | ({"apertus"} if IS_4 else set())
 
 
 @pytest.mark.sample(10)
@@ -40,6 +47,24 @@ def test_a_family_trains_in_slices_as_a_whole(family: str) -> None:
     else:
         assert row.as_it_computes is None or row.as_it_computes <= FP32_INSIDE
     assert documented()[family].startswith(row.way)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_that_nobody_has_changed_is_not_refused(family: str, tmp_path: Path) -> None:
+    """As its class makes it, as it is read from a folder, and after a step and a generation."""
+    model = AutoModelForCausalLM.from_config(config_of(family))
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(3, 60, (1, 8))
+    used = AutoModelForCausalLM.from_pretrained(tmp_path)
+    used(tokens, labels=tokens).loss.backward()
+    used.generate(tokens, max_new_tokens=2, do_sample=False)
+    with contextlib.suppress(ValueError, IndexError):  # mamba2 of transformers has no such outputs
+        used(tokens, output_hidden_states=True, use_cache=False)
+    if used.supports_gradient_checkpointing:
+        used.gradient_checkpointing_enable()
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path), used):
+        assert not changes_of(each, model_without_weights(each.config, each.dtype), None).values
 
 
 def test_the_document_has_all_families() -> None:

@@ -30,7 +30,7 @@ from tests.unit.models.hugging_face.sliced_model import (
     whole_model,
 )
 
-MIXING = {*BY_CACHE, *WITH_STATES}  # the documents of packed rows
+MIXING = {*BY_CACHE, *WITH_STATES} & CONFIGS.keys()  # the documents of packed rows
 needs_states = pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
 
 # -- batches

@@ -1,0 +1,203 @@
+"""Find what the owner of a model in memory has changed on it since transformers built it.
+
+Stages run a fresh model of the same config. What `Changes` holds is set on that one too; any other change is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from terapipe_ds.messages import show_value
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+
+Difference = tuple[str, str]  # the name of a module or tensor, and what is different
+_NAMED = 5  # differences that a message names
+_IN_PEFT = "base_model.model."  # what peft writes before the name of a module
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_HOOKS = [name for name in _OF_EVERY_MODULE if name.endswith("_hooks")]
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# Models that compute alike differ in these, or they are looked at by themselves. So they do in what transformers notes
+# on a whole model under names with an underscore, but for functions.
+_BOOKKEEPING = """
+    _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
+    hf_device_map model_tags name_or_path peft_config vocab_size warnings_issued
+"""
+_NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
+# Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody asks for.
+_WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
+
+
+@dataclass
+class Changes:
+    """What the owner has set on a model: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
+
+    The latter are by the names of a module and its attribute.
+    """
+
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
+
+    def put_onto(self, module: nn.Module, name: str = "") -> None:
+        """Set them on the module that has this name in the model; the model itself has none."""
+        for inner, each in module.named_modules(prefix=name):
+            for attribute, value in self.values.get(inner, {}).items():
+                setattr(each, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
+        for key, parameter in module.named_parameters(prefix=name):
+            parameter.requires_grad_(self.requires_grad.get(key, parameter.requires_grad))
+
+
+def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) -> Changes:
+    """Return what is set on a model and not on `fresh`, made of the same config, in `dtype` where one was asked for.
+
+    Raises ModelRefusedError where something else is different, by name.
+    """
+    changes = Changes()
+    differences = [*_of_modules(changes, dtype, "", model, fresh), *_of_checkpointing(model)]
+    differences = differences or list(_of_ties(model, fresh))
+    if differences:
+        raise ModelRefusedError(
+            f"the {type(model).__name__} in memory is not what transformers makes of its config: "
+            f"{_summary(differences)}. Stages run a fresh model of the config with the weights, buffers, dropout, "
+            "requires_grad, gradient checkpointing and adapters of yours, and nothing else: let the config say it, "
+            "undo it, or write the layers as a PipelineModule (docs/models.md)"
+        )
+    return changes
+
+
+def _of_modules(
+    changes: Changes, dtype: torch.dtype | None, name: str, ours: nn.Module, fresh: nn.Module
+) -> Iterator[Difference]:
+    """Yield where two modules differ, the outermost of each branch; note in `changes` what may."""
+    if isinstance(ours, nn.ModuleList) and isinstance(fresh, nn.ModuleList) and len(ours) != len(fresh):
+        yield name, f"has {len(ours)} layers, in a fresh model {len(fresh)}"
+        return
+    prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(_IN_PEFT)
+    for key in sorted(facts.keys() | others.keys()):
+        one, other = facts.get(key), others.get(key)
+        if _form(one) == _form(other):
+            continue
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
+            changes.values[inner][key] = one if dtype is None else one.to(other.dtype)
+        elif isinstance(one, int | float | None) and _is_carried(ours, key):
+            changes.values[inner][key] = one
+        else:
+            yield f"{prefix}{key}", f"is {_shown(one)}, in a fresh model {_shown(other)}"
+    changes.requires_grad |= {key: p.requires_grad for key, p in ours.named_parameters(inner, recurse=False)}
+    for key, child in ours.named_children():
+        if type(child) is type(fresh._modules.get(key)):
+            yield from _of_modules(changes, dtype, f"{prefix}{key}", child, fresh.get_submodule(key))
+
+
+def _facts(module: nn.Module) -> dict[str, object]:
+    """Return what a module is, by names: attributes, buffers, kinds of parameters and of children, hooks."""
+    own, passed_over = vars(module), {*_OF_EVERY_MODULE, *_BOOKKEEPING.split()}
+    if isinstance(module, PreTrainedModel):
+        passed_over |= {key for key, value in own.items() if key.startswith("_") and not callable(value)}
+    # 4.57 puts the methods of a class back so, after a forward
+    passed_over |= {
+        key for key, value in own.items() if getattr(value, "__func__", own) is getattr(type(module), key, 0)
+    }
+    hooks = [hook for name in _HOOKS for hook in own[name].values()]
+    parameters = {key: each for key, each in module._parameters.items() if each is not None}
+    return {
+        **{key: value for key, value in own.items() if key not in passed_over},
+        **module._buffers,
+        **{key: [type(each).__name__, *each.shape] for key, each in parameters.items()},
+        **{key: type(each) for key, each in module.named_children()},
+        "(buffers that are not saved)": sorted(own["_non_persistent_buffers_set"]),
+        "(hooks)": [_shown(hook) for hook in hooks if getattr(hook, "__name__", "") not in _WITHOUT_EFFECT],
+        "(hooks of parameters)": [
+            key for key, each in parameters.items() if any(map(each.__getattribute__, _OF_TENSORS))
+        ],
+    }
+
+
+def _is_carried(module: nn.Module, key: str) -> bool:
+    """Return whether a number is that of a dropout, or the token whose embedding gets no gradient."""
+    is_dropout = ("drop" in key and key != "layerdrop") or (key == "p" and "Dropout" in type(module).__name__)
+    return is_dropout or key == "padding_idx"
+
+
+def _form(value: object) -> object:
+    """Return what is equal for values that let a module compute alike."""
+    for kind, form in _FORMS:
+        if isinstance(value, kind):
+            return form(value)
+    is_plain = type(value).__eq__ is not object.__eq__ or callable(value) or not hasattr(value, "__dict__")
+    return type(value), value if is_plain else _form(vars(value))
+
+
+_FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
+    (nn.Module, type),  # what is in it is looked at where it is a child
+    (torch.device, type),
+    (
+        Tensor,
+        lambda x: (
+            x.dtype,
+            x.shape,
+            x.is_meta or x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes(),
+        ),
+    ),
+    (PretrainedConfig, lambda x: _form(x.to_dict())),
+    (types.MethodType, lambda x: x.__func__),
+    (functools.partial, lambda x: [_form(x.func), _form(x.args), _form(x.keywords)]),
+    (Mapping, lambda x: {key: _form(each) for key, each in x.items() if key not in _NOT_COMPUTED}),
+    (list | tuple, lambda x: [_form(each) for each in x]),
+)  # type: ignore[assignment]
+
+
+def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
+    """Yield what `activation_checkpoint_interval`, which computes each decoder layer again, does not do."""
+    asked = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    on = [module for module in asked if module.gradient_checkpointing]
+    if len(on) not in (0, len(asked)):
+        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and can be in all or none"
+    for function in {getattr(module, "_gradient_checkpointing_func", checkpoint) for module in on}:
+        options = {k: v for k, v in getattr(function, "keywords", {}).items() if k != "use_reentrant"}
+        if getattr(function, "func", function) is not checkpoint or options:
+            yield "gradient checkpointing", f"is by {_shown(getattr(function, 'func', function))} with {options}"
+
+
+def _of_ties(model: nn.Module, fresh: nn.Module) -> Iterator[Difference]:
+    """Yield which parameters are one tensor in one of the models alone."""
+    ours, expected = _tied(model), _tied(fresh)
+    for names in sorted(ours ^ expected):
+        where = "in memory, and not in a fresh model" if names in ours else "in a fresh model, and not in memory"
+        yield " and ".join(names), f"are one tensor {where} (tie_word_embeddings in the config ties those of tokens)"
+
+
+def _tied(model: nn.Module) -> set[tuple[str, ...]]:
+    owners: dict[object, list[str]] = defaultdict(list)
+    for name, each in model.named_parameters(remove_duplicate=False):
+        has_memory = each.numel() > 0 and not each.is_meta
+        owners[(each.untyped_storage().data_ptr(), each.storage_offset()) if has_memory else id(each)].append(name)
+    return {tuple(names) for names in owners.values() if len(names) > 1}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    name = "missing" if value is None else getattr(value, "__qualname__", None)
+    return name or show_value(value)
+
+
+def _summary(differences: Sequence[Difference]) -> str:
+    """Return some differences in words, with those of all layers in one."""
+    grouped: dict[Difference, list[str]] = defaultdict(list)
+    for name, text in differences:
+        grouped[re.sub(r"\b\d+\b", "*", name), text].append(name.removeprefix(_IN_PEFT))
+    lines = [
+        f"{names[0]}{f' (and {len(names) - 1} like it)' if len(names) > 1 else ''} {text}"
+        for (_, text), names in grouped.items()
+    ]
+    return "; ".join(lines[:_NAMED]) + (f"; and {len(lines) - _NAMED} others" if len(lines) > _NAMED else "")

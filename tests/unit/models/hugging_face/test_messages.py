@@ -1,0 +1,135 @@
+"""What is refused in words: arguments, kinds of models, names that are no folders, and versions of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+import torch
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, T5Config
+from transformers import __version__ as installed
+
+import terapipe_ds
+from terapipe_ds import compat
+from terapipe_ds.models.hugging_face import ModelRefusedError
+from terapipe_ds.models.hugging_face.create import _family_named, model_without_weights
+from terapipe_ds.models.hugging_face.forward.outline import Outline
+from terapipe_ds.models.hugging_face.refusals import check_config, language_model_of
+from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
+from tests.hugging_face_families import config_of
+
+
+@pytest.mark.parametrize("make", [terapipe_ds.from_config, terapipe_ds.from_pretrained], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"torch_dtype": torch.bfloat16}, "torch_dtype is no argument of from_pretrained or from_config: give dtype="),
+        ({"attn_implementation": "sdpa"}, "leave it out: sliced_attention"),
+        ({"device_map": "auto"}, "DeepSpeed gives each rank its device"),
+        ({"quantization_config": None}, "not trained quantized"),
+        ({"load_in_4bit": True}, "not trained quantized"),
+        ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
+        ({"revision": "main"}, "snapshot_download"),
+        ({"num_stage": 2}, "did you mean num_stages?"),
+        ({"xyz": 2}, "known are .*activation_checkpoint_interval.*topology"),
+        ({"dtype": "auto"}, "dtype='auto' is no floating dtype of torch.*leave it out"),
+        ({"dtype": "bfloat16"}, "give torch.bfloat16"),
+        ({"dtype": torch.int8}, "no floating dtype"),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+)
+def test_arguments_that_nobody_takes(make: Callable[..., Any], arguments: dict[str, Any], remedy: str) -> None:
+    """Before anything is read or built, so that they need neither a folder nor other ranks."""
+    with pytest.raises(TypeError, match=remedy):
+        make("somewhere", **arguments)
+
+
+def test_arguments_of_pipeline_modules_are_taken() -> None:
+    """As far as the config, which is none."""
+    with pytest.raises(TypeError, match="a str is no config of transformers"):
+        terapipe_ds.from_config("gpt2", activation_checkpoint_interval=1, seed_layers=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=10), "LoraConfig, and not of AdaLoraConfig"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "LoraConfig, and not of IA3Config"),
+        (PromptTuningConfig(num_virtual_tokens=2), "LoraConfig, and not of PromptTuningConfig"),
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]), 'modules_to_save=."embed_tokens"'),
+        (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]), "save a model that has them"),
+        (LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "alora_invocation_tokens=.*leave it out"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
+        ({"r": 4}, "a LoraConfig or a folder of peft, not a dict"),
+        ("somebody/adapters", r"no folder with adapter_config.*snapshot_download\('somebody/adapters'\)"),
+    ],
+    ids=lambda each: "",
+)
+def test_adapters_that_stages_do_not_hold(config: Any, says: str) -> None:
+    with pytest.raises(ModelRefusedError, match=says):
+        with_adapters(config, model_without_weights(config_of("llama"), None))
+
+
+def test_every_option_of_adapters_is_served_or_refused() -> None:
+    """One that peft adds later is refused where it is set."""
+    config = LoraConfig(target_modules=["q_proj"])
+    config.brand_new = 3  # type: ignore[attr-defined]
+    with pytest.raises(ModelRefusedError, match=r"LoraConfig\(brand_new=3\) is not served: leave it out"):
+        with_adapters(config, model_without_weights(config_of("llama"), None))
+
+
+def test_other_kinds_of_models() -> None:
+    model = AutoModelForSequenceClassification.from_config(config_of("llama"))
+    with pytest.raises(ModelRefusedError, match="LlamaForSequenceClassification is not .*which is LlamaForCausalLM"):
+        language_model_of(model)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_config(config_of("llama")), LoraConfig(target_modules=["q_proj"])
+    )
+    assert type(language_model_of(adapted)) is LlamaForCausalLM
+    config = config_of("llama")
+    config.architectures = ["LlamaForSequenceClassification"]  # of a folder
+    with pytest.raises(ModelRefusedError, match="is a LlamaForSequenceClassification and no causal language model"):
+        check_config(config)
+    with pytest.raises(ModelRefusedError, match="t5 cannot be trained in stages.*it is none and no causal"):
+        terapipe_ds.from_config(T5Config())
+
+
+# -- versions of transformers
+
+
+def test_the_cache_argument_of_each_version() -> None:
+    for version, name in (("4.57.6", "past_key_values"), ("5.23.0", "past_key_values"), ("5.24.0.dev0", "cache")):
+        assert compat.cache_arguments(version)[0] == name
+    assert compat.cache_arguments("6.1")[0] == "cache"
+    assert "cache" not in compat.cache_arguments("5.23.0")  # XLM has another thing of that name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_version_with_another_name_is_blamed_and_no_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terapipe_ds.compat.versions.CACHE_ARGUMENTS", {"4.57": ("a_name_of_later",)})
+    config = config_of(family)
+    says = (
+        f"transformers {installed} differs from the versions .* transformers=={compat.TESTED_VERSIONS['transformers']}"
+    )
+    with pytest.raises(ModelRefusedError, match=says) as raised, _family_named(config):
+        Outline(model_without_weights(config, None))
+    assert "PipelineModule" not in str(raised.value)
+
+
+def test_a_change_of_another_kind_is_blamed_on_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("terapipe_ds.models.hugging_face.forward.cache._Layer.get_mask_sizes")
+    with pytest.raises(ModelRefusedError, match=f"transformers {installed} differs"), _family_named(config_of("gemma")):
+        Outline(model_without_weights(config_of("gemma"), None))
+
+
+def test_a_family_that_cannot_run_is_not_blamed_on_the_version() -> None:
+    with (
+        pytest.raises(ModelRefusedError, match="ctrl cannot be trained.*PipelineModule"),
+        _family_named(config_of("ctrl")),
+    ):
+        Outline(model_without_weights(config_of("ctrl"), None))

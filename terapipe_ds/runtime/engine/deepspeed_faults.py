@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -90,6 +91,17 @@ def count_nothing_as_zero(optimizer: Any) -> None:
         return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def steps_between_prints(engine: PipelineEngine) -> int | None:
+    """Return the config's `steps_per_print`, and a number for the timers, whose steps DeepSpeed divides by it unasked.
+
+    It is 1 where `wall_clock_breakdown` is set, so that the times are seen; the flops profiler alone prints no times.
+    """
+    steps = engine._config.steps_per_print
+    if steps or not engine.wall_clock_breakdown():
+        return steps or None
+    return 1 if engine._config._param_dict.get("wall_clock_breakdown") else sys.maxsize
 
 
 def missing_loss_scale(optimizer: Any) -> float:

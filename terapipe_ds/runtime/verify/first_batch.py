@@ -35,7 +35,8 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later, reported_so_far
-from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
+from terapipe_ds.runtime.verify.named_layer import layers_of
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")

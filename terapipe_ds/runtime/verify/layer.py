@@ -78,7 +78,7 @@ class LayerCheck:
     unable: list[str] = field(default_factory=list)  # what torch has no operator to compare with
     is_running: bool = False  # the layer itself, or its backward
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
-    _expected: _Gradients | None = None  # of the whole sequence
+    expected: _Gradients | None = None  # of the whole sequence
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
     _largest: float = 0.0  # number in the gradients of the first comparison
@@ -90,8 +90,8 @@ class LayerCheck:
         that is left is a loss that it adds itself, and which may be too small to show beside others. If that agrees, it
         is compared on large gradients as well, which that code may clip.
         """
-        self._keep()
-        difference = self._compare()
+        self.keep()
+        difference = self.compare_all()
         if difference is not None and self.with_gradients:
             difference = self._beyond_rounding(difference)
         outputs_differ = difference is not None and difference.what.startswith("output")
@@ -100,7 +100,7 @@ class LayerCheck:
         self.adds_loss = (added := self._compare_again(0.0)) is not None
         return added or difference or self._compare_again(_LARGE_FP16 if torch.float16 in self._dtypes(()) else _LARGE)
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
 
     def _beyond_rounding(self, difference: Difference) -> Difference | None:
@@ -109,13 +109,13 @@ class LayerCheck:
     def _compare_again(self, scale: float) -> Difference | None:
         self._begin_anew()
         self.scale, self.outputs, self.faults, self.counters, self.unable = scale, None, [], [], []
-        return self._compare()
+        return self.compare_all()
 
-    def _compare(self) -> Difference | None:
+    def compare_all(self) -> Difference | None:
         """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
         ranks, before = self.slicing.ranks, self._kept.values()
         whole, drawn, gradients, expected = self._whole()
-        self._expected = expected
+        self.expected = expected
         of_whole = self._kept.values()
         self._begin_anew()
         parts, drawn_by_slices = self._forwards(self.slicing)

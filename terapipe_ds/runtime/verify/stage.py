@@ -19,8 +19,8 @@ from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
-from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
+from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
@@ -149,6 +149,7 @@ class StageCheck:
                 if self._is_uncut:
                     outputs = given
                 else:
+                    self.found.num_layers += len(together) - 1
                     together.clear()
         if self._is_uncut and together:
             self.found.notes.append(f"{chained(together)}: not compared: the part ends with tensors that are not cut")

@@ -111,3 +111,9 @@ def missing_loss_scale(optimizer: Any) -> float:
     if optimizer.custom_loss_scaler:
         return float(optimizer.external_loss_scale)
     return float(optimizer.loss_scale_config.cur_scale)
+
+
+def may_overflow(engine: PipelineEngine) -> bool:
+    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

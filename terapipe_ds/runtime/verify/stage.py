@@ -21,6 +21,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
+from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
 from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
@@ -224,9 +225,24 @@ class StageCheck:
     def _find(self, layer_id: int, layer: str, problem: str, raised: str = "") -> None:
         self.found.findings.append(Finding(layer_id, layer, problem, raised))
 
-    def check_loss(self, check: LossCheck, layer_id: int) -> bool:
-        """Return whether the loss was compared and agrees."""
-        problem, failure = self._try(check.run, "verifying the loss")
+    def check_labels(self, probe: LabelProbe, everyone: Sequence[SliceableTensors], layer_id: int) -> bool:
+        """Return whether `loss_fn` takes every kind of label as the section says, or cannot tell."""
+        looks = (probe.look(labels) for labels in everyone)
+        problem, failure = self._try(lambda: next(filter(None, looks), None), "trying labels on the loss")
+        if failure is not None:
+            self.found.notes.append(f"not every kind of label was tried on the loss: it {failure.text}")
+        elif problem is not None:
+            self._find(layer_id, "loss_fn", problem)
+        return problem is None
+
+    def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
+        """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
+
+        def run() -> str | None:
+            problem = check.run()
+            return problem if problem or not check.is_finite else compare_everywhere(check, everyone, self.note)
+
+        problem, failure = self._try(run, "verifying the loss")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
             self.found.notes.append(f"the loss was not compared: {failure.text}")
         elif failure is not None:

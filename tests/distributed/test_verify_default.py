@@ -214,7 +214,7 @@ class TestBatchesWithoutLabels:
     @pytest.mark.parametrize("verify", ["off", "first_batch"])
     @pytest.mark.parametrize(
         ("loss", "reduction", "is_right"),
-        [(gpt.gpt_loss, "sum", False), (shifting, "mean_valid", False), (gpt.gpt_loss, "mean_valid", True)],
+        [(mean_of_all_tokens, "sum", False), (shifting, "mean_valid", False), (gpt.gpt_loss, "mean_valid", True)],
     )
     def test_the_next_batch_with_labels_is_looked_at(
         self, loss: Any, reduction: str, is_right: bool, verify: str

@@ -79,18 +79,16 @@ class BatchResults:
         """Name the first slice whose loss is NaN though it counts; reads one number, and the others only then."""
         if self._total is None or not _has_nan(self._total):
             return None
-        active = next((active for active, loss in self._counted if _has_nan(loss)), None)
-        return (
-            None
-            if active is None
-            else (
-                f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens [{active.start}, "
-                f"{active.stop}) of {active.sequence_length}) is NaN, and the slice counts in the loss of its micro-batch. "
-                "Either loss_fn ignores all its labels, which the terapipe section counts: set ignore_index to the label "
-                "that loss_fn ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
-                '"check_finite": "every_step" names the place'
-            )
-        )
+        for active, loss in self._counted:
+            if _has_nan(loss):
+                return (
+                    f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens [{active.start}, "
+                    f"{active.stop}) of {active.sequence_length}) is NaN, and the slice counts. Either loss_fn ignores "
+                    "all its labels, which the terapipe section counts: set ignore_index to the label that loss_fn "
+                    "ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
+                    '"check_finite": "every_step" names the place'
+                )
+        return None
 
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Give DeepSpeed's attributes what a complete micro-batch adds to them."""

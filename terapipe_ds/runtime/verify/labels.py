@@ -231,6 +231,7 @@ def with_values(
     """
     if not isinstance(layout, PerSlice):
         return layout
+    whole = whole.detach()
     if plan is None or plan.num_slices != 2:
         return PerSlice((whole / (sum(weights) or 1.0),) * len(weights))
     first, second = (length / plan.sequence_length for length in plan.lengths)

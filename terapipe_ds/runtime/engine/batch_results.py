@@ -82,10 +82,10 @@ class BatchResults:
         for active, loss in self._counted:
             if _has_nan(loss):
                 return (
-                    f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens [{active.start}, "
-                    f"{active.stop}) of {active.sequence_length}) is NaN, and the slice counts. Either loss_fn ignores "
-                    "all its labels, which the terapipe section counts: set ignore_index to the label that loss_fn "
-                    "ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
+                    f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens "
+                    f"[{active.start}, {active.stop}) of {active.sequence_length}) is NaN, and it counts. Either "
+                    "loss_fn ignores all its labels, which the terapipe section counts: set ignore_index to the label "
+                    "that loss_fn ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
                     '"check_finite": "every_step" names the place'
                 )
         return None

@@ -22,7 +22,6 @@ from tests.zoo.layers import (
     Mlp,
     Residual,
     Weighted,
-    fixed,
     scores_of,
     seeded,
     sliced_attention,
@@ -312,16 +311,6 @@ class SparseEmbedding(nn.Module):
 
 
 @beside()
-class ComplexWeight(Weighted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Parameter(torch.complex(fixed(WIDTH, WIDTH, seed=3), fixed(WIDTH, WIDTH, seed=4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (x.to(self.inner.dtype) @ self.inner).real
-
-
-@beside()
 class UsedTwice(Mlp):
     """The same weights for two layers, as ALBERT has it."""
 
@@ -405,9 +394,8 @@ def tokens_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
-class Nested(Weighted, inner=lambda: nn.Linear(WIDTH, WIDTH)):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged))
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
 
 
 def unnested(x: Tensor) -> Tensor:
@@ -418,7 +406,7 @@ def complex_parts(x: Tensor) -> Tensor:
     return x.real * x.imag
 
 
-add("NestedOnTheWay", [Embedding, Nested, unnested, SLICED, Mlp, Head])
+add("NestedOnTheWay", [Embedding, nested, unnested, SLICED, Mlp, Head])
 add("SparseOnTheWay", [Embedding, lambda x: x.to_sparse(2), lambda x: x.to_dense(), SLICED, Mlp, Head])
 add("ComplexOnTheWay", [Embedding, lambda x: torch.complex(x, x.tanh()), complex_parts, SLICED, Mlp, Head])
 streams = LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1)

@@ -63,12 +63,11 @@ class LabelProbe:
         self._seen = np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
-        for start in range(0, len(places), self._tokens):
-            with untouched(holder, with_gradients=False):
-                problem = self._try(self._at(labels, places[start : start + self._tokens]))
-            if problem is not None:
-                return problem
-        return None
+        if not len(places):
+            return None
+        with untouched(holder, with_gradients=False):
+            calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
+            return next(filter(None, (self._try(self._at(labels, each)) for each in calls)), None)
 
     def _try(self, labels: SliceableTensors) -> str | None:
         """Try one kind of label per token; where some lack a gradient or a weight, compare slices with the whole."""
@@ -102,8 +101,10 @@ class LabelProbe:
         first = self._tokens // 3
         plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
         if self._regular is not None:
+            others = np.arange(len(kinds[first::2])) % special.length
             special = _joined(special, self._regular)
-            kinds[: first + 1], kinds[first + 1 :: 2] = special.length - 1, special.length - 1
+            kinds[:] = special.length - 1
+            kinds[first::2] = others
         labels = _picked(special, kinds)
         values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
         check = self._sliced(plan, _weights_in(labels, plan, self._check))

@@ -91,8 +91,8 @@ class LabelProbe:
         problem = self._compare(_picked(labels, special.nonzero().flatten().numpy()))
         ignored, trained = (_named(labels, kinds) for kinds in (~is_trained & is_counted, is_trained & ~is_counted))
         return problem and problem + "".join(
-            f"; loss_fn {does} label {values}, which {which} the terapipe section (ignore_index {config.ignore_index}): set "
-            "terapipe.ignore_index to the label that loss_fn ignores, if it is one"
+            f"; loss_fn {does} label {values}, which {which} the section (ignore_index {config.ignore_index}): "
+            "set terapipe.ignore_index to the label that loss_fn ignores, if it is one"
             for does, values, which in (("ignores", ignored, "counts by"), ("trains on", trained, "is ignored by"))
             if values
         )

@@ -71,7 +71,8 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     from terapipe_ds.runtime.profiling.one_device import init_single_process
     from terapipe_ds.runtime.verify.cut import Cut
     from terapipe_ds.runtime.verify.loss import LossCheck
-    from terapipe_ds.runtime.verify.stage import Findings, StageCheck, inputs_of, layers_of
+    from terapipe_ds.runtime.verify.named_layer import layers_of
+    from terapipe_ds.runtime.verify.stage import Findings, StageCheck, inputs_of
     from terapipe_ds.runtime.verify.tokens import Slicing
 
     init_single_process()

@@ -315,7 +315,9 @@ def record_gradients(engine: PipelineEngine, keep: Callable[[dict[str, Tensor]],
 def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping"):  # ZeRO and bf16 keep gradients of their own
         return deepspeed.utils.safe_get_full_grad(parameter)
-    return None if parameter.grad is None else parameter.grad.detach()
+    if parameter.grad is None or parameter.grad.layout is torch.strided:
+        return None if parameter.grad is None else parameter.grad.detach()
+    return parameter.grad.detach().to_dense()
 
 
 # -- comparison ----------------------------------------------------------------------------------------------

@@ -288,6 +288,26 @@ def job_overflows() -> dict[str, Any]:
     return found
 
 
+def nan_in_one_slice() -> tuple[str, str, bool]:
+    """After a good step, without `check_finite`: what the next one says, and whether it has left the parameters."""
+    first, second = batches(2)
+    with engine_of(gpt_layers(), section(slices=PLAN), loss_fn=poisoned_loss, stages=1) as engine:
+        train(engine, [first])
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        POISON.__dict__.update(kind="loss", where=((0, 1),), layer=LOSS)
+        kind, text = step_error(engine, second)
+        POISON.kind = ""
+        same = all(map(torch.equal, engine.module.parameters(), before))
+        train(engine, [second])
+    return kind, text, same and engine.global_steps == 2
+
+
+def test_a_slice_whose_loss_is_nan_is_named_before_anything_is_updated() -> None:
+    [(kind, text, is_untouched)] = rank_pool(1).run(nan_in_one_slice)
+    assert (kind, is_untouched) == ("SliceLossError", True)
+    assert re.search(f"^step 2: the loss of {SLICE_1} is NaN, and it counts", text)
+
+
 class TestLossScale:
     def test_overflows_skip_the_steps_that_the_stock_engine_skips(self) -> None:
         for rank in rank_pool(2).run(job_overflows):

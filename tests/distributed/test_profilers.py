@@ -103,6 +103,15 @@ class TestFlops:
             assert rank["same"] == 0.0
         assert ranks[0]["expected"] != ranks[1]["expected"]
 
+    @pytest.mark.parametrize("steps", [None, 0])
+    @pytest.mark.parametrize("timed", [True, False])
+    def test_steps_per_print_need_not_be_set(self, timed: bool, steps: int | None) -> None:
+        """Times are printed in each step where they are asked for, and never for the operations alone."""
+        measured = {"wall_clock_breakdown": True} if timed else {"flops_profiler": FLOPS}
+        first, second = rank_pool(2).run(job_flops, plan=PLAN, steps_per_print=steps, **measured)
+        assert first["same"] == second["same"] == 0.0
+        assert {"fwd_microstep: " in text for text in first["printed"]} == {timed}
+
     def test_files_and_wall_clock_breakdown_at_once(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "profile.txt"
         flops = {**FLOPS, "module_depth": 1, "top_modules": 3, "detailed": False, "output_file": str(path)}

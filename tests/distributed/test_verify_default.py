@@ -27,7 +27,7 @@ from tests.distributed.engines import (
 )
 from tests.distributed.harness import rank_pool
 from tests.zoo.layers import cross_entropy
-from tests.zoo.losses import masked_mean, mean_of_all_tokens, shifting
+from tests.zoo.losses import PAD, masked_mean, mean_of_all_tokens, padded, shifting, without_padding
 
 
 class OnlyTrained(nn.Module):
@@ -214,7 +214,7 @@ class TestBatchesWithoutLabels:
     @pytest.mark.parametrize("verify", ["off", "first_batch"])
     @pytest.mark.parametrize(
         ("loss", "reduction", "is_right"),
-        [(gpt.gpt_loss, "sum", False), (shifting, "mean_valid", False), (gpt.gpt_loss, "mean_valid", True)],
+        [(mean_of_all_tokens, "sum", False), (shifting, "mean_valid", False), (gpt.gpt_loss, "mean_valid", True)],
     )
     def test_the_next_batch_with_labels_is_looked_at(
         self, loss: Any, reduction: str, is_right: bool, verify: str
@@ -258,6 +258,17 @@ class TestLabelsThatAreIgnoredLater:
         assert (others.kind, last.kind, others.steps, last.steps) == ("BatchError", "VerifyError", 2, 2)
         assert "labels are ignored for the first time (ignore_index -100)" in last.text and last.text in others.text
         assert f'set terapipe.loss_reduction to "{fits}"' in last.text
+
+    def test_a_label_that_loss_fn_ignores_comes_later(self) -> None:
+        """Whatever `ignore_index` says: padding by a label of its own, half of it in each slice."""
+        first, second = batches(2, masked=False)
+        for _, labels in first:
+            labels[labels == PAD] = PAD + 1
+        padding = [padded(7), second[1]]
+        others, last = rank_pool(2).run(said, data=[first, padding], loss_fn=without_padding)
+        assert (others.kind, last.kind, last.steps) == ("BatchError", "VerifyError", 1)
+        assert f"set terapipe.ignore_index to {PAD}" in last.text
+        assert on_ranks(first, padding, loss_fn=without_padding, ignore_index=PAD)[::3] == ("", 2)
 
     def test_another_micro_batch_of_the_first_batch(self) -> None:
         data = [micro_batch(0, masked=False), micro_batch(1, masked=True)]

@@ -104,6 +104,8 @@ SAMPLE = (
     "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
     "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
+    "padding", "padding_below", "ignored_that_is_trained", "every_label_is_ignored", "without_gradient",
+    "SparseBag", "NestedOnTheWay",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
     "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace",
 )  # fmt: skip

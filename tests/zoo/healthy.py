@@ -14,7 +14,18 @@ from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batc
 from tests.distributed.faulty_layers import AddAuxiliary
 from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.backwards import Experts
-from tests.zoo.layers import HEADS, WIDTH, Embedding, Head, Mlp, Residual, Weighted, scores_of, seeded, sliced_attention
+from tests.zoo.layers import (
+    HEADS,
+    WIDTH,
+    Embedding,
+    Head,
+    Mlp,
+    Residual,
+    Weighted,
+    scores_of,
+    seeded,
+    sliced_attention,
+)
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
 
 attention = adding(lambda kind: {"layers": stack(LayerSpec(kind, 0), Mlp, LayerSpec(kind, 1))})
@@ -323,6 +334,23 @@ class NormedEmbedding(Weighted, words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, pa
         return self.words(tokens)
 
 
+class SparseEmbedding(nn.Module):
+    """The gradient of its weight is sparse."""
+
+    def __init__(self, bag: bool) -> None:
+        super().__init__()
+        self.bag = bag
+        kind = (
+            nn.EmbeddingBag(VOCAB_SIZE, WIDTH, mode="sum", sparse=True)
+            if bag
+            else nn.Embedding(VOCAB_SIZE, WIDTH, sparse=True)
+        )
+        self.words = seeded(kind)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens.reshape(-1, 1)).view(*tokens.shape, -1) if self.bag else self.words(tokens)
+
+
 @beside()
 class UsedTwice(Mlp):
     """The same weights for two layers, as ALBERT has it."""
@@ -363,6 +391,9 @@ def activation(x: Tensor) -> Tensor:
 
 TIED = TiedLayerSpec("words", Embedding), TiedLayerSpec("words", Embedding, forward_fn=lambda e, x: x @ e.weight.T)
 add("TiedEmbedding", [TIED[0], SLICED, Mlp, TIED[1]])
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+for bag in (False, True):
+    add(f"Sparse{'Bag' * bag or 'Embedding'}", [LayerSpec(SparseEmbedding, bag), *stack(SLICED)[1:]], engine=SGD)
 for kind in (FrozenEmbedding, NormedEmbedding):
     add(kind.__name__, [kind, *stack(SLICED)[1:]])
 ZOO["PlainFunctions"] = Member(
@@ -404,6 +435,21 @@ def tokens_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous()
 
 
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
+
+
+def unnested(x: Tensor) -> Tensor:
+    return torch.stack(x.unbind(0)).tanh()
+
+
+def complex_parts(x: Tensor) -> Tensor:
+    return x.real * x.imag
+
+
+add("NestedOnTheWay", [Embedding, nested, unnested, SLICED, Mlp, Head])
+add("SparseOnTheWay", [Embedding, lambda x: x.to_sparse(2), lambda x: x.to_dense(), SLICED, Mlp, Head])
+add("ComplexOnTheWay", [Embedding, lambda x: torch.complex(x, x.tanh()), complex_parts, SLICED, Mlp, Head])
 streams = LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1)
 add("ChannelsFirst", [Embedding, SLICED, channels_first, ChannelMlp, channels_first, Head])
 add("TokensFirst", [Embedding, SLICED, tokens_first, Mlp, tokens_first, Head])

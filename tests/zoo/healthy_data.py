@@ -12,17 +12,20 @@ from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed
 from tests.zoo.losses import (
     CLASS_WEIGHTS,
+    PAD,
     each,
     labels_as_input,
     masked_mean,
     mean_of_all_tokens,
     mean_valid,
+    padded,
     soft_targets,
     summed,
     valid,
     weighted_tokens,
     with_class_weights,
     with_own_loss,
+    without_padding,
 )
 from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
@@ -135,6 +138,15 @@ def masked_by_three(seed: int) -> MicroBatch:
 @loss(data=masked_by_three, terapipe={"ignore_index": 3})
 def declared_ignore_index(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+
+
+loss(data=padded, terapipe={"ignore_index": PAD})(declared_padding=without_padding)
+
+
+@loss(data=padded)
+def without_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """One label gets no gradient and counts all the same."""
+    return (each(logits, labels) * (labels != PAD)).sum() / valid(labels).sum()
 
 
 @loss()

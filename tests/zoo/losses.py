@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-from tests.zoo.layers import Embedding, Head, Mlp, fixed
+from tests.zoo.layers import Embedding, Head, Mlp, cross_entropy, fixed
 from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import FirstOf
 
@@ -88,6 +88,48 @@ loss(LOSS, NONE, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask
 def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Small labels do not count either."""
     return mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX))
+
+
+PAD = 3
+
+
+def padded(seed: int, rows: int = 2) -> MicroBatch:
+    """Labels in all, of which about every second one, in each slice, is padding: no slice has a larger share."""
+    tokens, labels = micro_batch(seed, rows=rows, masked=False)
+    labels[:, ::2] = PAD
+    return tokens, labels
+
+
+def padded_below(seed: int) -> MicroBatch:
+    """Padding ends the third row and the fourth, of which layers see nothing in the check."""
+    tokens, labels = micro_batch(seed, rows=4, masked=False)
+    labels = labels.masked_fill(labels == PAD, PAD + 1)
+    labels[2:, 9:] = PAD
+    return tokens, labels
+
+
+def without_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+PADDED = f"set terapipe.ignore_index to {PAD};", f"loss_fn ignores label {PAD}, which counts by"
+loss(LOSS, *PADDED, data=padded)(padding=without_padding)
+loss(LOSS, *PADDED, data=padded_below, engine={"train_micro_batch_size_per_gpu": 4})(padding_below=without_padding)
+loss(LOSS, "loss_fn ignores label ", ", which counts by", data=padded)(
+    two_kinds_of_padding=lambda logits, labels: mean_valid(logits, labels.masked_fill(labels // 2 == 1, IGNORE_INDEX))
+)
+loss(LOSS, "loss_fn trains on label 3, which is ignored by", data=padded, terapipe={"ignore_index": PAD})(
+    ignored_that_is_trained=mean_valid
+)
+
+
+@loss(
+    LOSS,
+    data=lambda seed: (micro_batch(seed)[0], micro_batch(seed, masked=False)[1] // 99),
+    terapipe={"ignore_index": 0},
+)
+def every_label_is_ignored(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels)
 
 
 loss(LOSS, NONE)(

@@ -36,6 +36,7 @@ class BatchResults:
         self._batch = batch
         self._total: Any = None
         self._total_additional: Any = None
+        self._counted: list[tuple[ActiveSlice, Any]] = []  # the losses of a training batch that count, by slice
         self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
@@ -60,6 +61,7 @@ class BatchResults:
         value = loss.value()
         if batch.training:
             self._total = accumulated(self._total, value)
+            self._counted += [(active, value)] if weight > 0.0 else []
             self._add_additional_losses(weight)
         self._losses[active.micro_batch_id].append(value)
         return loss
@@ -72,6 +74,21 @@ class BatchResults:
         for name, loss in (additional or {}).items():
             share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
             self._total_additional[name] = accumulated(self._total_additional.get(name), share)
+
+    def problem_of_losses(self) -> str | None:
+        """Name the first slice whose loss is NaN though it counts; reads one number, and the others only then."""
+        if self._total is None or not _has_nan(self._total):
+            return None
+        for active, loss in self._counted:
+            if _has_nan(loss):
+                return (
+                    f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens "
+                    f"[{active.start}, {active.stop}) of {active.sequence_length}) is NaN, and it counts. Either "
+                    "loss_fn ignores all its labels, which the terapipe section counts: set ignore_index to the label "
+                    "that loss_fn ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
+                    '"check_finite": "every_step" names the place'
+                )
+        return None
 
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
@@ -91,6 +108,10 @@ class BatchResults:
                 engine.outputs = whole
             if not engine._compute_loss:
                 engine.fwd_outputs.append(whole)
+
+
+def _has_nan(loss: Any) -> bool:
+    return bool(torch.isnan(loss).any()) if torch.is_tensor(loss) else any(map(_has_nan, loss))
 
 
 def accumulated(total: Any, loss: Any) -> Any:

@@ -19,7 +19,7 @@ from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_eve
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
-from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero
+from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
@@ -148,7 +148,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
-        finite = FiniteCheck(module, store, engine.stage_id, groups.world, not _may_overflow(engine), is_collected)
+        finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.compile:
         compile_layers(module)
@@ -178,9 +178,3 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         setup.sequence,
         ActivationOffload(module, torch.device(engine.device)) if config.offload_activations else None,
     )
-
-
-def _may_overflow(engine: PipelineEngine) -> bool:
-    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
-    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

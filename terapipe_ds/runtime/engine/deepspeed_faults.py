@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -92,6 +93,17 @@ def count_nothing_as_zero(optimizer: Any) -> None:
     optimizer.get_grads_for_norm = get_grads_for_norm
 
 
+def steps_between_prints(engine: PipelineEngine) -> int | None:
+    """Return the config's `steps_per_print`, and a number for the timers, whose steps DeepSpeed divides by it unasked.
+
+    It is 1 where `wall_clock_breakdown` is set, so that the times are seen; the flops profiler alone prints no times.
+    """
+    steps = engine._config.steps_per_print
+    if steps or not engine.wall_clock_breakdown():
+        return steps or None
+    return 1 if engine._config._param_dict.get("wall_clock_breakdown") else sys.maxsize
+
+
 def missing_loss_scale(optimizer: Any) -> float:
     """Return the factor that `DeepSpeedEngine.backward` fails to apply to the loss: 1.0 except with fp16 and ZeRO-0."""
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
@@ -99,3 +111,9 @@ def missing_loss_scale(optimizer: Any) -> float:
     if optimizer.custom_loss_scaler:
         return float(optimizer.external_loss_scale)
     return float(optimizer.loss_scale_config.cur_scale)
+
+
+def may_overflow(engine: PipelineEngine) -> bool:
+    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

@@ -20,7 +20,7 @@ from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
-from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
+from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
@@ -322,6 +322,8 @@ class TeraPipeEngine(ModelEndsEngine):
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()
+
+    steps_per_print = steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
         """Clip as DeepSpeed does where no optimizer of its own clips; tied weights count once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,14 +11,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
+from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.engine.collaborators import Stage
-from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
+from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.schedule.action import Action, Kind
 
+logger = logging.getLogger("terapipe_ds")
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
@@ -117,12 +120,20 @@ class BatchEnd:
         self.closing_s += time.perf_counter() - begin_s
 
     def before_sums(self) -> None:
-        """Let all ranks agree that their numbers are finite, and run the module's own hook `before_reduce`."""
+        """Refuse losses of NaN, let ranks agree that all is finite, and run the module's own hook `before_reduce`.
+
+        The loss is read here, where no receive is on its way that the host could keep waiting.
+        """
         engine, stage = self._engine, self._stage
         if stage.finite is not None:
             with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 stage.links.close_batch()  # a caller may go on after the error
                 stage.finite.agree(engine.global_steps + 1)
+        problem = stage.results.problem_of_losses()
+        if problem is not None and not may_overflow(engine):
+            raise SliceLossError(f"step {engine.global_steps + 1}: {problem}. Nothing was updated in this step")
+        if problem is not None:  # DeepSpeed skips the step
+            logger.warning("step %d: %s", engine.global_steps + 1, problem)
         if self._layout.has_copies:
             complete_gradients(engine.module, engine.optimizer)
         before_reduce = getattr(engine.module, "before_reduce", None)

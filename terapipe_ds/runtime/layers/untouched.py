@@ -35,8 +35,8 @@ def untouched(module: nn.Module, sums: GradientSums | None = None, with_gradient
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
-        stand_ins = _stand_ins(module, sums, with_gradients)
-        with random_states_kept(), _same_trackers(trackers), _same_state(module), stand_ins:
+        others = stand_ins(module, sums, with_gradients)
+        with random_states_kept(), _same_trackers(trackers), _same_state(module), others:
             yield
 
 
@@ -77,7 +77,13 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(module: nn.Module, sums: GradientSums | None, with_gradients: bool) -> Iterator[None]:
+def stand_ins(
+    module: nn.Module,
+    sums: GradientSums | None = None,
+    with_gradients: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Put other `Parameter` objects in the place of those of `module`, with `dtype` copies of floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     originals = [
         (part._parameters, name, parameter)
@@ -85,13 +91,13 @@ def _stand_ins(module: nn.Module, sums: GradientSums | None, with_gradients: boo
         for name, parameter in part._parameters.items()
         if parameter is not None
     ]
-    stand_ins = {id(p): _stand_in(p, sums, with_gradients) for p, _ in gradients}
+    others = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
         for owner, name, parameter in originals:
-            owner[name] = stand_ins[id(parameter)]
-        with nullcontext() if sums is None else sums.lent(stand_ins):
+            owner[name] = others[id(parameter)]
+        with nullcontext() if sums is None else sums.lent(others):
             yield
     finally:
         for owner, name, parameter in originals:
@@ -100,8 +106,12 @@ def _stand_ins(module: nn.Module, sums: GradientSums | None, with_gradients: boo
             parameter.grad = gradient
 
 
-def _stand_in(parameter: nn.Parameter, sums: GradientSums | None, with_gradients: bool) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+def _stand_in(
+    parameter: nn.Parameter, sums: GradientSums | None, with_gradients: bool, dtype: torch.dtype | None
+) -> nn.Parameter:
+    numbers = parameter.detach()
+    numbers = numbers.to(dtype) if dtype is not None and parameter.is_floating_point() else numbers
+    stand_in = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
             setattr(stand_in, name, value)

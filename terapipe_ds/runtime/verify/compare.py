@@ -7,12 +7,14 @@ results differ by a few units of precision. A fault makes slices see other token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 
 class Tolerance(NamedTuple):
@@ -32,13 +34,15 @@ _TOLERANCES = {
     torch.bfloat16: (Tolerance(5e-2, 0.2), Tolerance(2e-2, 0.2)),
 }
 EXACT = Tolerance(0.0, 0.0)  # integers and booleans
+_ROUNDINGS = 8.0  # by so many times the rounding of the whole its slices may differ from it, once fp32 agrees
 _SMALLEST = 1e-300
 _NUMBERS = 2**22  # in fp64 at once: the whole gradient of a large weight would take several times its memory
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: bool = False) -> Tolerance:
     """Return the tolerance of the least precise of `dtypes`; `tf32`: products of fp32 have ten bits."""
-    names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in dtypes]
+    real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
+    names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in real]
     tolerances = [_TOLERANCES[name][of_loss] for name in names if name in _TOLERANCES]
     return max(tolerances, default=_TOLERANCES[torch.float32][of_loss])
 
@@ -85,28 +89,72 @@ def compare_values(what: str, a: Tensor, b: Tensor, tolerance: Tolerance, least_
     return Difference(what, float(largest.max()), relative, tolerance.relative)
 
 
-def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: Tolerance) -> Difference | None:
-    """Return the parameter gradient that differs most, if any; one that is missing counts as zero."""
+def compare_parameters(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: Tolerance, rounding: Mapping[str, float]
+) -> list[Difference]:
+    """Return the parameter gradients that differ; one that is missing counts as zero. `rounding` as in `allowed`."""
     norms = [float(_sizes(gradient, gradient)[1].norm()) for gradient in (*a.values(), *b.values())]
     least_norm = tolerance.floor * max(norms, default=0.0)
     differences = []
     for name in sorted({*a, *b}):
         zero = torch.zeros_like({**a, **b}[name])
-        pair = a.get(name, zero), b.get(name, zero)
-        differences.append(compare_values(f"gradient of {name}", *pair, tolerance, least_norm))
-    return max(filter(None, differences), key=lambda difference: difference.relative, default=None)
+        pair, what = (a.get(name, zero), b.get(name, zero)), f"gradient of {name}"
+        differences.append(compare_values(what, *pair, allowed(what, tolerance, rounding), least_norm))
+    return list(filter(None, differences))
 
 
 def largest_of(inputs: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> float:
     """Return the largest number in the gradients of inputs and parameters; infinity where one is not finite."""
-    gradients = [each for each in (*inputs, *parameters.values()) if each.numel() and each.is_floating_point()]
+    gradients = [_numbers(each) for each in (*inputs, *parameters.values()) if each.numel() and is_real(each)]
     sizes = [max(map(abs, map(float, each.aminmax()))) for each in gradients]  # without a copy of a large weight's
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
 
 
+def compare_kind(layout: TensorLayout) -> Callable[[str, Tensor, Tensor, Tolerance], Difference | None]:
+    """Return what compares tensors of this layout."""
+    return compare_tokens if isinstance(layout, TokenDim) else compare_values
+
+
+def compare_output(
+    whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing
+) -> tuple[TensorLayout, Difference | None]:
+    """Return the layout of an output (if several are possible, one without a difference), and the difference."""
+    pairs: list[tuple[TensorLayout, Difference | None]] = []
+    for layout in slicing.layouts_of(whole, parts):  # all: tensor-parallel ranks do the same
+        joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
+        pairs.append((layout, compare_tokens("output", joined, expected, tolerance)))
+    if pairs:
+        return next((pair for pair in pairs if pair[1] is None), pairs[0])
+    if not any(compare_values("output", part, whole, tolerance) for part in parts):
+        return Same(), None
+    per_slice, has_tokens = PerSlice(tuple(parts)), any(part.shape != whole.shape for part in parts)
+    joined = whole.new_empty(0) if has_tokens else slicing.joined(per_slice, parts)
+    return per_slice, compare_values("output without tokens", joined, whole, tolerance)
+
+
+def allowed(what: str, tolerance: Tolerance, rounding: Mapping[str, float]) -> Tolerance:
+    """Return the tolerance of one result, which may differ by as much as its `rounding` was measured to carry."""
+    return tolerance._replace(relative=max(tolerance.relative, _ROUNDINGS * rounding.get(what, 0.0)))
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Return whether the numbers of a tensor are rounded: floats, or pairs of them."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return what a tensor holds, dense and real, in a dtype that has all operators."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:  # the gradient of an embedding may be sparse
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype not in _TOLERANCES else tensor
+
+
 def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
-    a, b = (each.detach() if each.dim() > 1 else each.detach().reshape(-1, 1) for each in (a, b))
+    a, b = (each if each.dim() > 1 else each.reshape(-1, 1) for each in map(_numbers, (a, b)))
     sizes = []
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))
     for pair in zip(a.split(rows), b.split(rows), strict=True):
@@ -116,3 +164,8 @@ def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes.append((apart.norm(dim=1), norms, apart.norm(math.inf, dim=1)))
     apart, norms, largest = (torch.cat(each) for each in zip(*sizes, strict=True))
     return apart, norms, largest
+
+
+def first_sentence(error: object) -> str:
+    """Return how the text of an error begins: torch lists all its backends after that."""
+    return str(error).split("\n")[0].split(". ")[0]

@@ -35,6 +35,7 @@ class Cut:
     start: int = 0
     rows: int | None = None  # None: all
     of_rows: int = 1
+    first_row: int = 0
     weights: tuple[float, ...] = ()  # of the slices' losses
     has_labels: bool = True  # some label of the window counts
 
@@ -53,7 +54,7 @@ class Cut:
             if is_cut:
                 tensor = tensor.narrow(batch.dim, self.start, self.plan.sequence_length)
             if self.rows is not None:
-                tensor = tensor.narrow(row_dim(batch), 0, self.rows)
+                tensor = tensor.narrow(row_dim(batch), self.first_row, self.rows)
             tensors.append(tensor.detach().clone())
         return replace(batch, tensors=tuple(tensors))
 

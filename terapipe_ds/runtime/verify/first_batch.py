@@ -18,8 +18,6 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
@@ -30,12 +28,14 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.layout.parted_module import activate, each_part
+from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
-from terapipe_ds.runtime.verify.loss import LossCheck, compare_later, kept_for_later, reported_so_far
-from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
+from terapipe_ds.runtime.verify.labels import LabelProbe
+from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
+from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")
@@ -69,7 +69,8 @@ class FirstBatchCheck:
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
         self._labels_agreed = False  # it is clear how labels weigh the losses of slices
-        self._later_labels: LossCheck | None = None  # waits for a batch that tells how the loss reduces
+        self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
+        self._probe: LabelProbe | None = None  # tries labels that come later for the first time
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, if this is it. With `ends`, check a whole micro-batch and then end the process.
@@ -112,12 +113,19 @@ class FirstBatchCheck:
         return [replace(one, plan=in_shares(one.plan, self._shares)) for one in micro_batches]
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
-        """Raise VerifyError if these labels tell how the loss reduces, earlier ones did not, and it differs."""
-        if self._later_labels is not None:
-            is_told, difference = compare_later(self._later_labels, labels)
-            if difference is not None:
-                raise VerifyError(difference)
-            self._later_labels = None if is_told else self._later_labels
+        """Raise VerifyError if kinds of labels come for the first time, and slices do not take them as the whole."""
+        if self._probe is None:
+            return
+        try:
+            problem = self._probe.look(labels, is_later=True)
+        except Exception as error:
+            self._probe, problem = None, None
+            logger.warning("labels that come for the first time are no longer tried on the loss: %s", error)
+        if problem is not None:
+            raise VerifyError(
+                f"labels are ignored for the first time (ignore_index {self._config.ignore_index}), or come for the "
+                "first time, and the slices' losses do not give what loss_fn gives on the whole sequence: " + problem
+            )
 
     def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool]:
         """Return whether any pipeline has slices, and whether any stage has layers of others."""
@@ -142,10 +150,9 @@ class FirstBatchCheck:
     ) -> Findings:
         """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
         same_plans = same_plan(sliced)
+        self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
             found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in same_plans]
-            if found and not found[0].findings:
-                self._compare_all_labels(micro_batches, found[0])
             copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
@@ -164,14 +171,6 @@ class FirstBatchCheck:
         if not result.findings:
             self._check_parts(sliced[index], result, result.cut)
         return result
-
-    def _compare_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], result: Findings) -> None:
-        """Check the loss with the labels of other micro-batches, if the labels of the cut do not suffice."""
-        try:
-            for labels in (one.labels for one in micro_batches if one.labels is not None):
-                self.look_at_labels(labels)
-        except VerifyError as error:
-            result.findings.append(Finding(self._module._local_stop, "loss_fn", str(error)))
 
     def _choose_cut(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
@@ -262,14 +261,18 @@ class FirstBatchCheck:
         loss_fn, result = self._module.loss_fn, check.found
         if loss_fn is None:
             result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
-        elif not cut.has_labels:
-            result.notes.append("the loss was not compared: no label counts in this batch")
-            result.loss_waits = True
         elif labels is not None:
             of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
+            layer_id, everyone = self._module._local_stop, self._labels
             loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
-            if check.check_loss(loss, self._module._local_stop):
-                self._later_labels = kept_for_later(loss)
+            probe = LabelProbe.of(loss)
+            if probe is not None and not check.check_labels(probe, everyone, layer_id):
+                return
+            if not cut.has_labels:
+                result.notes.append("the loss was not compared: no label counts in this batch")
+                result.loss_waits = True
+            elif check.check_loss(loss, layer_id, everyone):
+                self._probe = None if probe is None or probe.has_peers else probe
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages."""
@@ -310,41 +313,3 @@ def transposed(everyone: Sequence[Sequence[Findings]]) -> list[list[Findings]]:
     """Return the findings of all ranks plan by plan. Other replicas may have fewer plans."""
     plans = itertools.zip_longest(*everyone)
     return [[found for found in ranks if found is not None] for ranks in plans]
-
-
-# -- whose layers they are ---------------------------------------------------------------------------------------------
-
-_PACKAGE = "terapipe_ds"
-_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # what the package's layers are made of
-_WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def all_own(module: Any) -> bool:
-    """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
-    functions = [function for _ in each_part(module) for function in module.forward_funcs]
-    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
-
-
-def _is_own(layer: Any) -> bool:
-    """Return whether a layer and all that it holds are the package's; a derived class belongs to its author."""
-    if isinstance(layer, functools.partial):  # DeepSpeed makes one of a tied layer's own forward
-        return all(_is_own(each) for each in (layer.func, *layer.args) if callable(each))
-    inner = layer.modules() if isinstance(layer, nn.Module) else ()
-    return _root(layer) == _PACKAGE and all(map(_is_as_built, inner))
-
-
-def _is_as_built(module: nn.Module) -> bool:
-    """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
-    own = vars(module)
-    functions = [value for value in own.values() if callable(value)]
-    hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
-    hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
-    is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
-    return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
-
-
-def _root(thing: Any) -> str:
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
-from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
-from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.verify import compare
-from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_values, first_sentence
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Same, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.named_layer import NamedLayer
+from terapipe_ds.runtime.verify.tokens import Activations, Slicing
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _LARGE, _LARGE_FP16 = 2.0**12, 2.0**4  # output gradients by which hooks that clip show
@@ -30,6 +29,8 @@ _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
     "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
 )
+_T = TypeVar("_T")
+_Gradients = tuple[list[Tensor], dict[str, Tensor]]  # of the inputs, with tokens first, and of the parameters by name
 _Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
 
 
@@ -49,26 +50,8 @@ class _Sees(TorchFunctionMode):
         return result
 
 
-@dataclass(frozen=True)
-class NamedLayer:
-    """Name a layer by its number, with the activation checkpointing that training runs it under."""
-
-    layer_id: int
-    function: Callable[[Any], Any]
-    checkpoint: Callable[..., Any] | None = None
-
-    @property
-    def module(self) -> nn.Module | None:
-        """Return what holds its parameters; None for a plain function."""
-        return module_of(self.function)
-
-    def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
-        if self.checkpoint is None:
-            return self.function(inputs if is_tuple else inputs[0])
-        return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
-
-    def __str__(self) -> str:
-        return layer_title(self.function, self.layer_id)
+class UncutOutput(ValueError):
+    """Say that a layer gives tensors that cannot be cut in slices, so that it is compared with the next one."""
 
 
 @dataclass
@@ -92,6 +75,10 @@ class LayerCheck:
     faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
     counters: list[str] = field(default_factory=list)  # what no checkpoint holds and is updated once per call
     may_drop: bool = False  # it draws once per call where only Python shows it
+    unable: list[str] = field(default_factory=list)  # what torch has no operator to compare with
+    is_running: bool = False  # the layer itself, or its backward
+    _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
+    expected: _Gradients | None = None  # of the whole sequence
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
     _largest: float = 0.0  # number in the gradients of the first comparison
@@ -103,27 +90,32 @@ class LayerCheck:
         that is left is a loss that it adds itself, and which may be too small to show beside others. If that agrees, it
         is compared on large gradients as well, which that code may clip.
         """
-        self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
-        difference = self._compare()
+        self.keep()
+        difference = self.compare_all()
+        if difference is not None and self.with_gradients:
+            difference = self._beyond_rounding(difference)
         outputs_differ = difference is not None and difference.what.startswith("output")
         if not self.with_gradients or outputs_differ or self.slicing.ranks.first(self._may_clip() or None) is None:
             return difference
         self.adds_loss = (added := self._compare_again(0.0)) is not None
         return added or difference or self._compare_again(_LARGE_FP16 if torch.float16 in self._dtypes(()) else _LARGE)
 
+    def keep(self) -> None:
+        self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
+
+    def _beyond_rounding(self, difference: Difference) -> Difference | None:
+        return difference
+
     def _compare_again(self, scale: float) -> Difference | None:
         self._begin_anew()
-        self.scale, self.outputs, self.faults, self.counters = scale, None, [], []
-        return self._compare()
+        self.scale, self.outputs, self.faults, self.counters, self.unable = scale, None, [], [], []
+        return self.compare_all()
 
-    def _compare(self) -> Difference | None:
+    def compare_all(self) -> Difference | None:
         """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
         ranks, before = self.slicing.ranks, self._kept.values()
-        whole, drawn = self._run_whole()
-        outputs = as_tuple(whole[1], "the outputs of a layer")
-        gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
-        is_compared = self.with_gradients and bool(gradients) and not self.is_random
-        expected = self._backwards(self.slicing.whole(), [whole], gradients) if is_compared else None
+        whole, drawn, gradients, expected = self._whole()
+        self.expected = expected
         of_whole = self._kept.values()
         self._begin_anew()
         parts, drawn_by_slices = self._forwards(self.slicing)
@@ -135,13 +127,34 @@ class LayerCheck:
         difference = ranks.first(difference)
         if difference is None and expected is not None:
             found = self._backwards(self.slicing, parts, gradients)
-            largest = max(compare.largest_of(*each) for each in (expected, found))
+            sizes = [self._compared("the largest gradient", compare.largest_of, *each) for each in (expected, found)]
+            largest = max(filter(None, sizes), default=0.0)
             self._largest = self._largest or largest
             if self.scale or _NOTHING * self._largest < largest < math.inf:
                 difference = self._compare_gradients(found, expected)
             difference = ranks.first(difference)
         self._compare_kept(before, of_whole, difference)
         return difference
+
+    def _whole(self) -> tuple[_Forward, Draws, dict[int, Tensor], _Gradients | None]:
+        """Run the whole sequence; return with it the gradients of its outputs, and what comes of them."""
+        whole, drawn = self._run_whole()
+        outputs = as_tuple(whole[1], "the outputs of a layer")
+        uncut = next((each for each in outputs if each.layout is not torch.strided or each.is_quantized), None)
+        if uncut is not None or any(each.is_nested for each in outputs):
+            raise UncutOutput("it gives nested, sparse or quantized tensors, which the check cannot cut")
+        gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
+        is_compared = self.with_gradients and bool(gradients) and not self.is_random
+        expected = self._backwards(self.slicing.whole(), [whole], gradients) if is_compared else None
+        return whole, drawn, gradients, expected
+
+    def _compared(self, what: str, comparison: Callable[..., _T], *arguments: Any) -> _T | None:
+        """Return what a comparison finds; None with a warning where torch has no operator for such tensors."""
+        try:
+            return comparison(*arguments)
+        except NotImplementedError as error:
+            self.unable.append(f"{what} was not compared: {first_sentence(error)}")
+            return None
 
     def _may_clip(self) -> bool:
         """Return whether gradients of activations, of modules or of parameters pass through code of the user."""
@@ -189,7 +202,9 @@ class LayerCheck:
             constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
+                self.is_running = True
                 outputs = self.layer(copies, self.inputs.is_tuple)
+                self.is_running = False
             runs.append((leaves, outputs))
             self.has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
             self.may_clip |= sees.hooks or _has_functions(as_tuple(outputs, "the outputs of a layer"))
@@ -219,7 +234,8 @@ class LayerCheck:
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         """Return a random gradient of an output, so that each token and each number counts."""
         generator = torch.Generator(device=output.device).manual_seed(_SEED + index)
-        drawn = torch.randn(output.shape, generator=generator, device=output.device)
+        dtype = torch.complex64 if output.is_complex() else None
+        drawn = torch.randn(output.shape, generator=generator, device=output.device, dtype=dtype)
         return (drawn * self.scale / self.slicing.plan.sequence_length**0.5).to(output.dtype)
 
     def _backwards(
@@ -237,7 +253,9 @@ class LayerCheck:
                 if self.outputs is not None:  # with their layouts
                     shares = [slicing.share_of_gradient(self.outputs.layouts[i], gradients[i], slice_id) for i in used]
                 with push_slice(slicing.active(slice_id, "recompute")), self._constant if self.draws else nullcontext():
+                    self.is_running = True
                     torch.autograd.backward([tensors[i] for i in used], shares)
+                    self.is_running = False
             of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
         of_inputs = map(slicing.joined_gradients, self.inputs.layouts, zip(*of_leaves, strict=True))
         return list(of_inputs), self._take_gradients()
@@ -247,7 +265,9 @@ class LayerCheck:
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:
-                gradients[name], parameter.grad = parameter.grad.detach(), None
+                gradient = parameter.grad.detach()  # of an embedding it may be sparse
+                gradients[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                parameter.grad = None
         ranks = self.slicing.ranks
         if ranks.size == 1 or len({tuple(names) for names in ranks.exchange(sorted(gradients))}) > 1:
             return gradients
@@ -275,8 +295,9 @@ class LayerCheck:
         pairs = []
         for index, tensor in enumerate(tensors):
             of_slices = [part[index].detach() if index < len(part) else tensor.new_empty(0) for part in sliced]
-            tolerance = self._tolerance(tensors) if tensor.is_floating_point() else compare.EXACT
-            pairs.append(_compare_output(tensor, of_slices, tolerance, self.slicing))
+            tolerance = self._tolerance(tensors) if compare.is_real(tensor) else compare.EXACT
+            tolerance = compare.allowed(f"output {index}", tolerance, self._rounding)
+            pairs.append(self._compared("output", compare.compare_output, tensor, of_slices, tolerance, self.slicing))
         layouts, differences = zip(*pairs, strict=True)
         return Activations(tensors, not torch.is_tensor(whole), layouts), next(filter(None, differences), None)
 
@@ -285,29 +306,16 @@ class LayerCheck:
     ) -> Difference | None:
         assert self.outputs is not None
         tolerance, differences = self._tolerance(self.outputs.tensors), []
-        for layout, tensor, a, b in zip(self.inputs.layouts, self.inputs.tensors, sliced[0], whole[0], strict=True):
+        pairs = zip(self.inputs.layouts, self.inputs.tensors, sliced[0], whole[0], strict=True)
+        for index, (layout, tensor, a, b) in enumerate(pairs):
             if tensor.requires_grad:
-                compare_kind = compare_tokens if isinstance(layout, TokenDim) else compare_values
-                differences.append(compare_kind("input gradient", a, b, tolerance))
-        differences.append(compare.compare_parameters(sliced[1], whole[1], tolerance))
+                allowed = compare.allowed(f"input gradient {index}", tolerance, self._rounding)
+                comparison = compare.compare_kind(layout)
+                differences.append(self._compared("input gradient", comparison, "input gradient", a, b, allowed))
+        parameters = sliced[1], whole[1], tolerance, self._rounding
+        of_parameters = self._compared("a parameter's gradient", compare.compare_parameters, *parameters) or []
+        differences.append(max(of_parameters, key=lambda difference: difference.relative, default=None))
         return next(filter(None, differences), None)
-
-
-def _compare_output(
-    whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing
-) -> tuple[TensorLayout, Difference | None]:
-    """Return the layout of an output (if several are possible, one without a difference), and the difference."""
-    pairs: list[tuple[TensorLayout, Difference | None]] = []
-    for layout in slicing.layouts_of(whole, parts):  # all: tensor-parallel ranks do the same
-        joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
-        pairs.append((layout, compare_tokens("output", joined, expected, tolerance)))
-    if pairs:
-        return next((pair for pair in pairs if pair[1] is None), pairs[0])
-    if not any(compare_values("output", part, whole, tolerance) for part in parts):
-        return Same(), None
-    per_slice, has_tokens = PerSlice(tuple(parts)), any(part.shape != whole.shape for part in parts)
-    joined = whole.new_empty(0) if has_tokens else slicing.joined(per_slice, parts)
-    return per_slice, compare_values("output without tokens", joined, whole, tolerance)
 
 
 def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices: int, tolerance: Tolerance) -> bool:

@@ -19,16 +19,19 @@ from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.verify.compare import Difference
+from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
-from terapipe_ds.runtime.verify.layer import LayerCheck, NamedLayer
+from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
+from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
 from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
+from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
 _SHOWN = 5  # findings in a report
+_MOST_LINES = 8  # of an error; torch lists what each of its backends knows
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
 _NO_SHARE = (
     "which is no share of that of the whole sequence (a mean, a balance of experts): hand on what each token adds to "
@@ -132,27 +135,41 @@ class StageCheck:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     note: Callable[[str], None] = lambda text: None  # told which layer is checked
     intercept: bool = True  # plain causal attention goes to sliced_attention
+    _is_uncut: bool = False  # the layer gave what cannot be cut, and is compared together with the next one
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return what the last one gives, None where one cannot run."""
         if not self.found.with_layers:
             return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
+        together: list[NamedLayer] = []
         for layer in layers:
+            together.append(layer)
             if outputs is not None:
-                outputs = self._check_layer(layer, outputs)
-        return outputs
+                given, outputs = outputs, self._check_layer(chained(together), outputs)
+                if self._is_uncut:
+                    outputs = given
+                else:
+                    self.found.num_layers += len(together) - 1
+                    together.clear()
+        if self._is_uncut and together:
+            self.found.notes.append(f"{chained(together)}: not compared: the part ends with tensors that are not cut")
+        return None if self._is_uncut else outputs
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
-        check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
+        check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():
                 return check.run()
 
         difference, failure = self._try(run, f"verifying {layer}")
-        if failure is not None and failure.kind == _NO_MEMORY:
+        self._is_uncut = failure is not None and failure.kind == UncutOutput.__name__
+        if failure is not None and self._is_uncut:
+            return None
+        is_unable = failure is not None and failure.kind == NotImplementedError.__name__ and not check.is_running
+        if failure is not None and (is_unable or failure.kind == _NO_MEMORY):
             self.found.notes.append(f"{layer}: not checked: {failure.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
         if failure is not None:
@@ -173,6 +190,7 @@ class StageCheck:
             "sequence": check.is_random,
         }
         self.found.notes += [f"{layer}: {note}" for note, holds in notes.items() if holds]
+        self.found.notes += [f"{layer}: {note}" for note in dict.fromkeys(check.unable)]
         self.found.without_dropout += check.draws and not check.in_evaluation_mode
         self.found.num_layers += not check.is_random
         return check.outputs
@@ -207,9 +225,24 @@ class StageCheck:
     def _find(self, layer_id: int, layer: str, problem: str, raised: str = "") -> None:
         self.found.findings.append(Finding(layer_id, layer, problem, raised))
 
-    def check_loss(self, check: LossCheck, layer_id: int) -> bool:
-        """Return whether the loss was compared and agrees."""
-        problem, failure = self._try(check.run, "verifying the loss")
+    def check_labels(self, probe: LabelProbe, everyone: Sequence[SliceableTensors], layer_id: int) -> bool:
+        """Return whether `loss_fn` takes every kind of label as the section says, or cannot tell."""
+        looks = (probe.look(labels) for labels in everyone)
+        problem, failure = self._try(lambda: next(filter(None, looks), None), "trying labels on the loss")
+        if failure is not None:
+            self.found.notes.append(f"not every kind of label was tried on the loss: it {failure.text}")
+        elif problem is not None:
+            self._find(layer_id, "loss_fn", problem)
+        return problem is None
+
+    def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
+        """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
+
+        def run() -> str | None:
+            problem = check.run()
+            return problem if problem or not check.is_finite else compare_everywhere(check, everyone, self.note)
+
+        problem, failure = self._try(run, "verifying the loss")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
             self.found.notes.append(f"the loss was not compared: {failure.text}")
         elif failure is not None:
@@ -238,6 +271,8 @@ class StageCheck:
         failure = self.slicing.ranks.trials.failure(caught, what)
         if failure is None:
             return result, None
+        if failure.text.count("\n") > _MOST_LINES:
+            failure = failure._replace(text=first_sentence(failure.text))
         text = f"raised {failure}{where}" if failure.rank is None else f"raised on {failure}"
         if failure.kind == _NO_MEMORY:
             text = "there is not enough memory beside what training needs"
@@ -275,17 +310,6 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
             "recurrence (docs/carried_states.md), or set terapipe.slices to 1"
         )
     return f"{difference}: {meaning}"
-
-
-def layers_of(module: Any) -> list[NamedLayer]:
-    """Return the layers of a stage, each with the checkpointing that `PipelineModule.forward` runs it under."""
-    interval = module.activation_checkpoint_interval
-    layers = []
-    for index, function in enumerate(module.forward_funcs):
-        is_checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
-        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func) if is_checkpointed else None
-        layers.append(NamedLayer(index + module._local_start, function, checkpoint))
-    return layers
 
 
 def inputs_of(batch: SliceableTensors) -> Activations:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import weighted_loss
-from terapipe_ds.runtime.engine.batch_results import accumulated, joined, sum_of_slices
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.engine.batch_results import BatchResults, accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
+from terapipe_ds.runtime.verify.tokens import Slicing
 
 PLAN = SlicePlan((4, 2, 1))
 WEIGHTS = (0.5, 0.0, 0.25)
@@ -30,6 +37,38 @@ def test_replicas_reduce_losses_of_one_dtype(has_labels: tuple[bool, bool]) -> N
     assert (total.dtype, total.requires_grad) == (torch.float32, False)
     expected = 0.5 * logits.detach().mean().float() * sum(has_labels)
     torch.testing.assert_close(total, expected, rtol=2**-8, atol=0.0)
+
+
+def results_of(weights: tuple[float, ...], loss_fn: Any, training: bool = True) -> BatchResults:
+    """One micro-batch whose slices all ran."""
+    labels = SliceableTensors.of_labels(torch.tensor([[1, 2, 3, 4, 0, 0, 0]]), 1)
+    module = SimpleNamespace(loss_fn=loss_fn, get_additional_losses=lambda: None)
+    engine: Any = SimpleNamespace(module=module, eval_return_logits=False, _compute_loss=True, fwd_outputs=[])
+    results, store = BatchResults(engine, 1), SliceStore()
+    shape: Any = SimpleNamespace(rows=1)
+    micro_batch = MicroBatchInFlight(PLAN, shape, None, labels, weights, weights)
+    results.begin(SimpleNamespace(micro_batches=[micro_batch], training=training))  # type: ignore[arg-type]
+    for slice_id in range(PLAN.num_slices):
+        results.add(Slicing(PLAN, weights, store=store).active(slice_id), torch.randn(1, PLAN.lengths[slice_id], 5))
+    return results
+
+
+def without_zeros(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+class TestLossesOfNaN:
+    def test_the_first_slice_that_counts_is_named(self) -> None:
+        said = results_of((0.5, 0.25, 0.25), without_zeros).problem_of_losses()
+        assert said is not None and "micro-batch 0, slice 1 (tokens [4, 6) of 7) is NaN" in said
+        assert "set ignore_index to the label" in said
+        of_lists = results_of((0.5, 0.25, 0.25), lambda *args: [without_zeros(*args), torch.zeros(())])
+        assert of_lists.problem_of_losses() == said
+
+    def test_slices_that_do_not_count_and_evaluation_have_none(self) -> None:
+        assert results_of((1.0, 0.0, 0.0), without_zeros).problem_of_losses() is None
+        assert results_of((0.5, 0.25, 0.25), without_zeros, training=False).problem_of_losses() is None
+        assert results_of((0.5, 0.25, 0.25), lambda logits, _: logits.sum() * math.inf).problem_of_losses() is None
 
 
 class TestJoined:

@@ -20,7 +20,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Tolerance, compare_tokens, compare_values
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, cuttable, window_plan
-from terapipe_ds.runtime.verify.first_batch import all_own
+from terapipe_ds.runtime.verify.named_layer import all_own
 from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
 
 

@@ -19,8 +19,9 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify import compare
-from terapipe_ds.runtime.verify.layer import NamedLayer, _is_updated_per_call
+from terapipe_ds.runtime.verify.layer import _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 from tests.distributed import faulty_layers

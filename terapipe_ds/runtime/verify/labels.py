@@ -1,0 +1,246 @@
+"""Try every kind of label on `loss_fn`, to see which ones it ignores whatever the `terapipe` section says of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
+from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TensorLayout, TokenDim
+
+_MOST_KINDS = 4096  # of a micro-batch: the most frequent ones
+_TOKENS = 64  # of a call, each with one kind of label
+_SHARE = 512  # in later batches of large vocabularies rare labels come for the first time for ever
+_EVEN = 0.01  # with smaller differences between the slices' shares, rounding hides which mean it is
+_NAMED = 8  # labels in a message
+
+
+class LabelProbe:
+    """Compare the loss of slices with that of the whole where labels are that get no gradient, or no weight.
+
+    A kind of label is its value, and where masks are beside it, whether they are zero. Each kind is one token of a
+    small call. Tokens that get a gradient and a weight are mixed with those that lack one of them, unevenly, so that
+    another `ignore_index`, reduction or `slice_weight` than that of `loss_fn` shows.
+    """
+
+    def __init__(self, check: LossCheck, tokens: int) -> None:
+        self._check = replace(check, outputs=narrowed(check.outputs, tokens), at_start=None)
+        self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
+        self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
+
+    @classmethod
+    def of(cls, check: LossCheck) -> LabelProbe | None:
+        """Return the probe, or None where a loss of a few tokens cannot be asked for, or tells nothing."""
+        layouts = [layout for layout in check.outputs.layouts if isinstance(layout, TokenDim)]
+        tokens = min(_TOKENS, check.slicing.plan.sequence_length)
+        is_told = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction != "sum"
+        can_ask = tokens >= 4 and bool(layouts) and all(layout.shared_by == 1 for layout in layouts)
+        return cls(check, tokens) if is_told and can_ask else None
+
+    @property
+    def has_peers(self) -> bool:
+        """Return whether tensor-parallel ranks must call together, each of which draws later batches by itself."""
+        return self._check.slicing.ranks.size > 1
+
+    def look(self, labels: SliceableTensors, is_later: bool = False) -> str | None:
+        """Return what is wrong with kinds of labels that were not tried yet; of later batches only frequent ones."""
+        kinds = _kinds(labels)
+        fresh = ~np.isin(kinds, self._seen)
+        values, first, counts = np.unique(kinds[fresh], return_index=True, return_counts=True)
+        order = np.argsort(-counts, kind="stable")[: self._tokens if is_later else _MOST_KINDS]
+        order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
+        places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
+        self._seen = np.union1d(self._seen, values[order])
+        holder = nn.Module()
+        setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
+        if not len(places):
+            return None
+        with untouched(holder, with_gradients=False):
+            calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
+            return next(filter(None, (self._try(self._at(labels, each)) for each in calls)), None)
+
+    def _try(self, labels: SliceableTensors) -> str | None:
+        """Try one kind of label per token; where some lack a gradient or a weight, compare slices with the whole."""
+        config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
+        num_kinds, whole = labels.length, self._sliced(SlicePlan((self._tokens,)), (1.0,))
+        # which kinds get a gradient; NaN, where all labels are ignored, is none
+        losses = replace(whole, labels=_picked(labels, np.arange(self._tokens) % num_kinds)).losses(whole.slicing)
+        norms = [each.reshape(self._tokens, -1).double().norm(dim=1) for each in losses.gradients if each.dim() > 0]
+        is_trained = (torch.stack(norms).sum(0)[:num_kinds] > 0.0).cpu()
+        is_trained = torch.stack(whole.slicing.ranks.exchange(is_trained)).any(0)
+        # which kinds have a weight
+        is_counted = torch.ones(num_kinds, dtype=torch.bool)
+        if weight is not None or config.loss_reduction == "mean_valid":
+            counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config.ignore_index, weight)
+            is_counted = torch.tensor(counts) > 0.0
+        regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
+        if self._regular is None and regular.any():
+            self._regular = _picked(labels, regular.nonzero().flatten().numpy()[:1])
+        if not special.any():
+            return None
+        problem = self._compare(_picked(labels, special.nonzero().flatten().numpy()))
+        ignored, trained = (_named(labels, kinds) for kinds in (~is_trained & is_counted, is_trained & ~is_counted))
+        return problem and problem + "".join(
+            f"; loss_fn {does} label {values}, which {which} the section (ignore_index {config.ignore_index}): "
+            "set terapipe.ignore_index to the label that loss_fn ignores, if it is one"
+            for does, values, which in (("ignores", ignored, "counts by"), ("trains on", trained, "is ignored by"))
+            if values
+        )
+
+    def _compare(self, special: SliceableTensors) -> str | None:
+        """Compare two slices: of tokens that get a gradient and a weight, and of as many such tokens as others."""
+        first = self._tokens // 3
+        plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
+        if self._regular is not None:
+            others = np.arange(len(kinds[first::2])) % special.length
+            special = _joined(special, self._regular)
+            kinds[:] = special.length - 1
+            kinds[first::2] = others
+        labels = _picked(special, kinds)
+        values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
+        check = self._sliced(plan, _weights_in(labels, plan, self._check))
+        return replace(check, labels=labels, other_ignored=tuple(values)).run()
+
+    def _sliced(self, plan: SlicePlan, weights: tuple[float, ...]) -> LossCheck:
+        outputs, slicing = self._check.outputs, replace(self._check.slicing, plan=plan, weights=weights, starts=None)
+        are_even = _are_even(self._check.slicing.weights, self._check.slicing.plan)
+        layouts = tuple(
+            with_values(layout, tensor, slicing.weights, plan if are_even else None)
+            for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
+        )
+        return replace(self._check, outputs=replace(outputs, layouts=layouts), slicing=slicing)
+
+    def _at(self, labels: SliceableTensors, places: np.ndarray) -> SliceableTensors:
+        """Return a sequence of the tokens at `places` of the flat [tokens, rows], each in all rows of the outputs."""
+        rows, device = num_rows(labels), self._check.outputs.tensors[0].device
+        tensors = []
+        for tensor, is_cut, whole in zip(labels.tensors, labels.sliced, self._check.labels.tensors, strict=True):
+            if not is_cut:
+                tensors.append(whole)
+                continue
+            tokens, own_rows = tensor.movedim(labels.dim, 0), tensor.size(row_dim(labels)) if tensor.dim() > 1 else 0
+            token_ids, row_ids = torch.from_numpy(places // rows), torch.from_numpy(places % rows)
+            if not own_rows:
+                tensors.append(tokens[token_ids].to(device))
+                continue
+            chosen = tokens[token_ids, row_ids % own_rows]
+            repeated = chosen[:, None].expand(-1, self._rows if own_rows == rows else own_rows, *chosen.shape[1:])
+            tensors.append(repeated.movedim(0, labels.dim).contiguous().to(device))
+        return replace(labels, tensors=tuple(tensors))
+
+
+def compare_everywhere(
+    check: LossCheck, everyone: Sequence[SliceableTensors], note: Callable[[str], None]
+) -> str | None:
+    """Compare the loss with the labels of all rows and tokens, window by window, each on the outputs of `check`.
+
+    What the labels are worth depends on no setting here: a window without any loss is compared with no weight at all.
+    """
+    rows, device = num_rows(check.labels), check.outputs.tensors[0].device
+    for micro_batch_id, labels in enumerate(everyone):
+        plan, of_rows = check.slicing.plan, num_rows(labels)
+        if labels.length < plan.sequence_length or of_rows < rows:  # of another form than the one that is compared
+            continue
+        firsts, starts = _firsts(of_rows, rows), _firsts(labels.length, plan.sequence_length)
+        for first_row, start in itertools.product(firsts, starts):
+            note(f"verifying the loss of micro-batch {micro_batch_id}, row {first_row}, token {start}")
+            cut = Cut(plan, labels.length, start, None if rows == of_rows else rows, of_rows, first_row)
+            window = cut.of(labels).to(device)
+            weights = _weights_in(window, plan, check)
+            pairs = zip(check.outputs.layouts, check.outputs.tensors, strict=True)
+            outputs = replace(check.outputs, layouts=tuple(with_values(*pair, weights, None) for pair in pairs))
+            slicing = replace(check.slicing, weights=weights, starts=None)
+            here = replace(check, labels=window, outputs=outputs, slicing=slicing, at_start=None)
+            problem = here.run()
+            if problem is None and not here.is_finite and sum(weights) > 0.0:
+                problem = "the loss of the whole is not finite, though the terapipe section counts labels there"
+            if problem is not None:
+                return f"{problem} (on {cut}, from row {first_row} on, of micro-batch {micro_batch_id})"
+    return None
+
+
+def _firsts(length: int, window: int) -> list[int]:
+    """Return where windows start that cover everything; the last one ends with it."""
+    return [*range(0, length - window, window), length - window]
+
+
+def _weights_in(labels: SliceableTensors, plan: SlicePlan, check: LossCheck) -> tuple[float, ...]:
+    """Return what training gives the slices' losses; zeros where no label counts."""
+    config, weight = check.config, getattr(check.loss_fn, "slice_weight", None)
+    goes_by_labels = weight is not None or config.loss_reduction == "mean_valid"
+    if goes_by_labels and sum(slice_counts(labels, plan, config.ignore_index, weight)) <= 0:
+        return (0.0,) * plan.num_slices
+    return weights_of(labels, plan, config, check.loss_fn)
+
+
+def _picked(labels: SliceableTensors, tokens: np.ndarray) -> SliceableTensors:
+    """Return a sequence of these tokens of the labels."""
+    index = torch.from_numpy(tokens).to(labels.deciding.device)
+    pairs = zip(labels.tensors, labels.sliced, strict=True)
+    return replace(labels, tensors=tuple(t.index_select(labels.dim, index) if cut else t for t, cut in pairs))
+
+
+def _joined(a: SliceableTensors, b: SliceableTensors) -> SliceableTensors:
+    triples = zip(a.tensors, b.tensors, a.sliced, strict=True)
+    return replace(a, tensors=tuple(torch.cat((x, y), a.dim) if cut else x for x, y, cut in triples))
+
+
+def _kinds(labels: SliceableTensors) -> np.ndarray:
+    """Return a number for the kind of each label, flat over [tokens, rows]."""
+    kinds = torch.zeros(labels.length, num_rows(labels), dtype=torch.int64)
+    for tensor in itertools.compress(labels.tensors, labels.sliced):
+        tokens = tensor.detach().movedim(labels.dim, 0).cpu()
+        tokens = tokens[:, None] if tokens.dim() == 1 else tokens
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:  # a mask, weights, a distribution
+            kinds = kinds * 2 + (tokens != 0).flatten(2).any(2) if tokens.dim() > 2 else kinds * 2 + (tokens != 0)
+        elif tokens.dim() == 2:
+            kinds = kinds * 2**31 + tokens
+    return kinds.flatten().numpy()
+
+
+def _named(labels: SliceableTensors, kinds: Tensor) -> str:
+    """Return the values of these kinds of labels."""
+    tokens = labels.deciding.movedim(labels.dim, 0)[kinds.to(labels.deciding.device)]
+    values = tokens.unique().tolist() if not tokens.is_floating_point() else []
+    return ", ".join(map(str, values[:_NAMED])) + ", ..." * (len(values) > _NAMED)
+
+
+def narrowed(outputs: Activations, tokens: int) -> Activations:
+    """Return copies of the outputs' first tokens."""
+    tensors = (
+        layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
+        for layout, each in zip(outputs.layouts, outputs.tensors, strict=True)
+    )
+    return replace(outputs, tensors=tuple(each.detach().clone() for each in tensors))
+
+
+def with_values(
+    layout: TensorLayout, whole: Tensor, weights: tuple[float, ...], plan: SlicePlan | None
+) -> TensorLayout:
+    """Return the layout with values of slices that come to the value of the whole.
+
+    With a plan of two slices it is a mean over tokens, which weights that count labels do not give.
+    """
+    if not isinstance(layout, PerSlice):
+        return layout
+    whole = whole.detach()
+    if plan is None or plan.num_slices != 2:
+        return PerSlice((whole / (sum(weights) or 1.0),) * len(weights))
+    first, second = (length / plan.sequence_length for length in plan.lengths)
+    return PerSlice((whole * (1 + second), whole * (1 - first)))
+
+
+def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
+    """Return whether the slices' losses weigh as their tokens do, in which case all reductions to a mean agree."""
+    shares = (length / plan.sequence_length for length in plan.lengths)
+    return all(abs(weight - share) <= _EVEN for weight, share in zip(weights, shares, strict=True))

@@ -1,0 +1,110 @@
+"""Name the layers of a stage, call them as training does, and tell whose they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.layers.finite import layer_title
+from terapipe_ds.runtime.layout.layer_names import module_of
+from terapipe_ds.runtime.layout.parted_module import each_part
+
+
+@dataclass(frozen=True)
+class NamedLayer:
+    """Name a layer by its number, with the activation checkpointing that training runs it under."""
+
+    layer_id: int
+    function: Callable[[Any], Any]
+    checkpoint: Callable[..., Any] | None = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """Return what holds its parameters; None for a plain function."""
+        return module_of(self.function)
+
+    def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
+        if self.checkpoint is None:
+            return self.function(inputs if is_tuple else inputs[0])
+        return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
+
+    def __str__(self) -> str:
+        if isinstance(self.function, _Chain):
+            return " with ".join(map(str, self.function.layers))
+        return layer_title(self.function, self.layer_id)
+
+
+class _Chain(nn.Module):
+    """Layers that are compared as one."""
+
+    def __init__(self, layers: Sequence[NamedLayer]) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.modules_of_layers = nn.ModuleList([layer.module for layer in layers if layer.module is not None])
+
+    def forward(self, values: Any) -> Any:
+        for layer in self.layers:
+            values = layer((values,) if torch.is_tensor(values) else values, not torch.is_tensor(values))
+        return values
+
+
+def chained(layers: Sequence[NamedLayer]) -> NamedLayer:
+    """Return consecutive layers as one, each with its own checkpointing."""
+    return layers[0] if len(layers) == 1 else NamedLayer(layers[0].layer_id, _Chain(layers))
+
+
+def layers_of(module: Any) -> list[NamedLayer]:
+    """Return the layers of a stage, each with the checkpointing that `PipelineModule.forward` runs it under."""
+    interval = module.activation_checkpoint_interval
+    layers = []
+    for index, function in enumerate(module.forward_funcs):
+        is_checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
+        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func) if is_checkpointed else None
+        layers.append(NamedLayer(index + module._local_start, function, checkpoint))
+    return layers
+
+
+# -- whose layers they are ---------------------------------------------------------------------------------------------
+
+_PACKAGE = "terapipe_ds"
+_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # what the package's layers are made of
+_WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def all_own(module: Any) -> bool:
+    """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
+    functions = [function for _ in each_part(module) for function in module.forward_funcs]
+    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+
+
+def _is_own(layer: Any) -> bool:
+    """Return whether a layer and all that it holds are the package's; a derived class belongs to its author."""
+    if isinstance(layer, functools.partial):  # DeepSpeed makes one of a tied layer's own forward
+        return all(_is_own(each) for each in (layer.func, *layer.args) if callable(each))
+    inner = layer.modules() if isinstance(layer, nn.Module) else ()
+    return _root(layer) == _PACKAGE and all(map(_is_as_built, inner))
+
+
+def _is_as_built(module: nn.Module) -> bool:
+    """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
+    own = vars(module)
+    functions = [value for value in own.values() if callable(value)]
+    hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
+    is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
+    return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
+
+
+def _root(thing: Any) -> str:
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", "")).split(".")[0]

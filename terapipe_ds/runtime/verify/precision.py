@@ -1,0 +1,110 @@
+"""Tell faults from rounding: run a layer in a wider dtype as well, and measure how much its own rounds."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.batch.sliceable import as_tuple
+from terapipe_ds.runtime.layers.untouched import stand_ins
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_kind, compare_parameters
+from terapipe_ds.runtime.verify.layer import LayerCheck
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice
+
+logger = logging.getLogger("terapipe_ds")
+_SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
+
+
+class PreciseLayerCheck(LayerCheck):
+    """Check a layer, and allow it the rounding that is measured where that of its dtype is not enough."""
+
+    def _beyond_rounding(self, difference: Difference) -> Difference | None:
+        """Return a difference that is more than rounding; None where a wider dtype has none, and rounding explains it.
+
+        Gradients may cancel out, and then what is left is mostly rounding. How much that is shows the whole sequence,
+        in the layer's own dtype against the wider one. A layer that does not run in a wider one keeps its difference.
+        """
+        dtype = wider(self._dtypes(()))
+        if dtype is None:
+            return difference
+        self._begin_anew()
+        reference, agrees = replace(self, inputs=cast(self.inputs, dtype), autocast=nullcontext), False
+        try:
+            with in_dtype(self.layer.module, dtype):
+                reference.keep()
+                agrees = reference.compare_all() is None
+        except Exception:  # kernels that know no other dtype, too little memory
+            logger.debug("%s does not run in %s", self.layer, dtype, exc_info=True)
+        if not all(self.slicing.ranks.exchange(agrees)):
+            return difference
+        for scale in _SCALES:
+            self._measure(reference, scale)
+        return self._compare_again(1.0)
+
+    def _measure(self, reference: LayerCheck, scale: float) -> None:
+        """Keep by how much rounding changes the results of the whole sequence, with gradients of this scale."""
+        assert reference.outputs is not None
+        self._begin_anew()
+        self.scale, self.outputs = scale, None
+        run, _, _, gradients = self._whole()
+        whole, nothing = self.slicing.whole(), Tolerance(0.0, self._tolerance(()).floor)
+        layouts, differences = reference.outputs.layouts, []
+        triples = zip(layouts, as_tuple(run[1], "the outputs of a layer"), reference.outputs.tensors, strict=True)
+        for index, (layout, *pair) in enumerate(triples):
+            a, b = (whole.joined(layout, [tensor.detach()]) for tensor in pair)
+            differences.append(compare_kind(layout)(f"output {index}", a, b, nothing))
+        if gradients is not None and reference.expected is not None:
+            of_inputs = zip(self.inputs.layouts, gradients[0], reference.expected[0], strict=True)
+            for index, (layout, a, b) in enumerate(of_inputs):
+                differences.append(compare_kind(layout)(f"input gradient {index}", a.double() / scale, b, nothing))
+            of_parameters = {name: gradient.double() / scale for name, gradient in gradients[1].items()}
+            differences += compare_parameters(of_parameters, reference.expected[1], nothing, {})
+        for each in filter(None, differences):
+            if math.isfinite(each.relative):
+                self._rounding[each.what] = max(self._rounding.get(each.what, 0.0), each.relative)
+
+
+def wider(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype in which a layer that computes with `dtypes` rounds much less; None for fp64."""
+    dtypes = set(dtypes)
+    if dtypes & {torch.float16, torch.bfloat16}:
+        return torch.float32
+    return torch.float64 if torch.float32 in dtypes else None
+
+
+def cast(inputs: Activations, dtype: torch.dtype) -> Activations:
+    """Return copies of the inputs with their floating numbers in `dtype`."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+    layouts = tuple(
+        PerSlice(tuple(map(wide, each.values))) if isinstance(each, PerSlice) else each for each in inputs.layouts
+    )
+    return replace(inputs, tensors=tuple(map(wide, inputs.tensors)), layouts=layouts)
+
+
+@contextmanager
+def in_dtype(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
+    """Let parameters and buffers of `module` be copies in `dtype`; hooks of parameters stay."""
+    module = nn.Module() if module is None else module
+    buffers = [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    ]
+    with stand_ins(module, with_gradients=False, dtype=dtype):
+        try:
+            for owner, name, buffer in buffers:
+                owner[name] = buffer.to(dtype)
+            yield
+        finally:
+            for owner, name, buffer in buffers:
+                owner[name] = buffer

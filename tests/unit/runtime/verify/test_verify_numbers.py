@@ -1,0 +1,147 @@
+"""Rounding that is measured is no fault, a fault beside it is one; what torch has no operator for is named."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.runtime.verify import compare
+from tests.distributed.faulty_layers import WIDTH
+from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
+
+
+class Scaled(nn.Module):
+    """(x, a side input) -> x, each token for itself; the gradient of the side input is a sum that may cancel out."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.gain, self.fault = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.3)), fault
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, side = inputs
+        active = active_slice()
+        if self.fault == "lost gradient" and active is not None and active.start > 0:
+            side = side.detach()
+        y = torch.tanh(x * (1 + side)) * self.gain
+        return self.inner(y + 0.3 * y.mean(1, keepdim=True) if self.fault == "mean over tokens" else y)
+
+
+CANCELS = [(60, (1,)), (141, (1,)), (150, (1,)), (160, (1,)), (274, (1,)), (13, (2, 1, 1))]
+
+
+def scaled(seed: int, shape: tuple[int, ...], fault: str = "", dtype: torch.dtype = torch.bfloat16) -> Findings:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = (torch.randn(each, generator=generator).to(dtype) for each in ((2, LENGTH, WIDTH), shape))
+    return verify([Scaled(fault).to(dtype)], tuple(each.requires_grad_() for each in tensors))
+
+
+@pytest.mark.parametrize(("seed", "shape"), CANCELS)
+def test_a_gradient_that_cancels_is_rounding_and_a_fault_beside_it_is_none(seed: int, shape: tuple[int, ...]) -> None:
+    assert scaled(seed, shape).findings == []
+    with mock.patch.object(compare, "_ROUNDINGS", 0.0):  # as with a fixed tolerance
+        assert "input gradient differs" in str(scaled(seed, shape).findings)
+    for fault in ("lost gradient", "mean over tokens"):
+        assert len(scaled(seed, shape, fault).findings) == 1, fault
+
+
+def test_a_layer_that_knows_no_wider_dtype_keeps_its_difference() -> None:
+    class OnlyHalf(Scaled):
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+            assert inputs[0].dtype == torch.bfloat16
+            return super().forward(inputs)
+
+    with mock.patch(f"{__name__}.Scaled", OnlyHalf):
+        assert "input gradient differs" in str(scaled(*CANCELS[0]).findings)
+
+
+# -- tensors that are not dense, real numbers --------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.words = kind(VOCAB, WIDTH, sparse=True).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens.reshape(-1, 1)).reshape(*tokens.shape, WIDTH)
+
+
+class Weight(nn.Module):
+    def __init__(self, weight: Tensor, is_trained: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=is_trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.is_sparse:
+            return x + torch.sparse.mm(self.weight, x.flatten(0, 1).T).T.view_as(x)
+        return x + (x.to(torch.promote_types(x.dtype, self.weight.dtype)) @ self.weight).real
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
+
+
+EYE = torch.eye(WIDTH, dtype=torch.float64)
+KINDS: dict[str, list[nn.Module]] = {
+    "sparse embedding": [Words(nn.Embedding)],
+    "sparse bag": [Words(nn.EmbeddingBag)],
+    "sparse weight": [Weight(EYE.to_sparse())],
+    "frozen sparse weight": [Weight(EYE.to_sparse(), False)],
+    "complex weight": [Weight(torch.complex(EYE, 0.5 + EYE))],
+    "complex activations": [Calls(lambda x: torch.complex(x, x.tanh())), Calls(lambda x: x.real * x.imag)],
+    "float8": [Calls(lambda x: x.to(torch.float8_e4m3fn)), Calls(lambda x: x.double())],
+    "nested": [Calls(nested), Calls(lambda x: torch.stack(x.unbind(0)).tanh())],
+    "sparse activations": [Calls(lambda x: x.to_sparse(2)), Calls(lambda x: 1.5 * x.to_dense())],
+    "quantized": [
+        Calls(lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)),
+        Calls(lambda x: x.dequantize().double()),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_numbers(kind: str) -> None:
+    layers, mixes = KINDS[kind], Calls(lambda x: x + x.mean(1, keepdim=True))
+    tensors = (data()[0],) if "embedding" in kind or "bag" in kind else None
+    found = verify(layers, tensors)
+    assert (found.findings, found.notes, found.num_layers) == ([], [], len(layers))
+    [finding] = verify([*layers, mixes], tensors).findings  # and what comes after it is compared
+    assert finding.layer == f"layer {len(layers)} (Calls)"
+
+
+def test_only_the_imaginary_part_is_wrong() -> None:
+    [finding] = verify([Calls(lambda x: torch.complex(x, x.mean(1, keepdim=True).expand_as(x)))]).findings
+    assert "output of tokens 0.. differs" in str(finding)
+
+
+def test_an_operator_that_is_missing_is_named_with_its_layer_and_all_else_is_compared() -> None:
+    numbers = compare._numbers
+
+    def without(tensor: Tensor) -> Tensor:
+        if tensor.shape == (WIDTH, WIDTH):
+            raise NotImplementedError("Could not run 'aten::much'. This may be" + "\n  a backend" * 90)
+        return numbers(tensor)
+
+    wrong = Calls(lambda x: x + x.mean(1, keepdim=True))
+    with mock.patch.object(compare, "_numbers", without):
+        found = verify([Weight(EYE), wrong])
+    assert [finding.layer for finding in found.findings] == ["layer 1 (Calls)"]
+    assert found.notes and all(
+        note.startswith("layer 0 (Weight): ") and note.endswith("was not compared: Could not run 'aten::much'")
+        for note in found.notes
+    )

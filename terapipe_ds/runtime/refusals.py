@@ -17,7 +17,6 @@ from torch import nn
 
 from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -121,12 +120,10 @@ class WrittenParameters:
         before, self._versions = self._versions, {(name, each._version) for name, each in self._trained.items()}
         self._written[is_forward] |= {name for name, _ in self._versions - before}
 
-    def refuse(self, world: Any) -> None:
-        """Raise on every rank where one has such parameters. Those that forwards limit may be recomputed."""
-        ranks = enumerate(gather(sorted(self._written[False] - self._written[True]), world))
-        told = [f"on rank {rank}: {_first_four(names)} {_CHANGED_IN_BACKWARD}" for rank, names in ranks if names]
-        if told:
-            raise RaisedEverywhere(TeraPipeConfigError(told[0]))
+    def problem(self) -> str | None:
+        """Return which parameters are. Those that forwards limit may be recomputed."""
+        names = sorted(self._written[False] - self._written[True])
+        return f"{_first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

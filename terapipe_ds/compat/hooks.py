@@ -28,7 +28,8 @@ DEEPSPEED_HOOKS = {
         "load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
-    "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size",
+    "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size _initialize_params",
+    "deepspeed.runtime.engine:DeepSpeedEngine": "__init__",
     "deepspeed.runtime.pipe.p2p": "send recv",
     "deepspeed": "DualPipeVEngine PipelineEngine initialize",
 }

@@ -32,12 +32,20 @@ def check_checkpointing(in_stock_order: bool) -> None:
         )
 
 
-def check_eval_call(*args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed does so after it, on the last stage only."""
-    arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
-    reduction = arguments.get("reduce_output")
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
+    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed fails after it, on the last stage only."""
+    bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    reduction = bound.arguments["reduce_output"]
     if reduction is not None and reduction.lower() != "avg":
         raise NotImplementedError(f"reduction type {reduction} not supported.")
+    if reduction is None and bound.arguments["compute_loss"] and (bound.arguments["bcast_loss"] or has_monitor):
+        who = "a monitor that is enabled" if has_monitor else "bcast_loss=True"
+        raise ValueError(
+            f"eval_batch(reduce_output=None) with {who}: the losses of all micro-batches are a list, and DeepSpeed "
+            "sends one number to the other stages. Set bcast_loss=False and switch monitors off, which gives the list "
+            'on the last stage and None on the others, or set reduce_output="avg"'
+        )
 
 
 def problem_of_layers(

@@ -24,6 +24,10 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
+_SHUFFLED = (
+    "Probably each rank shuffles by random numbers of its own: give DataLoader(shuffle=True) a generator with the same "
+    "seed on all ranks, or a DistributedSampler whose rank is the data-parallel one."
+)
 _OTHER_DATA = "ranks of one replica have drawn different data, though they run parts of the same layers or slices:"
 _SAME_SAMPLES = (
     "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "

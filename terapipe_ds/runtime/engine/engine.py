@@ -62,6 +62,7 @@ class TeraPipeEngine(ModelEndsEngine):
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
+    reads_terapipe_section = True  # asked for by `compat.unread_section`
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     _written: WrittenParameters | None = None  # in the first training batch, as the next one
     _outside: OutsideLayers | None = None
@@ -116,7 +117,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
         Where tensor parallelism divides the head, those are of a part of the vocabulary.
         """
-        check_eval_call(data_iter, *args, **kwargs)
+        check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
         training_iterator = self.data_iterator
         try:

@@ -28,8 +28,8 @@ def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        raw, model = getattr(given.get("config_class"), "_param_dict", None), given["model"]
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        raw, model = getattr(given.get("config_class"), "_param_dict", None), given.get("model")
         if not hasattr(type(self), READS_SECTION) and isinstance(raw, dict):
             if always:
                 TeraPipeConfig.from_deepspeed(raw)  # misspelt keys, and an enabled section that is not valid
@@ -55,8 +55,16 @@ def guard_unregistered() -> None:
 
 
 def _is_of_this_package(model: Any) -> bool:
-    layers = model.modules() if hasattr(model, "modules") else ()
-    return any(kind.__module__.startswith("terapipe_ds.") for each in layers for kind in type(each).__mro__)
+    """Look at what every rank sees alike: the specs of a `PipelineModule`, whose stages build some of them each."""
+    specs = getattr(model, "_layer_specs", None)
+    of_model = model.modules() if specs is None and hasattr(model, "modules") else [model, *(specs or ())]
+    kinds = [getattr(each, "typename", type(each)) for each in of_model]
+    return any(
+        str(each.__module__).startswith("terapipe_ds.")
+        for kind in kinds
+        if isinstance(kind, type)
+        for each in kind.__mro__
+    )
 
 
 def _unread(engine: type, model: Any, is_registered: bool) -> str:

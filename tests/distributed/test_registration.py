@@ -109,8 +109,8 @@ def unread_sections(enabled: dict[str, Any]) -> dict[str, str]:
     class Mine(PipelineEngine):
         """An engine class of a project's own."""
 
-    def build(kind: type, model: torch.nn.Module, ds_config: dict[str, Any]) -> None:
-        kind(None, model, config=ds_config, config_class=DeepSpeedConfig(ds_config, mpu=getattr(model, "_grid", None)))
+    def build(kind: type, model: Any, ds_config: dict[str, Any]) -> None:
+        kind(args=None, model=model, config=ds_config, config_class=DeepSpeedConfig(ds_config, mpu=model.mpu()))
 
     misspelt = config(terapipe={"enabled": False, "slice": 4})
     with registered():
@@ -124,9 +124,8 @@ def unread_sections(enabled: dict[str, Any]) -> dict[str, str]:
         for kind in (Mine, Derived, PipelineEngine):
             found[kind.__name__] = raised_by(lambda: build(kind, pipeline_module(fp32_layers()), enabled))[1]  # noqa: B023
     found["not registered"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
-    found["one layer of ours"] = raised_by(lambda: initialize(pipeline_module([*OTHERS, *fp32_layers()[:1]]), enabled))[
-        1
-    ]
+    mixed = [*OTHERS, *fp32_layers()[:1]]  # ours are on the last stage
+    found["one layer of ours"] = raised_by(lambda: initialize(pipeline_module(mixed), enabled))[1]
     initialize(pipeline_module(OTHERS), enabled).destroy()  # nothing tells us of it
     return found
 

@@ -171,8 +171,8 @@ DIFFER = {
     "another function": "loss_fn: ranks [0]: terapipe_ds.models.gpt.gpt_loss",
     "another lambda": "loss_fn: ranks [0]: tests.distributed.test_same_on_all_ranks.<lambda>",
     "none": "loss_fn: ranks [0]: builtins.NoneType; ranks [1]: terapipe_ds.models.gpt.gpt_loss",
-    "one more": "the number of layers: ranks [0]: 6 layers; ranks [1]: 7 layers",
-    "another class": "layer 5: ranks [0]: torch.nn.modules.linear.Identity; ranks [1]: ",
+    "one more": "the number of layers: ranks [0]: 7 layers; ranks [1]: 8 layers",
+    "another class": "layer 6: ranks [0]: torch.nn.modules.linear.Identity; ranks [1]: ",
 }
 
 

@@ -217,11 +217,20 @@ class Counting(Scaled):
         return PipelineModule.forward(self, inputs)
 
 
+class Reporting(PipelineModule):
+    """What the loss keeps is read after each call."""
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        return {"calls": torch.full((1,), float(self.loss_fn.calls))}
+
+
 def job_refused(terapipe: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, loss_fn in KEPT.items():
         with engine_of(gpt_layers(), terapipe, loss_fn=loss_fn) as engine:
             found[name] = step_error(engine)[1]
+    with engine_of(gpt_layers(), terapipe, loss_fn=KEPT["loss_fn.calls"], module_class=Reporting) as engine:
+        assert step_error(engine)[1] == ""
     for kind in (Scaled, Counting):
         with engine_of(gpt_layers(), terapipe, module_class=kind) as engine:
             found[kind.__name__] = step_error(engine)[1]

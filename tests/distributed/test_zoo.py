@@ -104,7 +104,8 @@ SAMPLE = (
     "long_label_smoothing", "mean_of_all_tokens", "shifting", "valid_called_mean", "advantages", "LossModule",
     "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
-    "LossParameter", "LossParameterBothWays", "CountingLoss", "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
+    "LossParameter", "LossParameterBothWays", "CountingLoss",
+    "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

@@ -51,7 +51,10 @@ class OutsideLayers:
                 "one slice of a sequence, and under chimera one of two stages: keep no statistics there, or set "
                 'terapipe.slices to 1 and schedule to "1f1b"'
             )
-        if kept := [name for name in self._state.changed() if name.split(".")[0] not in _OF_DEEPSPEED]:
+        reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
+        told = set() if reads is None else names_in(reads) - {"loss_fn"}
+        changed = [name for name in self._state.changed() if told.isdisjoint(name.split("."))]
+        if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
             return (
                 f"{_few(kept)}: state outside the layers changes in the first batch. Under chimera two stages compute "
                 "the loss, each of half the micro-batches, and neither learns what the other keeps: keep it in the "

@@ -50,7 +50,7 @@ def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Li
     text = (
         "only a TeraPipeEngine reads the section: without register() DeepSpeed trains whole sequences, and says nothing"
     )
-    yield Line("note", "register", text, "look for lines of terapipe_ds in the log, or at type(engine).__name__")
+    yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or at type(engine).__name__")
 
 
 def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:

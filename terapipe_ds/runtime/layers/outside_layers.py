@@ -52,7 +52,7 @@ class OutsideLayers:
                 'terapipe.slices to 1 and schedule to "1f1b"'
             )
         reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
-        told = set() if reads is None else names_in(reads) - {"loss_fn"}
+        told = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
         changed = [name for name in self._state.changed() if told.isdisjoint(name.split("."))]
         if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
             return (

@@ -19,8 +19,8 @@ DEEPSPEED_HOOKS = {
         "_aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
         "_exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule clip_fp32_gradients compile destroy "
-        "eval_batch is_last_stage load_checkpoint reset_activation_shape save_checkpoint set_dataiterator "
-        "set_dataloader train_batch"
+        "eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict reset_activation_shape "
+        "save_checkpoint set_dataiterator set_dataloader train_batch"
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
@@ -28,7 +28,8 @@ DEEPSPEED_HOOKS = {
         "load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
-    "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size",
+    "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size _initialize_params",
+    "deepspeed.runtime.engine:DeepSpeedEngine": "__init__",
     "deepspeed.runtime.pipe.p2p": "send recv",
     "deepspeed.comm.torch": "build_shm_op",
     "deepspeed": "DualPipeVEngine PipelineEngine initialize",

@@ -82,8 +82,36 @@ CONFLICTS = (
 )  # fmt: skip
 
 
+_OWN_AUTO = ("terapipe", "pipeline", "autotuning")  # sections in which "auto" has a meaning
+_NAMES = ("tensorboard", "wandb", "csv_monitor", "comet")  # and those in which it may be a name
+
+
+def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the keys whose value "auto" waits for transformers' Trainer to fill it in."""
+    for key, value in ds_config.items():
+        inner = (*path, str(key))
+        if value == "auto":
+            yield ".".join(inner)
+        elif isinstance(value, Mapping) and inner[0] not in (*_OWN_AUTO, *_NAMES):
+            yield from unfilled_in(value, inner)
+        elif isinstance(value, list | tuple) and "auto" in value:
+            yield ".".join(inner)
+
+
+def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
+    """Say which keys hold "auto" outside of Trainer; None: none does."""
+    if not (keys := list(unfilled_in(ds_config))):
+        return None
+    return (
+        f'{", ".join(keys)} = "auto": transformers\' Trainer fills such values in, and DeepSpeed alone passes over '
+        "them or fails; give each a value, or remove it for DeepSpeed's default"
+    )
+
+
 def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each such key of a config: its value, the reason, what to do."""
+    if problem := problem_of_auto(ds_config):
+        yield problem
     for conflict in CONFLICTS:
         value: Any = ds_config
         for key in conflict.key.split("."):

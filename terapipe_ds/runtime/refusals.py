@@ -17,7 +17,6 @@ from torch import nn
 
 from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -33,12 +32,20 @@ def check_checkpointing(in_stock_order: bool) -> None:
         )
 
 
-def check_eval_call(*args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed does so after it, on the last stage only."""
-    arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
-    reduction = arguments.get("reduce_output")
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
+    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed fails after it, on the last stage only."""
+    bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    reduction = bound.arguments["reduce_output"]
     if reduction is not None and reduction.lower() != "avg":
         raise NotImplementedError(f"reduction type {reduction} not supported.")
+    if reduction is None and bound.arguments["compute_loss"] and (bound.arguments["bcast_loss"] or has_monitor):
+        who = "a monitor that is enabled" if has_monitor else "bcast_loss=True"
+        raise ValueError(
+            f"eval_batch(reduce_output=None) with {who}: the losses of all micro-batches are a list, and DeepSpeed "
+            "sends one number to the other stages. Set bcast_loss=False and switch monitors off, which gives the list "
+            'on the last stage and None on the others, or set reduce_output="avg"'
+        )
 
 
 def problem_of_layers(
@@ -121,12 +128,10 @@ class WrittenParameters:
         before, self._versions = self._versions, {(name, each._version) for name, each in self._trained.items()}
         self._written[is_forward] |= {name for name, _ in self._versions - before}
 
-    def refuse(self, world: Any) -> None:
-        """Raise on every rank where one has such parameters. Those that forwards limit may be recomputed."""
-        ranks = enumerate(gather(sorted(self._written[False] - self._written[True]), world))
-        told = [f"on rank {rank}: {_first_four(names)} {_CHANGED_IN_BACKWARD}" for rank, names in ranks if names]
-        if told:
-            raise RaisedEverywhere(TeraPipeConfigError(told[0]))
+    def problem(self) -> str | None:
+        """Return which parameters are. Those that forwards limit may be recomputed."""
+        names = sorted(self._written[False] - self._written[True])
+        return f"{_first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

@@ -16,7 +16,9 @@ import torch.distributed as torch_dist
 
 from terapipe_ds import compat
 from terapipe_ds.compat import builds
+from terapipe_ds.compat.unread_section import guard_unregistered, guarded, is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.conflicts import problem_of_auto
 from terapipe_ds.runtime.agreement import everywhere, require_equal_configs
 
 _registered = False
@@ -26,9 +28,10 @@ _verify_only = False
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
     """Validate the section of a DeepSpeed config, after all ranks were seen to have the same one."""
     require_equal_configs(raw)
-    section, read = raw.get("terapipe"), functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))
-    is_enabled = torch_dist.is_initialized() and isinstance(section, dict) and section.get("enabled") is True
-    return everywhere(read) if is_enabled else read()  # it may read files; without it, ranks need not agree
+    read = functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))
+    return (
+        everywhere(read) if torch_dist.is_initialized() and is_enabled(raw) else read()
+    )  # it may read files; without it, ranks need not agree
 
 
 def _is_enabled(config_class: Any = None, **_: Any) -> bool:
@@ -85,12 +88,14 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
     hold several parts; it also refuses what the rest of that constructor would wait for without end. Our
     `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before DeepSpeed computes what
-    the config leaves open. Our `build_shm_op` compiles nothing when a script on a CPU starts, and our `FileBaton.wait`
-    names the lock of a build that was killed. Call `compat.require_hooks` first.
+    the config leaves open; `_initialize_params` sees what Trainer would fill in. `DeepSpeedEngine.__init__` sees
+    engines that read no section. Our `build_shm_op` compiles nothing when a script on a CPU starts, and our
+    `FileBaton.wait` names the lock of a build that was killed. Call `compat.require_hooks` first.
     """
     import deepspeed  # not at the top: compat says what is wrong with it
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from torch.utils.file_baton import FileBaton
@@ -100,6 +105,8 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
+    guard_unregistered()  # stays after `unregister`
+    stock_params = DeepSpeedConfig._initialize_params
     comm = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm has torch itself by this name
     stock_shm = comm.build_shm_op
 
@@ -121,11 +128,19 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
             take_batch_sizes(_section(raw), self)
         return stock_sizes(self)
 
+    @functools.wraps(stock_params)
+    def initialize_params(self: Any, raw: Any) -> Any:
+        if is_enabled(raw) and (problem := problem_of_auto(raw)):
+            raise TeraPipeConfigError(problem)
+        return stock_params(self, raw)
+
     return (
         (deepspeed, "PipelineEngine", (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine))),
         (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
         (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
+        (DeepSpeedConfig, "_initialize_params", (stock_params, initialize_params)),
         (DeepSpeedConfig, "_configure_train_batch_size", (stock_sizes, configure_train_batch_size)),
+        (DeepSpeedEngine, "__init__", (DeepSpeedEngine.__init__, guarded(DeepSpeedEngine.__init__, always=True))),
         (comm, "build_shm_op", (stock_shm, build_shm_op)),
         (FileBaton, "wait", (FileBaton.wait, builds.wait_for_build)),
     )
@@ -182,12 +197,14 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.engine.build import never_none_at_all
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
+    from terapipe_ds.runtime.layout.same_model import require_equal_models
     from terapipe_ds.runtime.layout.topology import refuse_other_module
     from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
     raw = everywhere(lambda: dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config)))
     config = _section(raw)
     if config.enabled:
+        require_equal_models(module)
         refuse_other_module(module, config)
         layout, _ = first_layout(config, raw, module)
         lay_out_parts(module, layout)

@@ -237,8 +237,15 @@ def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[
         if engine.is_last_stage():
             run.losses.append(float(engine.total_loss) / len(batch))
     forget()
-    run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    run.parameters = {name: p.detach().clone() for name, p in trained_here(engine)}
     return run
+
+
+def trained_here(engine: PipelineEngine) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of this stage but for those of a loss module, of no use to it, where others compute the loss."""
+    layout, named = getattr(engine, "_layout", None), list(engine.module.named_parameters())
+    has_loss = engine.is_last_stage() if layout is None else engine.stage_id in layout.stages_with_end(first=False)
+    return [(name, p) for name, p in named if has_loss or not name.startswith("loss_fn.")]
 
 
 def run_training(
@@ -300,7 +307,7 @@ def record_gradients(engine: PipelineEngine, keep: Callable[[dict[str, Tensor]],
 
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
-        gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
+        gradients = {name: _gradient(p) for name, p in trained_here(engine)}
         keep({name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None})
         return optimizer_step(*args, **kwargs)
 

@@ -20,6 +20,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -72,7 +73,7 @@ def job_registration() -> dict[str, Any]:
         found["enabled"] = run(section())
         found["no section"] = run(None)
         found["switched off"] = run(section(enabled=False))
-    found["after unregister()"] = run(section())
+    found["after unregister()"] = run(None)
     return {name: (each["type"], error_of(each["result"], plain["result"])) for name, each in found.items()}
 
 
@@ -80,9 +81,10 @@ def job_other_engines() -> dict[str, Any]:
     """Engines that ours must leave alone or refuse."""
     found: dict[str, Any] = {}
     enabled = config(terapipe=section())
+    found["unread"] = unread_sections(enabled)
     with registered():
         with mock.patch("deepspeed.utils.groups.mpu", None):  # left there by the pipeline of an earlier job
-            engine = initialize(torch.nn.Linear(2, 2), enabled)
+            engine = initialize(torch.nn.Linear(2, 2), config())
         found["no pipeline"] = type(engine) is deepspeed.DeepSpeedEngine
         engine.destroy()
         four_layers = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(4)]
@@ -100,6 +102,37 @@ def job_other_engines() -> dict[str, Any]:
     return found
 
 
+def unread_sections(enabled: dict[str, Any]) -> dict[str, str]:
+    """What is raised where an engine of another class is built with an enabled section."""
+    found: dict[str, str] = {}
+
+    class Mine(PipelineEngine):
+        """An engine class of a project's own."""
+
+    def build(kind: type, model: Any, ds_config: dict[str, Any]) -> None:
+        kind(args=None, model=model, config=ds_config, config_class=DeepSpeedConfig(ds_config, mpu=model.mpu()))
+
+    misspelt = config(terapipe={"enabled": False, "slice": 4})
+    with registered():
+        with mock.patch("deepspeed.utils.groups.mpu", None):
+            for name, ds_config in (("no pipeline", enabled), ("misspelt", misspelt)):
+                found[name] = raised_by(lambda: initialize(torch.nn.Linear(2, 2), ds_config))[1]  # noqa: B023
+
+        class Derived(deepspeed.PipelineEngine):  # type: ignore[name-defined, misc]
+            """One that is derived from the name that is bound to ours."""
+
+        for kind in (Mine, Derived, PipelineEngine):
+            found[kind.__name__] = raised_by(lambda: build(kind, pipeline_module(fp32_layers()), enabled))[1]  # noqa: B023
+    found["not registered"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
+    mixed = [*OTHERS, *fp32_layers()[:1]]  # ours are on the last stage
+    found["one layer of ours"] = raised_by(lambda: initialize(pipeline_module(mixed), enabled))[1]
+    initialize(pipeline_module(OTHERS), enabled).destroy()  # nothing tells us of it
+    return found
+
+
+OTHERS = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(2)]
+
+
 class TestRegistration:
     def test_which_engine_deepspeed_initialize_builds(self) -> None:
         ours = "terapipe_ds.runtime.engine.engine.TeraPipeEngine"
@@ -112,6 +145,14 @@ class TestRegistration:
     def test_other_models_and_what_cannot_be_sliced(self) -> None:
         for rank in rank_pool(2).run(job_other_engines):
             assert rank["no pipeline"] is True
+            unread = rank["unread"]
+            assert "terapipe.slice = 4: unknown key; did you mean terapipe.slices?" in unread.pop("misspelt")
+            assert "The model is a Linear and no PipelineModule" in unread["no pipeline"]
+            for name in ("not registered", "one layer of ours"):
+                assert "terapipe_ds.register() was not called" in unread[name].lower()
+            for name in ("Mine", "Derived", "PipelineEngine"):
+                assert "an engine class of its own" in unread[name]
+            assert len(unread) == 6 and all("does not read the section" in text for text in unread.values())
             assert rank["DualPipeV without section"] is True
             assert "terapipe.documents = 'position_ids': DeepSpeed's own engine mixes documents" in rank["documents"]
             for name in ("partition_activations", "partition_activations later"):

@@ -106,6 +106,7 @@ SAMPLE = (
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
     "padding", "padding_below", "ignored_that_is_trained", "every_label_is_ignored", "without_gradient",
     "SparseBag", "NestedOnTheWay",
+    "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
     "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace",
 )  # fmt: skip

@@ -210,6 +210,18 @@ class LossModule(nn.Module):
         return cross_entropy(logits, labels)
 
 
+class Temperature(nn.Module):
+    """Cross entropy with a temperature that is trained, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_t = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("fixed", torch.full((1,), 0.9, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits * self.log_t.exp() * self.fixed, labels)
+
+
 def prompts_are_masked(seed: int) -> MicroBatch:
     """The first slices have no label at all."""
     tokens, labels = micro_batch(seed)
@@ -220,5 +232,7 @@ def prompts_are_masked(seed: int) -> MicroBatch:
 add("MaskedLoss", stack(), loss_fn=MaskedLoss(), data=weighted_tokens)
 add("ClassWeights", stack(), loss_fn=ClassWeights())
 add("LossModule", stack(), loss_fn=LossModule())
+add("LossParameter", stack(), loss_fn=Temperature())
+add("LossParameterBothWays", stack(), loss_fn=Temperature(), terapipe={"schedule": "chimera-seq"})
 add("PromptsAreMasked", stack(SLICED), data=prompts_are_masked)
 add("OwnLoss", with_own_loss(cross_entropy, SLICED), loss_fn=None, data=labels_as_input)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.zoo.layers import Embedding, Head, Mlp, cross_entropy, fixed
@@ -200,6 +200,21 @@ class WrongWeight:
 
 
 add("WrongWeight", stack(), LOSS, "slice_weight(labels)", loss_fn=WrongWeight(), data=weighted_tokens)
+
+
+class Counting(nn.Module):
+    """A loss that counts its calls in a buffer: once for each slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return mean_valid(logits, labels) * (1 + 0.1 * self.calls)
+
+
+add("CountingLoss", stack(), LOSS, loss_fn=Counting())
 
 
 def soft_targets(seed: int) -> MicroBatch:

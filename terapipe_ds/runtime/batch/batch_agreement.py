@@ -25,6 +25,10 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
+_SHUFFLED = (
+    "Probably each rank shuffles by random numbers of its own: give DataLoader(shuffle=True) a generator with the same "
+    "seed on all ranks, or a DistributedSampler whose rank is the data-parallel one."
+)
 _OTHER_DATA = "ranks of one replica have drawn different data, though they run parts of the same layers or slices:"
 _SAME_SAMPLES = (
     "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
@@ -100,7 +104,8 @@ class StageReport:
     `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are those of the
     micro-batches, None on stages that draw no labels; `seen` are those of all labels that this rank was given.
     `starts` are where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of
-    the token ids of dict batches, which are the same on each stage that draws.
+    the token ids of dict batches, which are the same on each stage that draws, and `contents` one of the labels of
+    tuple batches; 0: there are none, or they stand in for labels that this stage does not need.
     """
 
     training: bool
@@ -112,6 +117,7 @@ class StageReport:
     seen: Shapes = ()
     starts: tuple[Starts | None, ...] = ()
     dicts: int = 0
+    contents: int = 0
 
 
 class _Header(NamedTuple):
@@ -120,6 +126,8 @@ class _Header(NamedTuple):
     other_counts: int  # 0: all stages have the same number of micro-batches
     other_labels: int  # 0: the stages that draw were given labels of the same shapes
     other_dicts: int  # 0: and dicts with the same token ids, or none
+    other_contents: int  # 0: and the same labels in tuples
+    without_contents: int  # stages that draw, and have no such labels to compare
     without_labels: int  # stages that draw, and were given no labels
     edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
     is_uniform: int = 0  # all micro-batches have the shape that follows
@@ -145,10 +153,12 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
         torch_dist.all_reduce(sums, group=place.world)
     headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
     other_labels = [each.other_labels and not each.without_labels for each in headers]
+    other_contents = any(each.other_contents and not each.without_contents for each in headers)
     if other_labels[place.pipeline_id]:  # errors in them come of that
         report = replace(report, error=None)
     if (
         any(other_labels)
+        or other_contents
         or any(each.other_counts or each.other_dicts for each in headers)
         or bool(sums[:_SHARED].any())
     ):
@@ -177,6 +187,8 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
         of_drawing(digest(report.seen)),
         of_drawing(digest(report.dicts)),
+        of_drawing(digest(report.contents)),
+        draws and not report.contents,
         draws and not report.seen,
         len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
     )
@@ -269,12 +281,17 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         ]
     if lines:
         return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
+    cause = _SAME_CALLS
     for pipeline_id in range(messages[0].place.num_pipelines):
         stages = [rank for rank in everyone if messages[rank].place.pipeline_id == pipeline_id]
         labelled = [rank for rank in stages if messages[rank].report.seen]
         what = "the [rows, tokens] of the labels of each micro-batch"
         drawing = [rank for rank in stages if messages[rank].place.stage_id in messages[rank].place.drawing]
-        lines += differing("the token ids of dict batches", drawing, lambda one: f"checksum {one.dicts:016x}")
+        contents = drawing if all(messages[rank].report.contents for rank in drawing) else ()
+        other = differing("the token ids of dict batches", drawing, lambda one: f"checksum {one.dicts:016x}")
+        other += differing("the labels of tuple batches", contents, lambda one: f"checksum {one.contents:016x}")
+        cause = _SHUFFLED if other else cause
+        lines += other
         lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
         lines += differing(what, labelled, lambda one: str([[shape.rows, shape.length] for shape in one.seen]))
-    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")
+    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {cause} {_SAME_DATA}")

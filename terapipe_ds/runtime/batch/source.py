@@ -32,6 +32,7 @@ logger = logging.getLogger("terapipe_ds")
 
 FOLD_BYTES = 1 << 21
 """What is larger is folded to so much before it is hashed: masks in full form are far larger than token ids."""
+SAMPLE = 1 << 16  # of the labels that stages compare, so many elements at least, where there are more
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # times it, every 64-bit number becomes another one
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -40,7 +41,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class DrawnMicroBatch:
     """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape.
 
-    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict.
+    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict,
+    `contents` one of the labels of a tuple.
     """
 
     inputs: Any = None
@@ -48,6 +50,7 @@ class DrawnMicroBatch:
     seen: MicroBatchShape | None = None
     starts: Starts | None = None
     dicts: int = 0
+    contents: int = 0
 
 
 class BatchSource:
@@ -119,7 +122,11 @@ class BatchSource:
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
         starts, sums_of_dicts = tuple(each.starts for each in drawn), [each.dicts for each in drawn]
         dicts = checksum(sums_of_dicts) if any(sums_of_dicts) else 0
-        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, dicts)
+        contents = [each.contents for each in drawn]
+        report = StageReport(
+            training, num_micro_batches, agreement, shapes, error, sums, seen, starts, dicts,
+            checksum(contents) if any(contents) else 0,
+        )  # fmt: skip
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
@@ -149,8 +156,10 @@ class BatchSource:
             )
         _require_rows(batch, micro_batch_id, row_dim=1 if self._config.sequence_dim == 0 else 0)
         inputs, labels, starts = self._read(batch, needs_labels)
-        if isinstance(batch, Mapping) and len(self._place.drawing) > 1:
-            drawn.dicts = checksum(batch["input_ids"])
+        if len(self._place.drawing) > 1:
+            is_dict = isinstance(batch, Mapping)
+            drawn.dicts = checksum(batch["input_ids"]) if is_dict else 0
+            drawn.contents = 0 if is_dict else contents_of(labels, self._config.ignore_index)
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
@@ -303,6 +312,19 @@ def checksum(value: Any) -> int:
     for part in _content(value):
         digest.update(part)
     return int.from_bytes(digest.digest(), "big") >> 2
+
+
+def contents_of(labels: Any, ignore_index: int) -> int:
+    """Return a checksum of labels, of a sample where they are many; 0 where they say nothing.
+
+    A stage without the loss may be given labels of one value, 0 or `ignore_index`, in place of those it does not need.
+    Tensors are compared by what a device can copy at once: a sample shows a shuffle as well as the whole does.
+    """
+    tensors = [each for each in (labels if isinstance(labels, (tuple, list)) else (labels,)) if torch.is_tensor(each)]
+    flat = [each.detach().reshape(-1) for each in tensors]
+    samples = [each[:: 1 + each.numel() // SAMPLE].cpu() for each in flat]
+    is_blank = all(each.numel() == 0 or any(bool((each == no).all()) for no in (0, ignore_index)) for each in samples)
+    return 0 if is_blank else checksum(samples)
 
 
 def _content(value: Any) -> Iterator[Any]:

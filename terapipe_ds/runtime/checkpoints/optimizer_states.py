@@ -226,6 +226,8 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     if len({len(groups) for groups in orders}) > 1:
         stuck = "stages have different numbers of groups"
     stuck = stuck or next((each for *_, each in everyone if each is not None), None)
+    for name in (name for groups in orders for names in groups for name in names if name.startswith("loss_fn.")):
+        stuck = stuck or f"{name} is no parameter of a layer, and all stages have states of it, right or not"
     unknown, owners = None, {}
     as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
     if not as_stock:
@@ -252,7 +254,7 @@ def _problem_of_order(shapes: Shapes, groups: Groups) -> str | None:
         members = set(group)
         if group != tuple(name for name in shapes if name in members):
             return "the groups of the optimizer are not in the order of module.named_parameters()"
-    strange = next((name for name in shapes if layer_of_parameter(name) is None), None)
+    strange = next((name for name in itertools.chain(*groups) if layer_of_parameter(name) is None), None)
     return None if strange is None else f"{strange} is no parameter of a layer"
 
 

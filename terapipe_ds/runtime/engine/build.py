@@ -31,6 +31,7 @@ from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.same_model import require_equal_models
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     sequence_size,
@@ -77,12 +78,14 @@ class EngineSetup:
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
         config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
+        require_equal_models(module)
         gather_results(lambda: refuse_other_module(module, config))
         refuse_everywhere(problem_of_sequence_axis(module, config, raw))
         multiple = slice_length_multiple(module) * sequence_size(module)
         gather_results(lambda: set_recompute(module, config, raw))
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
         parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
+        fill_empty_groups(module, optimizer)
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, sequence)
@@ -120,6 +123,16 @@ def never_none_at_all(module: Any, parameters: Any) -> Any:
     if any(each.requires_grad for each in listed):
         return parameters if parameters is None else listed
     return [_number(module, NOTHING_TRAINED)]
+
+
+def fill_empty_groups(module: Any, optimizer: Any) -> None:
+    """Put a number into each empty group of an optimizer: DeepSpeed would remove the group, and a scheduler counts it.
+
+    Which groups are empty depends on the layers of a stage.
+    """
+    for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
+        if not group["params"]:
+            group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
 
 
 def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.agreement import ErrorsUnwrapped
+from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
@@ -28,9 +28,10 @@ from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients
+from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
 from terapipe_ds.runtime.links.formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
@@ -65,8 +66,10 @@ class TeraPipeEngine(ModelEndsEngine):
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
+    reads_terapipe_section = True  # asked for by `compat.unread_section`
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
-    _written: WrittenParameters | None = None  # in the first training batch
+    _written: WrittenParameters | None = None  # in the first training batch, as the next one
+    _outside: OutsideLayers | None = None
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any
@@ -118,7 +121,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
         Where tensor parallelism divides the head, those are of a part of the vocabulary.
         """
-        check_eval_call(data_iter, *args, **kwargs)
+        check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
         training_iterator = self.data_iterator
         try:
@@ -278,7 +281,10 @@ class TeraPipeEngine(ModelEndsEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
-            self._written = None if self.terapipe_config.is_one_slice else WrittenParameters(self.module)
+            is_whole = self.terapipe_config.is_one_slice
+            self._written = None if is_whole else WrittenParameters(self.module)
+            trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
+            self._outside = OutsideLayers(self.module, self._layout.has_copies, is_whole, trainer)
         self.fwd_outputs = []
         self._place = None  # a check or a measurement may have run another part since
         with self._batch.running():
@@ -304,11 +310,13 @@ class TeraPipeEngine(ModelEndsEngine):
         self._stage.deepspeed.timed(BATCH_INPUT_TIMER, micro_batch.to, self.device)
 
     def _reduce_tied_grads(self, action: Action) -> None:
-        if self._written is not None:
-            with self._stage.watchdog.waiting("what all ranks say of parameters that change in the backward"):
+        if self._outside is not None:
+            with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
                 self._stage.links.close_batch()  # a caller may go on after the error
-                self._written.refuse(self._groups.world)
-            self._written = None
+                problem = self._written and self._written.problem()
+                problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
+                refuse_in_batch(problem, self._groups.world)
+            self._written = self._outside = None
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.runtime.checkpoints.loss_state import load_loss_state, save_loss_state
 from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
 from terapipe_ds.runtime.layout.layout import Layout, Place
 from terapipe_ds.runtime.layout.tied_and_copied import sum_over_places
@@ -50,6 +51,17 @@ class ModelEndsEngine(SequenceRanksEngine):
         """Keep an iterator where data is drawn."""
         if self.stage_id in self._layout.drawing_stages:
             self.training_dataloader, self.data_iterator = None, iterator
+
+    def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
+        """Save the layers, as DeepSpeed does, and the loss module."""
+        saved = super().module_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
+        save_loss_state(self, str(self._curr_ckpt_path), exclude_frozen_parameters)
+        return saved
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Load the loss module, then the layers, at the end of which the ranks wait for one another."""
+        load_loss_state(self, str(self._curr_ckpt_path), strict)
+        super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Divide the loss by the number of micro-batches, but not what comes back from other parts."""

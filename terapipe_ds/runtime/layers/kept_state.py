@@ -7,7 +7,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -32,10 +32,11 @@ class KeptState:
     """Hold what the owners reach (containers, objects, classes, variables, tensors), and the states of generators.
 
     Of what cannot be put back it holds a text (an iterator), or how often it was written to (a trained parameter).
-    `passed_over` names what is too large or too much, has threads, or raises where it is looked at.
+    `passed_over` names what is too large or too much, has threads, or raises where it is looked at. What is `apart` is
+    not looked at.
     """
 
-    def __init__(self, owners: Mapping[str, object]) -> None:
+    def __init__(self, owners: Mapping[str, object], apart: Iterable[object] = ()) -> None:
         self.passed_over: list[str] = []
         self._put_backs: list[tuple[str, Callable[[], object]]] = []
         self._stuck: set[str] = set()  # what could not be put back
@@ -43,7 +44,7 @@ class KeptState:
         self._values: dict[str, Callable[[], Any]] = {}
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
         self._bytes_left = _MOST_BYTES
-        self._seen: set[int] = set()
+        self._seen = {id(each) for each in apart}
         self._reached: list[tuple[Any, str]] = []  # no identity is given twice while they live
         for name, owner in (("random", random.seed), ("numpy.random", np.random.get_state), *owners.items()):
             self._remember(owner, name)
@@ -106,8 +107,7 @@ class KeptState:
         held = self._keep(value, name, sys.getsizeof(value), partial(_entries_of, value))
         pairs = held.items() if isinstance(held, dict) else enumerate(held)
         for key, each in pairs if len(held) <= _MOST_ENTRIES else ():
-            inner = name if key in _REGISTERED else f"{name}.{key}" if name else str(key)
-            self._remember(each, inner, read and partial(read, key))
+            self._remember(each, _inner(name, key), read and partial(read, key))
 
     def _look_at_object(self, value: Any, name: str) -> None:
         held = getattr(value, "__dict__", {})
@@ -130,7 +130,7 @@ class KeptState:
                 read, write = (partial(act, cell, "cell_contents") for act in (getattr, setattr))
                 self._remember_variable(f"variable {key} of {function.__qualname__}", read, write)
         held, module = function.__globals__, function.__module__
-        for key in sorted(held.keys() & _names_in(function.__code__)):
+        for key in sorted(held.keys() & names_in(function.__code__)):
             if not isinstance(held[key], (FunctionType, type)) or held[key].__module__ == module:
                 read, write = partial(held.get, key), partial(held.__setitem__, key)
                 self._remember_variable(f"global variable {key} of {module}", read, write)
@@ -151,6 +151,12 @@ class KeptState:
         with torch.no_grad():
             self._stuck = {name for name, act in self._put_backs if isinstance(_result_of(act), Exception)}
 
+    def changed(self) -> list[str]:
+        """Name what is not as it was, but for generators and iterators that do not show their place."""
+        acts = [(name, act) for name, act in self._put_backs if isinstance(act, partial) and act.func is _put_back]
+        names = {inner for name, act in acts for inner in _changes(name, *act.args)}
+        return sorted(names | {name for name, read, before in self._texts if before and _result_of(read) != before})
+
     def rewind_generators(self) -> None:
         """Put back the states of the generators of Python and NumPy, and of those that the owners reach."""
         for _, write, before in self._generators:
@@ -166,6 +172,11 @@ class KeptState:
         return sorted(self._stuck | {name for name, read, before in self._texts if _result_of(read) != before})
 
 
+def _inner(name: str, key: object) -> str:
+    """Name an entry of what has a name."""
+    return name if key in _REGISTERED else f"{name}.{key}" if name else str(key)
+
+
 def _result_of(act: Callable[[], object]) -> object:
     """Return what a call gives, or the exception that it raises: methods of the user's may do anything."""
     try:
@@ -174,11 +185,27 @@ def _result_of(act: Callable[[], object]) -> object:
         return error
 
 
+def _changes(name: str, owner: Any, before: Any) -> list[str]:
+    """Name what `_put_back` would write."""
+    if isinstance(owner, Tensor):
+        return [] if same_bytes(owner, before) else [name]
+    if isinstance(owner, np.ndarray):
+        return [] if owner.tobytes() == before.tobytes() else [name]
+    now = _entries_of(owner)
+    if isinstance(now, dict):
+        keys = (key for key in {**before, **now} if not _is_same(now.get(key, now), before.get(key, now)))
+        return [_inner(name, key) for key in keys]
+    return [] if len(now) == len(before) and all(map(_is_same, now, before)) else [name]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
 def _put_back(owner: Any, before: Any) -> None:
     """Write only where something has changed: memory may be read-only, and the methods may be the user's."""
     if isinstance(owner, Tensor):
-        now, then = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (owner, before))
-        if not torch.equal(now, then):
+        if not same_bytes(owner, before):
             owner.copy_(before)
     elif isinstance(owner, np.ndarray):
         if owner.tobytes() != before.tobytes():
@@ -193,6 +220,11 @@ def _put_back(owner: Any, before: Any) -> None:
     elif len(owner) != len(before) or any(a is not b for a, b in zip(owner, before, strict=True)):
         owner.clear()
         (owner.update if isinstance(owner, set) else owner.extend)(before)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one dtype have the same bits, those of NaN among them."""
+    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def _entries_of(owner: Any) -> Any:
@@ -216,7 +248,7 @@ def is_the_users(owner: Any) -> bool:
     return module == "__main__" or module.split(".")[0] not in _NOT_THE_USERS
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Return the names of globals and attributes that a function uses, and the functions within it."""
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)

@@ -27,6 +27,7 @@ from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, laye
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
 
 logger = logging.getLogger("terapipe_ds")
@@ -80,6 +81,8 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
     _tell(module)
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
+    if layout.has_copies:
+        take_owners_weights(module)  # of the loss, which each rank has built
     module._synchronize_tied_weights()
     return _parameters_of(module, parameters, ids_before)
 

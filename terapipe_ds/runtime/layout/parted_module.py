@@ -15,7 +15,7 @@ from torch import nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.layout.layer_names import LayerName, layers_by_name, module_of, part_of
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import copies_of, sum_gradients
+from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_gradients
 
 
 @dataclass
@@ -74,7 +74,7 @@ class PartedModule(PipelineModule):
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         if not self.terapipe_layout.has_copies:
             return super()._index_tied_modules()
-        return copies_of(self, self.terapipe_layout, self.held_layers())
+        return copies_of(self, self.terapipe_layout, {**self.held_layers(), LOSS: self.loss_fn})
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Return the weights that other stages hold as well, each with the group of these."""

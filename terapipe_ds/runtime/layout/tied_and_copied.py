@@ -22,6 +22,7 @@ from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
+LOSS = "(loss_fn)"  # among the names of layers, none of which has brackets: a loss module is where the last part is
 BUCKET_BYTES = 50 * 2**20  # what a message has at most, but for a single tensor that is larger
 
 
@@ -51,12 +52,13 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
 
 
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:
-    """Return the stages that hold each layer, or each tied one, and the one among them that saves it."""
+    """Return the stages that hold each layer, each tied one or the loss, and the one among them that saves it."""
     holders: dict[LayerName, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]  # its owner first
         for layer_id in range(module.parts[part_id], module.parts[part_id + 1]):
             holders.setdefault(layer_name(module._layer_specs, layer_id), []).extend(stages)
+    holders[LOSS] = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
     return {name: (tuple(sorted(set(stages))), stages[0]) for name, stages in holders.items()}
 
 
@@ -109,7 +111,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 
     A parameter that is trained at one place only is a RuntimeError on all ranks that hold it.
     """
-    gradients = _Gradients(optimizer)
+    gradients = Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
         here = [[gradients.is_there(weight), gradients.is_trained(weight)] for weight in weights]
         there = torch.tensor([[*flags, not flags[1]] for flags in here], dtype=torch.int32, device=weights[0].device)
@@ -125,14 +127,14 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 
 def sum_gradients(module: Any, optimizer: Any) -> None:
     """Sum the gradients of each parameter over its places, and of a tied one over its stages. They must be complete."""
-    gradients = _Gradients(optimizer)
+    gradients = Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
         summands = [gradients.of(weight) for weight in weights]
         all_reduce([gradient for gradient in summands if gradient is not None], group)
 
 
 def take_owners_weights(module: Any) -> None:
-    """Give each copy, after a step, the values of the place that saves it, where `copies_may_differ`.
+    """Give each copy the values of the place that saves it: at the start, and after steps where `copies_may_differ`.
 
     The fp32 weights and the moments that an optimizer keeps beside these are left alone. Those of a copy matter to its
     own next step only, whose result is overwritten; those of the owner are saved.
@@ -143,6 +145,7 @@ def take_owners_weights(module: Any) -> None:
         if comm is not None:
             source = comm["ranks"][stages.index(owner)]
             weights = [module._recursive_getattr(comm["module"], attribute).data for attribute in comm["weight_attr"]]
+            weights += [buffer.data for buffer in comm["module"].buffers() if name == LOSS]
             by_source.setdefault((id(comm["group"]), source), (comm["group"], []))[1].extend(weights)
     for (_, source), (group, weights) in by_source.items():
         broadcast(weights, source, group)
@@ -156,7 +159,7 @@ def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]
     yield from by_group.values()
 
 
-class _Gradients:
+class Gradients:
     """Find the gradients of a batch that DeepSpeed sums over stages: in `.grad`, or in buffers of `BF16_Optimizer`.
 
     The buffers are there, and empty, before any backward, for the weights that the optimizer was given to train.
@@ -173,7 +176,7 @@ class _Gradients:
 
     def is_there(self, weight: Any) -> bool:
         if self._optimizer is None:
-            return weight.grad is not None
+            return weight.grad is not None or getattr(weight, "grad_accum", None) is not None
         i, j = self._places.get(id(weight), (None, None))
         return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 

@@ -515,3 +515,13 @@ def test_layers_are_chosen_under_a_measured_limit_and_on_one_part_per_stage(
     assert text.startswith('terapipe.recompute = "auto": ') and all(message in text for message in messages)
     read({"enabled": False, "recompute": "auto", **section})
     read({"enabled": True, "recompute": "auto", "planner": {"memory_limit_gb": 1}})
+
+
+def test_what_trainer_would_fill_in_is_named() -> None:
+    filled = {"pipeline": {"stages": "auto"}, "tensorboard": {"job_name": "auto"}, "bf16": {"enabled": True}}
+    TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled})
+    TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": False}, "train_batch_size": "auto"})
+    unfilled = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto", "betas": ["auto", 0.9]}}}
+    with pytest.raises(TeraPipeConfigError) as error:
+        TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled, **unfilled})
+    assert str(error.value).startswith('train_batch_size, optimizer.params.lr, optimizer.params.betas = "auto": ')

@@ -1,0 +1,86 @@
+"""Refuse to build an engine of DeepSpeed's that would pass over an enabled `terapipe` section."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+_GUARD = "terapipe_guard"  # attribute of the function
+READS_SECTION = "reads_terapipe_section"  # attribute of an engine class
+
+
+def is_enabled(raw: Any) -> bool:
+    """Return whether a DeepSpeed config has a `terapipe` section that is switched on."""
+    section = raw.get("terapipe") if isinstance(raw, Mapping) else None
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
+    """Return DeepSpeed's `DeepSpeedEngine.__init__` with a look at the config first.
+
+    Without `always`, which stands for `terapipe_ds.register()`, only models of this package are looked at.
+    """
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        raw, model = getattr(given.get("config_class"), "_param_dict", None), given.get("model")
+        if not hasattr(type(self), READS_SECTION) and isinstance(raw, dict):
+            if always:
+                TeraPipeConfig.from_deepspeed(raw)  # misspelt keys, and an enabled section that is not valid
+            if is_enabled(raw) and (always or _is_of_this_package(model)):
+                raise TeraPipeConfigError(_unread(type(self), model, always))
+        stock(self, *args, **kwargs)
+
+    setattr(init, _GUARD, True)
+    return init
+
+
+def guard_unregistered() -> None:
+    """Let engines that are built without `terapipe_ds.register()` refuse models of this package with a section.
+
+    The packages of models call it; a second call changes nothing.
+    """
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+    except Exception:  # what needs it says what is wrong with it
+        return
+    if not hasattr(DeepSpeedEngine.__init__, _GUARD):
+        DeepSpeedEngine.__init__ = guarded(DeepSpeedEngine.__init__, always=False)
+
+
+def _is_of_this_package(model: Any) -> bool:
+    """Look at what every rank sees alike: the specs of a `PipelineModule`, whose stages build some of them each."""
+    specs = getattr(model, "_layer_specs", None)
+    of_model = model.modules() if specs is None and hasattr(model, "modules") else [model, *(specs or ())]
+    kinds = [getattr(each, "typename", type(each)) for each in of_model]
+    return any(
+        str(each.__module__).startswith("terapipe_ds.")
+        for kind in kinds
+        if isinstance(kind, type)
+        for each in kind.__mro__
+    )
+
+
+def _unread(engine: type, model: Any, is_registered: bool) -> str:
+    from deepspeed.pipe import PipelineModule
+
+    what = f"terapipe.enabled: true, and {engine.__module__}.{engine.__qualname__} does not read the section"
+    if not is_registered:
+        why = (
+            "terapipe_ds.register() was not called: call it before deepspeed.initialize(), use "
+            "terapipe_ds.initialize(), or start with deepspeed --module terapipe_ds.run"
+        )
+    elif not isinstance(model, PipelineModule):
+        why = f"the model is a {type(model).__qualname__} and no PipelineModule: build it as one"
+    else:
+        why = (
+            "the program builds an engine class of its own: let deepspeed.initialize() build the engine, or derive the "
+            "class from terapipe_ds.runtime.engine.engine.TeraPipeEngine"
+        )
+    return f"{what}: sequences would not be cut. {why[0].upper()}{why[1:]}; or set terapipe.enabled to false"

@@ -1,0 +1,66 @@
+"""Refuse models that differ between ranks: their number of layers, the classes of these, or their `loss_fn`."""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType, MethodType
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import by_text, digest, gather
+
+
+def require_equal_models(module: Any) -> None:
+    """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
+
+    Each is told what differs: the number of layers, else the first other layer, and `loss_fn`.
+    """
+    layers, loss = [described(spec) for spec in module._layer_specs], described(module.loss_fn)
+    if len(set(gather(digest(layers, loss)))) == 1:
+        return
+    everyone = dict(enumerate(gather((layers, loss))))
+    counts = {rank: f"{len(names)} layers" for rank, (names, _) in everyone.items()}
+    lines = [f"the number of layers: {by_text(counts, 'ranks')}"] if len(set(counts.values())) > 1 else []
+    for layer_id, names in enumerate(zip(*(names for names, _ in everyone.values()), strict=False)):
+        if not lines and len(set(names)) > 1:
+            lines = [f"layer {layer_id}: {by_text(dict(enumerate(names)), 'ranks')}"]
+    losses = {rank: name for rank, (_, name) in everyone.items()}
+    lines += [f"loss_fn: {by_text(losses, 'ranks')}"] if len(set(losses.values())) > 1 else []
+    raise TeraPipeConfigError(
+        "\n  ".join(["the ranks have built different models:", *lines])
+        + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
+    )
+
+
+def described(thing: Any) -> str:
+    """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
+
+    A function is told from others of its name by the names and constants in its code. No address is in the text.
+    """
+    if isinstance(thing, LayerSpec):
+        tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""
+        return tied + described(thing.typename)
+    if isinstance(thing, functools.partial):
+        return f"partial of {described(thing.func)}"
+    if isinstance(thing, MethodType):
+        return f"{thing.__func__.__qualname__} of {_named(type(thing.__self__))}"
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        return f"{_named(thing)} (code {digest(_contents(code)):010x})"
+    return _named(thing if hasattr(thing, "__qualname__") else type(thing))
+
+
+def _named(thing: Any) -> str:
+    module = str(getattr(thing, "__module__", "")).replace("__mp_main__", "__main__")  # of processes that are spawned
+    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _contents(value: Any) -> object:
+    """Return what a code and its constants say, without the places of files and in one order."""
+    if isinstance(value, CodeType):
+        return value.co_names, [_contents(each) for each in value.co_consts]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    return [_contents(each) for each in value] if isinstance(value, tuple) else repr(value)

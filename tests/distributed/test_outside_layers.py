@@ -1,0 +1,255 @@
+"""What a `PipelineModule` has outside its layers trains as in a single stage, is saved, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+
+from terapipe_ds.models.gpt import gpt_loss
+from tests.distributed.checkpoint_states import states_of
+from tests.distributed.engines import (
+    SMALL_STEPS,
+    ZERO1,
+    batches,
+    differences,
+    engine_of,
+    error_of,
+    gpt_layers,
+    raised_by,
+    run_training,
+    section,
+    step_error,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+BOTH_WAYS = section(schedule="chimera-seq")
+
+
+class Temperature(nn.Module):
+    """A loss with a learned temperature, drawn otherwise on each rank, and class weights that are frozen."""
+
+    def __init__(self, dtype: str = "float64") -> None:
+        super().__init__()
+        self.log_t = nn.Parameter(torch.full((1,), 0.1 * torch.distributed.get_rank(), dtype=getattr(torch, dtype)))
+        self.shift = nn.Parameter(torch.zeros_like(self.log_t), requires_grad=False)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return gpt_loss(logits * self.log_t.exp() + self.shift, labels)
+
+
+class OnOneRank(Temperature):
+    """With the temperature that the last stage of `Temperature` has."""
+
+    def __init__(self, dtype: str = "float64") -> None:
+        super().__init__(dtype)
+        nn.init.constant_(self.log_t, 0.1)
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "seq1f1b": (section(), {}),
+    "seq1f1b-zb": (section(schedule="seq1f1b-zb"), {}),
+    "interleaved": (section(schedule="seq1f1b-interleaved", chunks_per_stage=2), {}),
+    "chimera": (section(schedule="chimera", slices=1), {}),
+    "chimera-seq": (BOTH_WAYS, {}),
+    "chimera-seq, clipped": (BOTH_WAYS, {"gradient_clipping": 0.05}),
+    "chimera-seq, ZeRO": (BOTH_WAYS, ZERO1),
+}
+
+
+def job_trained(names: list[str], loss: type[nn.Module] = Temperature) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in names:
+        terapipe, options = TRAINED[name]
+        options = {**options, "optimizer": SMALL_STEPS} if options else {}
+        dtype = "float32" if "zero_optimization" in options else "float64"
+        run = functools.partial(run_training, functools.partial(gpt_layers, dtype), data=batches(2))
+        alone = run(None, loss_fn=OnOneRank(dtype), stages=1, **options)
+        found[name] = differences(run(terapipe, loss_fn=loss(dtype), **options), alone)
+        assert any("loss_fn.log_t" in gradients for gradients in alone.gradients)
+    return found
+
+
+class TestLossParameters:
+    def test_they_train_as_in_one_stage_under_every_schedule(self) -> None:
+        self.compare([name for name in TRAINED if "ZeRO" not in name], 2, Temperature)
+
+    def test_of_replicas_that_share_states(self) -> None:
+        self.compare(["seq1f1b", "chimera-seq, ZeRO"], 4, OnOneRank)
+
+    def compare(self, names: list[str], ranks: int, loss: type[nn.Module]) -> None:
+        found = rank_pool(ranks).run(job_trained, names=names, loss=loss)
+        for name in names:
+            limit = 1e-5 if "ZeRO" in name else 1e-6 if "clipped" in name else 1e-10  # fp32, DeepSpeed's norm in fp32
+            assert violations([rank[name] for rank in found], limit) == {}, name
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def job_resumed(terapipe: dict[str, Any], folder: str, **options: Any) -> dict[str, Any]:
+    dtype = "float32" if options else "float64"
+    with engine_of(gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
+        train(engine, batches(2))
+        engine.save_checkpoint(folder, exclude_frozen_parameters=False)
+        saved, expected = states_with_loss(engine), train(engine, batches(2, first_seed=70)).returned
+    with engine_of(gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
+        train(engine, batches(1, first_seed=900))
+        engine.load_checkpoint(folder)
+        error, losses = error_of(states_with_loss(engine), saved), train(engine, batches(2, first_seed=70)).returned
+    with engine_of(gpt_layers(dtype), section(), loss_fn=Temperature(dtype), **options) as engine:
+        other = raised_by(lambda: engine.load_checkpoint(folder))[1]
+        engine.load_checkpoint(folder, load_module_only=True)
+        value = float(engine.module.loss_fn.log_t)
+    return {"error": error, "losses": [losses, expected], "other": other, "value": value, "saved": saved}
+
+
+def states_with_loss(engine: Any) -> dict[str, Any]:
+    """Of what is trained; the copy of a loss that computes nothing has no moments."""
+    untrained = {name for name, each in engine.module.named_parameters() if not each.requires_grad}
+    if engine.stage_id not in engine._layout.stages_with_end(first=False):
+        untrained |= {f"loss_fn.{name}" for name, _ in engine.module.loss_fn.named_parameters()}
+    for name, each in engine.module.named_parameters():
+        if name not in untrained and not hasattr(each, "_hp_mapping"):
+            assert engine.optimizer.state[each], name
+    return {name: state for name, state in states_of(engine).items() if name not in untrained}
+
+
+def job_without_loss(folder: str) -> list[Any]:
+    """A checkpoint of the stock engine has no values of a loss."""
+    with engine_of(gpt_layers(), None, loss_fn=Temperature()) as engine:
+        train(engine, batches(1))
+        engine.save_checkpoint(folder)
+    with engine_of(gpt_layers(), section(), loss_fn=Temperature()) as engine:
+        strict = raised_by(lambda: engine.load_checkpoint(folder))
+        engine.load_checkpoint(folder, load_module_strict=False)
+        return [*strict, float(engine.module.loss_fn.log_t)]
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize(("system", "zero"), [(section(), {}), (BOTH_WAYS, {}), (BOTH_WAYS, ZERO1)])
+    def test_a_resume_has_the_loss_bit_by_bit(self, system: Any, zero: dict[str, Any], tmp_path: Path) -> None:
+        for rank in rank_pool(2).run(job_resumed, terapipe=system, folder=str(tmp_path), **zero):
+            assert rank["error"] == 0.0
+            assert rank["losses"][0] == rank["losses"][1]
+            trained = rank["saved"].get("loss_fn.log_t", {"value": rank["value"]})["value"]
+            assert rank["value"] == float(trained) != 0.1
+            if system is BOTH_WAYS:
+                assert "loss_fn.log_t is no parameter of a layer" in rank["other"]
+
+    def test_one_without_the_loss_is_refused_by_name(self, tmp_path: Path) -> None:
+        for index, rank in enumerate(rank_pool(2).run(job_without_loss, folder=str(tmp_path))):
+            kind, text, value = rank
+            assert kind == "CheckpointError" and "loss_fn.log_t" in text and "load_module_strict=False" in text
+            assert value == pytest.approx(0.1 * index)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+COUNTED = {"calls": 0}
+
+
+class Keeping(nn.Module):
+    """A loss that keeps something."""
+
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.keep, self.calls, self.seen, self.name, self.table = keep, 0, [], "", {}
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("constant", torch.full((1,), float("nan")))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.keep(self)
+        return gpt_loss(logits, labels)
+
+
+def count_globally(_: Any) -> None:
+    COUNTED["calls"] += 1
+
+
+def loss_that_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    COUNTED["calls"] += 1
+    return gpt_loss(logits, labels)
+
+
+KEPT: dict[str, Any] = {
+    "nothing": Keeping(lambda it: None),
+    "loss_fn.calls": Keeping(lambda it: setattr(it, "calls", it.calls + 1)),
+    "loss_fn.seen": Keeping(lambda it: it.seen.append(1)),
+    "loss_fn.name": Keeping(lambda it: setattr(it, "name", "seen")),
+    "loss_fn.table.first": Keeping(lambda it: it.table.setdefault("first", 1)),
+    "loss_fn.mean": Keeping(lambda it: it.mean.add_(1)),
+    "global variable COUNTED": loss_that_counts,
+}
+
+
+REPORTED = Keeping(lambda it: setattr(it, "reported", torch.ones(())))
+
+
+class Scaled(PipelineModule):
+    """The last stage scales what its layers give by a number of the module's own, and counts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.unused = nn.Linear(2, 2).double()  # which has no gradient and is none of our business
+        self.calls = 0
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls += 1
+        return (
+            super().forward(inputs) * self.scale
+            if self._local_stop == len(self._layer_specs)
+            else super().forward(inputs)
+        )
+
+
+class Counting(Scaled):
+    def forward(self, inputs: Any) -> Any:
+        self.calls += 1
+        return PipelineModule.forward(self, inputs)
+
+
+class Reporting(PipelineModule):
+    """What the loss keeps is read after each call."""
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        return {"mean": self.loss_fn.reported}
+
+
+def job_refused(terapipe: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, loss_fn in KEPT.items():
+        with engine_of(gpt_layers(), terapipe, loss_fn=loss_fn) as engine:
+            found[name] = step_error(engine)[1]
+    with engine_of(gpt_layers(), terapipe, loss_fn=REPORTED, module_class=Reporting) as engine:
+        found["reported"] = step_error(engine)[1]
+    for kind in (Scaled, Counting):
+        with engine_of(gpt_layers(), terapipe, module_class=kind) as engine:
+            found[kind.__name__] = step_error(engine)[1]
+    return found
+
+
+class TestRefused:
+    def test_what_a_loss_keeps_under_chimera(self) -> None:
+        for found in rank_pool(2).run(job_refused, terapipe=section(schedule="chimera-seq", verify="off")):
+            assert found.pop("nothing") == found.pop("reported") == ""
+            assert "scale: a parameter of the PipelineModule that is in no layer" in found.pop("Scaled")
+            assert "calls: state outside the layers" in found.pop("Counting")
+            assert [name for name, text in found.items() if name not in text] == []
+
+    def test_of_other_schedules_parameters_and_buffers_alone(self) -> None:
+        for found in rank_pool(2).run(job_refused, terapipe=section(verify="off")):
+            assert "loss_fn.mean: a buffer outside the layers changes" in found.pop("loss_fn.mean")
+            assert "scale: a parameter of the PipelineModule" in found.pop("Scaled")
+            assert set(found.values()) == {""}

@@ -1,0 +1,186 @@
+"""Ranks that shuffle apart or have built different models are refused on every rank; copies of the same are not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import terapipe_ds
+from terapipe_ds.models.gpt import gpt_loss
+from tests.distributed.engines import (
+    IGNORE_INDEX,
+    LENGTH,
+    VOCAB_SIZE,
+    config,
+    engine_of,
+    gpt_layers,
+    pipeline_module,
+    raised_by,
+    section,
+    step_error,
+)
+from tests.distributed.harness import rank_pool
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def loader(seed: int, classes: bool = False) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(VOCAB_SIZE, (16, LENGTH + 1), generator=generator)
+    pairs = TensorDataset(text[:, :-1], text[:, 0] if classes else text[:, 1:])
+    return iter(DataLoader(pairs, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed)))
+
+
+def replaced_labels(seed: int, value: int | None) -> Iterator[Any]:
+    """On the first stage labels of one value, or none, stand in for those that it does not need."""
+    for inputs, labels in loader(seed):
+        yield inputs, (None if value is None else torch.full_like(labels, value)) if _stage() == 0 else labels
+
+
+def augmented(seed: int) -> Iterator[Any]:
+    """Inputs that each rank changes by random numbers of its own, and labels that are the same."""
+    for inputs, labels in loader(seed):
+        yield (inputs + _stage()) % VOCAB_SIZE, labels
+
+
+def _stage() -> int:
+    return torch.distributed.get_rank() // (torch.distributed.get_world_size() // 2)
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "alike": lambda: loader(5),
+    "shuffled apart": lambda: loader(_stage()),
+    "zeros on the first stage": lambda: replaced_labels(5, 0),
+    "none on the first stage": lambda: replaced_labels(5, None),
+    "ignored on the first stage": lambda: replaced_labels(5, IGNORE_INDEX),
+    "augmented": lambda: augmented(5),
+    "replicas apart": lambda: loader(torch.distributed.get_rank() % 2),
+}
+
+
+def job_data(terapipe: dict[str, Any], names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with engine_of(gpt_layers("float32"), terapipe) as engine:
+            data = DATA[name]()
+            found[name] = raised_by(lambda: engine.train_batch(data))[1]  # noqa: B023
+    with engine_of(gpt_layers("float32"), terapipe) as engine:
+        data = DATA["shuffled apart"]()
+        found["evaluated"] = raised_by(lambda: engine.eval_batch(data))[1]
+    return found
+
+
+class TestTuples:
+    @pytest.mark.parametrize("schedule", ["seq1f1b", "chimera-seq"])
+    def test_stages_that_shuffle_apart_are_refused(self, schedule: str) -> None:
+        names = [name for name in DATA if name != "replicas apart"]
+        for found in rank_pool(2).run(job_data, terapipe=section(schedule=schedule, verify="off"), names=names):
+            for name in ("shuffled apart", "evaluated"):
+                assert "disagree on the labels of tuple batches: ranks [0]" in found[name]
+                assert "Probably each rank shuffles" in found.pop(name)
+            if schedule == "chimera-seq":  # both stages need all labels
+                found = {name: text for name, text in found.items() if "first stage" not in name}
+            assert set(found.values()) == {""}
+
+    def test_replicas_may_differ_and_their_stages_may_not(self) -> None:
+        names = ["replicas apart", "shuffled apart"]
+        for found in rank_pool(4).run(job_data, terapipe=section(verify="off"), names=names):
+            assert found["replicas apart"] == ""
+            assert "ranks [0]: checksum" in found["shuffled apart"]
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Identity):
+    """A class that each rank defines."""
+
+
+def other_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def made_here(rank: int) -> tuple[Any, Any]:
+    """A function and a class that are defined anew on each rank, with constants whose text depends on the process."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        assert "mean" in {"sum", "mean", "none"}
+        return gpt_loss(logits, labels)
+
+    return loss, type("Layer", (torch.nn.Identity,), {"at": id(loss) + rank})
+
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.scale * gpt_loss(logits, labels)
+
+
+LOSSES: dict[str, Callable[[int], Any]] = {  # by rank
+    "the same": lambda rank: gpt_loss,
+    "a lambda": lambda rank: lambda logits, labels: gpt_loss(logits, labels),
+    "a partial": lambda rank: functools.partial(gpt_loss),
+    "an object": lambda rank: Scaled(1.0),
+    "a method": lambda rank: Scaled(1.0).__call__,
+    "defined here": lambda rank: made_here(rank)[0],
+    "another function": lambda rank: (gpt_loss, other_loss)[rank],
+    "another lambda": lambda rank: (lambda x, y: gpt_loss(x, y), lambda x, y: other_loss(x, y))[rank],
+    "none": lambda rank: (None, gpt_loss)[rank],
+}
+
+
+def layers_on(name: str, rank: int) -> list[Any]:
+    layers = gpt_layers("float32")
+    if name == "one more":
+        return [*layers[:-1], *[LayerSpec(Layer)] * rank, layers[-1]]
+    if name == "another class":
+        return [*layers[:-1], LayerSpec((torch.nn.Identity, Layer)[rank]), layers[-1]]
+    return [*layers[:-1], LayerSpec(made_here(rank)[1]), lambda x: x, layers[-1]]
+
+
+def job_models() -> dict[str, str]:
+    rank, terapipe, found = torch.distributed.get_rank(), section(verify="off"), {}
+    for name, loss in LOSSES.items():
+        with_loss = {"loss_fn": loss(rank)}
+        found[name] = raised_by(lambda: trained(gpt_layers("float32"), terapipe, **with_loss))[1]  # noqa: B023
+    for name in ("one more", "another class", "layers defined here"):
+        layers = layers_on(name, rank)
+        found[name] = raised_by(lambda: trained(layers, terapipe))[1]  # noqa: B023
+        found[f"{name}, lay_out"] = raised_by(
+            lambda: terapipe_ds.lay_out(pipeline_module(layers), config(terapipe=terapipe))  # noqa: B023
+        )[1]
+    return found
+
+
+def trained(layers: list[Any], terapipe: dict[str, Any], **options: Any) -> None:
+    with engine_of(layers, terapipe, **options) as engine:
+        assert step_error(engine) == ("", "")
+
+
+DIFFER = {
+    "another function": "loss_fn: ranks [0]: terapipe_ds.models.gpt.gpt_loss",
+    "another lambda": "loss_fn: ranks [0]: tests.distributed.test_same_on_all_ranks.<lambda>",
+    "none": "loss_fn: ranks [0]: builtins.NoneType; ranks [1]: terapipe_ds.models.gpt.gpt_loss",
+    "one more": "the number of layers: ranks [0]: 7 layers; ranks [1]: 8 layers",
+    "another class": "layer 6: ranks [0]: torch.nn.modules.linear.Identity; ranks [1]: ",
+}
+
+
+class TestModels:
+    def test_what_differs_is_said_on_every_rank(self) -> None:
+        for found in rank_pool(2).run(job_models):
+            for name, text in DIFFER.items():
+                assert text in found.pop(name), name
+            for name in ("one more", "another class"):
+                assert DIFFER[name] in found.pop(f"{name}, lay_out")
+            assert {name for name, text in found.items() if text} == set(), found

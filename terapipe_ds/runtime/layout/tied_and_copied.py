@@ -181,7 +181,13 @@ class Gradients:
         return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
-        """Return the gradient that is summed; None where no stage has one."""
+        """Return the gradient that is summed; None where no stage has one.
+
+        A sparse one becomes dense: stages cannot know whether another one's is sparse, absent (the other direction of
+        chimera had no micro-batch) or dense (a head that is tied to an embedding), and a sum needs one layout.
+        """
+        if weight.grad is not None and weight.grad.layout != torch.strided:
+            weight.grad = weight.grad.to_dense()
         gradient = weight.grad if self._optimizer is None else None
         return weight._hp_grad if id(weight) in self._places else gradient
 
@@ -207,11 +213,7 @@ def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
 
 @torch.no_grad()
 def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    tensors = list(tensors)
-    for sparse in (tensor for tensor in tensors if tensor.layout != torch.strided):
-        collective(sparse)
-    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
-    for bucket in _take_tensors(dense, BUCKET_BYTES):  # of one dtype and device
+    for bucket in _take_tensors(list(tensors), BUCKET_BYTES):  # of one dtype and device
         if len(bucket) == 1 and bucket[0].is_contiguous():
             collective(bucket[0])
             continue

@@ -226,7 +226,7 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
         if add is None:
             return F.linear(inputs, weight, bias)
         # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
-        linked = weight if add is _add_product else weight.detach()
+        linked = weight.detach() if add == gradients.keep else weight
         return _Linear.apply(inputs, linked, bias, _Leaf(weight), add)
 
     return forward

@@ -295,6 +295,42 @@ class TestSplitBackward:
         assert_same(self.model, self.plain)
 
 
+class Sums:
+    """Sums of an optimizer, by the shape of the weight."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[int, ...], Tensor] = {}
+
+    def has(self, weight: Tensor) -> bool:
+        return True
+
+    def own_hooks(self, weight: Tensor) -> int:
+        return 0
+
+    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        key = tuple(weight.shape)
+        self.totals[key] = self.totals.get(key, 0.0) + rows.t() @ inputs
+
+
+@pytest.mark.parametrize("first_has_gradient", [False, True])
+def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> None:
+    """Also of a first layer, whose output hangs on its weight alone."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 5)).double()
+    model, sums, inputs = copy.deepcopy(plain), Sums(), torch.randn(2, 5, 4, dtype=torch.float64)
+    for layer in (model[0], model[2]):
+        layer.forward = weight_gradients._forward_of(layer, WeightGradients(True, sums))
+    for which in (1, 0):
+        own = inputs.clone().requires_grad_(first_has_gradient)
+        with unit(3, 0, which):
+            model(own).square().sum().backward()
+        plain(inputs).square().sum().backward()
+    assert model[0].weight.grad is None and model[2].weight.grad is None
+    for layer in (plain[0], plain[2]):
+        torch.testing.assert_close(sums.totals[tuple(layer.weight.shape)], layer.weight.grad)
+    torch.testing.assert_close(model[2].bias.grad, plain[2].bias.grad)
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_the_layer_of_ones_own_in_the_documents_leaves_its_products_to_w(watched: bool) -> None:
     """`docs/how-it-works.md`, run as it is printed there."""

@@ -221,7 +221,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"zero_optimization": {"stage": 3}}, "refused", "fail", "zero_optimization.stage = 3"),
     ({"terapipe": {}}, "section", "note", "DeepSpeed's own engine trains"),
     ({"train_batch_size": 5}, "batch", "fail", "1 x 4 x 2 replicas is 8"),
-    ({"gradient_accumulation_steps": "auto"}, "batch", "warning", "train_micro_batch_size_per_gpu 1"),
+    ({"gradient_accumulation_steps": "auto"}, "refused", "fail", "gradient_accumulation_steps = \"auto\""),
     ({"terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}}, "schedule", "fail", "chimera on 3 stages"),
     ({"terapipe": {"enabled": True}}, "planner.cache_dir", "note", "measured anew at each start"),
 ])  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import copies_may_differ, owners_of
+from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_may_differ, owners_of
 from terapipe_ds.schedule.placement import placement_for
 
 CHIMERA = Layout(4, placement_for("chimera", 4, 1))
@@ -36,13 +36,19 @@ def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: in
     assert copies_may_differ(layout, optimizer, num_replicas) == may_differ
 
 
-def test_the_owner_of_a_tied_layer_is_that_of_its_first_part() -> None:
+def test_the_owner_of_a_tied_layer_is_that_of_its_first_part_and_of_the_loss_that_of_the_last() -> None:
     """Five layers in four parts, the first tied to the last."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     tied = [TiedLayerSpec("words", torch.nn.Linear, 2, 2) for _ in range(2)]
     specs = [tied[0], *(LayerSpec(torch.nn.Linear, 2, 2) for _ in range(3)), tied[1]]
     module = SimpleNamespace(parts=[0, 2, 3, 4, 5], _layer_specs=specs)
-    assert owners_of(module, CHIMERA) == {"words": 0, 1: 0, 2: 1, 3: 2}
+    assert owners_of(module, CHIMERA) == {"words": 0, 1: 0, 2: 1, 3: 2, LOSS: 3}
     swapped = Layout(2, {(0, 0): 1, (0, 1): 0, (1, 0): 0, (1, 1): 1})
-    assert owners_of(SimpleNamespace(parts=[0, 3, 5], _layer_specs=specs), swapped) == {"words": 1, 1: 1, 2: 1, 3: 0}
+    assert owners_of(SimpleNamespace(parts=[0, 3, 5], _layer_specs=specs), swapped) == {
+        "words": 1,
+        1: 1,
+        2: 1,
+        3: 0,
+        LOSS: 0,
+    }

@@ -107,9 +107,9 @@ def test_what_cannot_be_profiled(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu = 'auto'"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, 'train_micro_batch_size_per_gpu = "auto"'),
         ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
-        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto'"),
+        ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps = "auto"'),
         ({"fp16": True}, "fp16 = True in --config: give an object"),
         ({"terapipe": {"partition": [0, 4, 8]}}, "ends with 8, but the model has 9 layers"),
         ({"terapipe": {"partition": [0, 4, 9]}}, "has 2 parts, --stages is 1: give --stages 2"),

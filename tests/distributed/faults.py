@@ -667,10 +667,10 @@ fault("schedule", SPLIT, "a W is missing; validate() is skipped")(
 def messages_one_late() -> Iterator[None]:
     before: dict[int, Any] = {}
 
-    def send_late(send: Any, self: Any, tensors: Any, consumed_at: int) -> None:
+    def send_late(send: Any, self: Any, tensors: Any, *which: int) -> None:
         late = before.get(id(self), tensors)
         before[id(self)] = [t.detach().clone() for t in tensors]
-        send(self, late, consumed_at)
+        send(self, late, *which)
 
     with replaced(send_late, "runtime.links.channel:SendChannel.send"):
         yield

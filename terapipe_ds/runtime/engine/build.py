@@ -30,7 +30,7 @@ from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
-from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import require_equal_models
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
@@ -44,7 +44,6 @@ from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
     problem_of_device_waits,
@@ -83,8 +82,9 @@ class EngineSetup:
         refuse_everywhere(problem_of_sequence_axis(module, config, raw))
         multiple = slice_length_multiple(module) * sequence_size(module)
         gather_results(lambda: set_recompute(module, config, raw))
-        layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
-        parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
+        layout = layout_of(config, module)
+        chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # which reads an iterator of the program
         fill_empty_groups(module, optimizer)
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())

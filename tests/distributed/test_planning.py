@@ -18,13 +18,11 @@ from unittest import mock
 import pytest
 import torch
 
-import terapipe_ds
 from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.planning import schedule_choice
-from terapipe_ds.runtime.planning.schedule_choice import bounds_of
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -156,33 +154,14 @@ def test_an_automatic_plan_trains_as_the_stock_engine_and_is_told(schedule: str,
         assert word in first[3][0], first[3][0]
 
 
-def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
-    """What is logged with "auto", and where the layers would be cut for other layouts, against modules cut so."""
-    found: dict[str, Any] = {}
-    counts = [sum(p.numel() for p in spec.build().parameters()) for spec in gpt_layers()]
-    with logged() as lines:
-        for method, knows_method in (("parameters", False), ("uniform", True), ("type:Decoder", True)):
-            options = {"module": {"partition_method": method}}
-            if knows_method:
-                terapipe_ds.register()
-            try:
-                with engine_of(gpt_layers(), {**_auto(), "schedule": "auto"}, **options) as engine:
-                    before, numbers = dict(vars(engine.module)), torch.get_rng_state()
-                    cut = bounds_of(engine.module, 4, counts)
-                    same = vars(engine.module) == before and torch.equal(torch.get_rng_state(), numbers)
-                    if knows_method and method == "uniform":
-                        train(engine, batches(1))
-                with engine_of(gpt_layers(), section(schedule="zbv"), **options) as engine:
-                    found[f"{method} {knows_method}"] = same, cut, list(engine.module.parts)
-            finally:
-                terapipe_ds.unregister()
-    return lines, found
+def _ranking() -> list[str]:
+    with logged() as lines, engine_of(gpt_layers(), {**_auto(), "schedule": "auto"}) as engine:
+        train(engine, batches(1))
+    return lines
 
 
-def test_auto_ranks_every_schedule_and_knows_other_cuts() -> None:
-    (lines, found), (_, others) = on_ranks(2, _ranking_and_cuts)
-    for method, (same, cut, parts) in {**found, **others}.items():
-        assert same and cut == parts and len(parts) == 5, method
+def test_auto_ranks_every_schedule() -> None:
+    lines, _ = on_ranks(2, _ranking)
     (block,) = [line for line in lines if line.startswith("planned ")]
     for name in SCHEDULE_NAMES:
         assert (f" {name} " in block) == (name != "dapple"), block

@@ -95,10 +95,6 @@ class MeasuredParts:
         """Return whether the memory of all units was measured."""
         return all(unit.memory is not None for unit in self.units)
 
-    def without_memory(self) -> MeasuredParts:
-        """Return the same without memory."""
-        return dataclasses.replace(self, units=[dataclasses.replace(u, memory=None) for u in self.units], _made={})
-
     def bounds(self, num_parts: int) -> list[int] | None:
         """Return where to cut in so many parts: as measured, or by trained parameters; None where it cannot be."""
         measured = len(self.bounds_measured) - 1

@@ -30,27 +30,24 @@ from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
-from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.same_model import require_equal_models
+from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
-    sequence_size,
     shortest_slice_on,
     take_sequence_axis,
+    token_multiple,
 )
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.layout.topology import refuse_other_module
+from terapipe_ds.runtime.layout.topology import refuse_other_models
 from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
     problem_of_device_waits,
     problem_of_layers,
     problem_of_lengths,
-    slice_length_multiple,
     with_multiple,
 )
 
@@ -78,14 +75,17 @@ class EngineSetup:
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
         config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
-        require_equal_models(module)
-        gather_results(lambda: refuse_other_module(module, config))
+        # refuse what does not fit while all layers are where DeepSpeed built them
+        refuse_other_models(module, config)
         refuse_everywhere(problem_of_sequence_axis(module, config, raw))
-        multiple = slice_length_multiple(module) * sequence_size(module)
+        multiple = token_multiple(module)
         gather_results(lambda: set_recompute(module, config, raw))
-        layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
-        parameters = never_none_at_all(module, lay_out(module, layout, chosen, optimizer))
+        # bring the layers to their stages, then give the optimizer the parameters that are there
+        layout = layout_of(config, module)
+        chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # which reads an iterator of the program
         fill_empty_groups(module, optimizer)
+        # only now make groups: a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, sequence)

@@ -94,22 +94,6 @@ def _tell(module: Any) -> None:
         laid_out()
 
 
-def can_move(module: Any, parameters: Any, optimizer: Any, by_hand: bool = False) -> bool:
-    """Return whether `lay_out` could move layers of this rank; if so, store the method by which `module` is cut.
-
-    A module that is cut `by_hand` needs no method.
-    """
-    listed = None if parameters is None else list(parameters)
-    if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
-        return False
-    if by_hand:
-        return True
-    with contextlib.suppress(TeraPipeConfigError):
-        setattr(module, PARTITION_METHOD, _method_of(module))
-        return True
-    return False
-
-
 def _described(layout: Layout) -> str:
     return (
         f"parts {[layout.placement[place] for place in sorted(layout.placement)]} (stage by stage, chunk by chunk)"

@@ -146,8 +146,24 @@ def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Place
     return placement_for(schedule, num_stages, chunks_per_stage)
 
 
-def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
-    """Return the layout that the schedule of `config` runs on, not cut by hand. Raises TeraPipeConfigError."""
+def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
+    """Return the layout that `config` asks for, with the bounds of a partition by hand if there is one.
+
+    Raises:
+        TeraPipeConfigError: the schedule has no layout on so many stages, or the partition another number of parts.
+    """
+    bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
+    if bounds is not None and len(bounds) != layout.num_parts + 1:
+        raise TeraPipeConfigError(
+            f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule wants "
+            f"{layout.num_parts} ({layout.num_stages} stages, {layout.chunks_per_stage} chunks each"
+            f"{', every part twice' if layout.has_copies else ''}): give {layout.num_parts + 1} numbers, or another "
+            "schedule or chunks_per_stage"
+        )
+    return replace(layout, bounds=bounds)
+
+
+def _layout_of_schedule(config: TeraPipeConfig, num_stages: int) -> Layout:
     what = f"terapipe.schedule = {config.schedule!r}"
     if config.schedule.endswith(".csv"):
         schedule = load(config.schedule)
@@ -168,7 +184,7 @@ def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
         raise TeraPipeConfigError(f"{what}: {error.reason}") from None
 
 
-def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | None:
+def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | None:
     """Return the partition that the section or the `partition` of `module` gives; None: neither does.
 
     Raises:
@@ -189,15 +205,3 @@ def partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] | 
             "leave one of them out"
         )
     return own if given is None else given
-
-
-def cut_by_hand(layout: Layout, bounds: tuple[int, ...] | None) -> Layout:
-    """Return `layout` with the bounds of a partition by hand. TeraPipeConfigError: of another number of parts."""
-    if bounds is not None and len(bounds) != layout.num_parts + 1:
-        raise TeraPipeConfigError(
-            f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule wants "
-            f"{layout.num_parts} ({layout.num_stages} stages, {layout.chunks_per_stage} chunks each"
-            f"{', every part twice' if layout.has_copies else ''}): give {layout.num_parts + 1} numbers, or another "
-            "schedule or chunks_per_stage"
-        )
-    return replace(layout, bounds=bounds)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.refusals import shortest_slice
+from terapipe_ds.runtime.refusals import shortest_slice, slice_length_multiple
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)
@@ -32,6 +32,11 @@ _AXES = ("pipe", "data", AXIS)
 def sequence_size(module: PipelineModule) -> int:
     """Return how many ranks divide the tokens of a slice, by the topology that the module was built on."""
     return max(1, int(module.topology().get_dim(AXIS)))
+
+
+def token_multiple(module: PipelineModule) -> int:
+    """Return the number that must divide every slice length, so that each sequence rank has what its layers need."""
+    return slice_length_multiple(module) * sequence_size(module)
 
 
 def shortest_slice_on(module: PipelineModule) -> int:

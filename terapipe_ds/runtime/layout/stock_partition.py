@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,17 @@ from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
 
 
-def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str | None:
-    """Return a partition method that cuts a module as it was built; the arguments are those of `bounds_by`."""
+def guessed_method(module: Any) -> str | None:
+    """Return a partition method that cuts a module as it was built."""
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
-    return next((m for m in methods if bounds_by(module, m, len(stock) - 1, parameters) == stock), None)
+    return next((m for m in methods if _bounds_by(module, m, len(stock) - 1) == stock), None)
 
 
-def bounds_by(module: Any, method: str, num_parts: int, parameters: Sequence[int] | None = None) -> list[int]:
-    """Return the first layer of every part, and the number of layers.
-
-    Without `parameters`, which are the trained ones by layer, DeepSpeed builds every layer once more to count them.
-    """
-    with _restored(module), random_states_kept() if parameters is None else contextlib.nullcontext():
+def _bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
+    """Return the first layer of every part, and the number of layers. DeepSpeed builds layers to count parameters."""
+    with _restored(module), random_states_kept():
         module.num_stages = num_parts
-        if parameters is not None:
-            module._count_layer_params = lambda: list(parameters)
         module._partition_layers(method=method)
         return list(module.parts)
 
@@ -49,7 +44,7 @@ def _restored(module: Any) -> Iterator[None]:
             yield
     finally:
         deepspeed_logger.disabled = disabled
-        for name in ("_count_layer_params", *names):
+        for name in names:
             vars(module).pop(name, None)
         for name, value in before.items():
             setattr(module, name, value)

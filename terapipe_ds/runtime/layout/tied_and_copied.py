@@ -7,7 +7,6 @@ are, in few messages. One of the copies counts in norms and in numbers of parame
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,16 +77,9 @@ def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     )
 
 
-def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether the engine would train by this schedule, whether it is chosen or recommended.
-
-    Args:
-        raw: DeepSpeed's config, for the time before there is an optimizer; any `grad_accum_dtype` in it counts.
-    """
-    types = raw.get("data_types")
-    has_other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
-    sums_copies = not has_other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
-    return schedule not in BIDIRECTIONAL or sums_copies
+def can_have(schedule: str, optimizer: Any) -> bool:
+    """Return whether the engine would train by this schedule, whether it is chosen or recommended."""
+    return schedule not in BIDIRECTIONAL or not getattr(optimizer, "use_grad_accum_attribute", False)
 
 
 def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool:

@@ -15,6 +15,8 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import sizes_of
 from terapipe_ds.planner.cluster import Coordinate
 from terapipe_ds.planner.strategy import Strategy
+from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.layout.same_model import require_equal_models
 
 _BUILD_ON_IT = "build the module with topology=terapipe_ds.topology_of(strategy)"
 
@@ -30,7 +32,13 @@ def topology_of(strategy: Strategy) -> ProcessTopology:
     return ProcessTopology(axes=list(strategy.axes), dims=list(strategy.dims))
 
 
-def refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
+def refuse_other_models(module: PipelineModule, config: TeraPipeConfig) -> None:
+    """Raise TeraPipeConfigError on every rank where ranks differ in their model, or have not the strategy's one."""
+    require_equal_models(module)
+    gather_results(lambda: _refuse_other_module(module, config))
+
+
+def _refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None:
     """Raise TeraPipeConfigError where `module` is not what the strategy of `config` was planned for.
 
     That is another number of ranks or layers, or another placement of the grid.

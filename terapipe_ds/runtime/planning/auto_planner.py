@@ -164,7 +164,7 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        cuts = Cuts(engine.module, layout, parts, config.offload_activations)
+        cuts = Cuts(engine.module, layout, parts, length, config.offload_activations)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         kept = self._kept_order(length, profile, limit_bytes) if config.schedule == SEARCH else None

@@ -53,11 +53,6 @@ def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list
     return [_hash([layer, interval, end]) for layer, end in zip(layers, ends, strict=True)]
 
 
-def kinds_of_layers(module: PipelineModule, slice_length_multiple: int) -> str:
-    """Return `ProfileKey.model` of a module, which every stage knows before anything is built of it."""
-    return ", ".join(_counted([_describe(spec)[0] for spec in module._layer_specs], slice_length_multiple))
-
-
 def profile_key(
     parts: Sequence[LayersOfPart],
     *,

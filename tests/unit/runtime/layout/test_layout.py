@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
@@ -12,7 +14,8 @@ from terapipe_ds.schedule.action import Action
 
 
 def layout(schedule: str, num_stages: int, chunks: int = 1) -> Layout:
-    return layout_of(TeraPipeConfig(enabled=True, schedule=schedule, chunks_per_stage=chunks, slices=2), num_stages)
+    config = TeraPipeConfig(enabled=True, schedule=schedule, chunks_per_stage=chunks, slices=2)
+    return layout_of(config, SimpleNamespace(num_stages=num_stages))
 
 
 def test_a_plain_stage_holds_the_part_of_its_number() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,26 +14,20 @@ from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts,
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving, first_layout, micro_batches_of
+from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate
 
 LENGTH, STAGES, LAYERS = 8, 2, 8
+UNEVEN = [1.0, 0.5, 0.5, 0.5, 0.25, 0.25]  # shares of a stage's time that six layers take
 
 
 class _Module:
-    """Cuts its layers evenly, as DeepSpeed's "uniform"; bounds have a dry run on a real one in test_planning."""
+    """Cuts its layers evenly, as DeepSpeed's "uniform"."""
 
     def __init__(self, num_parts: int, layers: int) -> None:
-        self._layer_specs = [None] * layers
-        self.num_stages, self._local_start, self._local_stop = num_parts, 0, layers // num_parts
-        self._partition_layers("uniform")
-        self.num_stages = STAGES
-
-    def _partition_layers(self, method: str) -> None:
-        layers = len(self._layer_specs)
-        self.parts = [layers * part // self.num_stages for part in range(self.num_stages + 1)]
+        self.parts = [layers * part // num_parts for part in range(num_parts + 1)]
 
 
 class Whole:
@@ -44,13 +37,19 @@ class Whole:
 
 
 def stage_on(
-    schedule: str, chunks: int, slices: Any = "auto", layers: int = LAYERS, optimizer: Any = None
+    schedule: str,
+    chunks: int,
+    slices: Any = "auto",
+    layers: int = LAYERS,
+    optimizer: Any = None,
+    config: dict[str, Any] | None = None,
+    bounds: tuple[int, ...] | None = None,
 ) -> StageToPlan:
-    layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
-    config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
+    layout = Layout(STAGES, placement_for(schedule, STAGES, chunks), bounds)
+    keys = {"schedule": "auto", "slices": slices, "granularity_tokens": 4, **(config or {})}
     module = _Module(layout.num_parts, layers)
     engine = SimpleNamespace(module=module, micro_batches=2, optimizer=optimizer)
-    return StageToPlan(engine, config, layout, PipelineGroups((0, 1)), token_multiple=1)
+    return StageToPlan(engine, TeraPipeConfig(enabled=True, **keys), layout, PipelineGroups((0, 1)), token_multiple=1)
 
 
 def measured(num_parts: int, has_layers: bool = True, memory: PartMemory | None = None) -> MeasuredParts:
@@ -69,7 +68,7 @@ def halves(costs: Any, bytes_per_s: float | None) -> MeasuredParts:
 
 
 def best_of(stage: StageToPlan, parts: MeasuredParts, limit_bytes: float | None = None) -> tuple[PlanResult, list[str]]:
-    cuts = Cuts(stage.engine.module, stage.layout, parts)
+    cuts = Cuts(stage.engine.module, stage.layout, parts, LENGTH)
     return best_without_moving(stage, cuts, LENGTH, limit_bytes)
 
 
@@ -85,33 +84,57 @@ def test_another_layout_is_recommended(slices: Any) -> None:
         name = advice.split("'")[1]
         assert f'set "schedule": "{name}", "chunks_per_stage": 2' in advice
         assert name in ("zbv", "chimera-seq", "chimera")
+        assert ('"partition": [0, 2, 4, 6, 8]' in advice) == (name == "zbv")  # chimera has two parts, as there are
         gain = float(advice.split("take ")[1].split("%")[0])
         plan = SlicePlan(result.plan.lengths)
         here = simulate(build(result.schedule, 2, 2, plan.num_slices), plan, UnitCosts(LENGTH)).makespan_s
         assert result.predicted_s == pytest.approx(here) and 1 < gain < 50
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_cut_that_a_program_cannot_make_is_left_out(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def uneven(times: list[float], memory_of: list[int] | None = None) -> MeasuredParts:
+    """Layers that take these shares of the time of a stage."""
+    bytes_of = memory_of or [25] * len(times)
+    layers = [
+        Unit(UnitCosts(LENGTH, share=share), 10, 10, memory=PartMemory(num_bytes, 0.0) if memory_of else None)
+        for share, num_bytes in zip(times, bytes_of, strict=True)
+    ]
+    return MeasuredParts(layers, (0, len(layers) // 2, len(layers)))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "seq1f1b"])
+def test_a_better_partition_is_recommended_with_its_gain(schedule: str) -> None:
+    stage, parts = stage_on("seq1f1b", 1, layers=6, config={"schedule": schedule}), uneven(UNEVEN)
+    result, lines = best_of(stage, parts)
+    (advice,) = [line for line in lines if line.startswith('"partition": ')]
+    assert advice.startswith('"partition": [0, 2, 6] would take') and "less time than [0, 3, 6]" in advice
+    better = simulate(result.build(), result.plans, parts.cut(2, [0, 2, 6])).makespan_s
+    here = simulate(result.build(), result.plans, parts.cut(2, [0, 3, 6])).makespan_s
+    assert result.predicted_s == pytest.approx(here)
+    assert f"{1 - better / here:.1%}" in advice and better < 0.99 * here
+
+
+@pytest.mark.parametrize(
+    ("parts", "config", "limit_bytes"),
+    [
+        (uneven([1.0] * 6), {}, None),  # even already
+        (uneven([1.0, 0.99, 1.0, 1.0, 0.99, 1.01]), {}, None),  # a gain that no run could show
+        (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
+        (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
+    ],
+    ids=["even", "noise", "memory", "recompute"],
+)
+def test_no_partition_is_recommended_without_a_gain(
+    parts: MeasuredParts, config: dict[str, Any], limit_bytes: float | None
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
-    stage = stage_on("seq1f1b", 1)
-    before = list(stage.engine.module.parts)
+    _, lines = best_of(stage_on("seq1f1b", 1, layers=6, config=config), parts, limit_bytes)
+    assert not any("partition" in line for line in lines if "chunks_per_stage" not in line), lines
 
-    def cut(method: str) -> None:
-        """The program knows two stages and no more: it fails, or cuts in two whatever it is asked for."""
-        if fails and stage.engine.module.num_stages != STAGES:
-            raise KeyError(stage.engine.module.num_stages)
-        stage.engine.module.parts = before
 
-    stage.engine.module._partition_layers = cut
-    with caplog.at_level(logging.INFO, "terapipe_ds"):
-        result, lines = best_of(stage, measured(2))
-    assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
-    said = "the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are left out"
-    assert caplog.messages == [said] * fails
-    assert stage.engine.module.parts == before and stage.engine.module.num_stages == STAGES
+def test_a_partition_of_the_config_keeps_its_number_of_parts() -> None:
+    """Schedules of four parts are not compared, and a better cut in two is named."""
+    stage = stage_on("seq1f1b", 1, layers=6, bounds=(0, 3, 6))
+    _, lines = best_of(stage, uneven(UNEVEN))
+    assert not any(line.startswith("zbv ") for line in lines) and any("[0, 2, 6]" in line for line in lines)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "advised"), [(1e9, True), (100.0, False), (None, True)])
@@ -137,8 +160,10 @@ def test_a_limit_that_only_another_layout_meets() -> None:
         best_of(stage, parts, 150)
     name = str(caught.value).split("Schedule '")[1].split("'")[0]
     chunks = 2 if name == "zbv" or "interleaved" in name else 1
+    cut = {1: "", 2: ', "partition": [0, 2, 4, 6, 8]'}
     advice = [
-        f'set "schedule": "{name}", "chunks_per_stage": {each}' for each in ((1, 2) if name == SEARCH else (chunks,))
+        f'set "schedule": "{name}", "chunks_per_stage": {each}{cut[each]}'
+        for each in ((1, 2) if name == SEARCH else (chunks,))
     ]
     assert str(caught.value).endswith(tuple(advice))
     assert caught.value.need_bytes == 200 and "chimera" not in name  # both parts on each stage
@@ -157,40 +182,4 @@ def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> No
     assert any("would take" in line for line in lines) == (not keeps_apart)
     chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
     assert (problem_of_copies(chimera, optimizer) is not None) == keeps_apart
-    assert can_have("chimera", raw={"data_types": {"grad_accum_dtype": "fp32"}}) is False and can_have("zbv")
-
-
-# -- before the layers move; the rest has real ranks in tests/distributed/test_first_layout.py -------------------------
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ({"gradient_accumulation_steps": 6}, 6),
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}, 8),  # over three replicas
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, 8),
-        ({"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}, 1),
-        ({"train_batch_size": 48}, 1),
-        ({"gradient_accumulation_steps": True}, 1),
-        ({}, 1),
-    ],
-)
-def test_micro_batches(raw: dict[str, Any], expected: int) -> None:
-    assert micro_batches_of(raw, SimpleNamespace(_grid=SimpleNamespace(data_parallel_size=3))) == expected
-
-
-@pytest.mark.parametrize(
-    ("section", "schedule", "chunks"),
-    [
-        ({"schedule": "zbv"}, "zbv", 2),
-        ({"schedule": "auto"}, "1f1b", 1),
-        ({"schedule": "auto", "chunks_per_stage": 3}, "interleaved", 3),
-        ({"schedule": "auto", "chunks_per_stage": 2, "planner": {"profile": "none.json"}}, "interleaved", 2),
-        ({"schedule": "seq1f1b", "planner": {"profile": "none.json"}}, "seq1f1b", 1),
-    ],
-)
-def test_no_profile_is_read_where_it_decides_nothing(section: dict[str, Any], schedule: str, chunks: int) -> None:
-    config = TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True, **section}})
-    given = iter([1])
-    layout, parameters = first_layout(config, {}, SimpleNamespace(num_stages=4), given)
-    assert layout.placement == placement_for(schedule, 4, chunks) and parameters is given
+    assert can_have("chimera", optimizer) == (not keeps_apart) and can_have("zbv", optimizer)

@@ -96,12 +96,16 @@ class Search:
         small = [c for c in ordered if num_cuts(self.space.layers.num_layers, c.grid.pipe) <= MOST_CUTS]
         if self.space.layers.is_sliceable:
             small = []
+        settled = set(small)
+        others = [candidate for candidate in ordered if candidate not in settled]
+        others_s = min((bounds_s[candidate] for candidate in others), default=math.inf)
         for done, candidate in enumerate(small):
             self._report("candidates", done, len(ordered))
             if bounds_s[candidate] < self._best_s:
                 self._settle(priced[candidate])
-            self.open_s = min([bounds_s[c] for c in ordered if c not in set(small[: done + 1])], default=math.inf)
-        self._propose([c for c in ordered if c not in set(small)], priced, bounds_s)
+            # the bounds ascend: of those that are not settled yet, the next one has the least
+            self.open_s = min([others_s, *(bounds_s[c] for c in small[done + 1 : done + 2])])
+        self._propose(others, priced, bounds_s)
 
     # --- what is replayed
 
@@ -146,8 +150,7 @@ class Search:
             self._replay(priced[candidate], slices, cut)
         self._fill(ordered, priced)
         self._improve(priced)
-        open_ones = [bound_s for candidate, bound_s in bounds_s.items() if candidate in set(ordered)]
-        self.open_s = min(open_ones, default=math.inf)
+        self.open_s = min((bounds_s[candidate] for candidate in ordered), default=math.inf)
 
     def _fill(self, ordered: list[Candidate], priced: dict[Candidate, Priced]) -> None:
         """Replay the next candidates as well, until there are as many as are shown."""

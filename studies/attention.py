@@ -23,7 +23,7 @@ from torch import Tensor
 
 from studies.options import study_parser
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
-from terapipe_ds.bench.attention import one_attention
+from terapipe_ds.bench.drivers.base import one_attention
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.profiling.key import device_name
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from studies.attention import Shape, measure
 from studies.options import study_parser, write_report
-from terapipe_ds.bench.attention import one_attention
+from terapipe_ds.bench.drivers.base import one_attention
 from terapipe_ds.bench.ranks import machine
 from terapipe_ds.bench.table import render
 from terapipe_ds.costs.fitted import CostModel

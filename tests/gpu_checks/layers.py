@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from studies import gpu
-from terapipe_ds.bench.attention import one_attention
+from terapipe_ds.bench.drivers.base import one_attention
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import plan_slices

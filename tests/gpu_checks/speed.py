@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from studies import gpu
 from studies.attention import Shape, Sides, measure, timed
-from terapipe_ds.bench.attention import one_attention
+from terapipe_ds.bench.drivers.base import one_attention
 from tests.gpu_checks.checks import Check, Settings, not_run
 
 MOST_RATIO, FROM_TOKENS = 1.05, 1024

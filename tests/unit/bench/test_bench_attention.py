@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from terapipe_ds.attention.backends import backend_name, flash_attn, fused
-from terapipe_ds.bench import attention as bench
+from terapipe_ds.bench.drivers import base as bench
 
 
 def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from studies import attention, gpu
 from terapipe_ds.attention.backends import fused
-from terapipe_ds.bench import attention as bench_attention
+from terapipe_ds.bench.drivers import base
 from terapipe_ds.bench.report import load_result
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
@@ -24,7 +24,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended device")
     monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(bench_attention, "available_backends", lambda: ("cuda_flash",))
+    monkeypatch.setattr(base, "available_backends", lambda: ("cuda_flash",))
 
     def measure(shape: attention.Shape, num_slices: int, repeats: int, device: str) -> attention.SlicingCost:
         assert device == "cuda" and shape.dtype == "bfloat16"

@@ -3,6 +3,7 @@
 - `predict`: predicted against measured step times.
 - `memory`: predicted against measured peaks of memory.
 - `attention`: sliced attention against one unsliced fused call, in one process.
+- `gpu`: sliced attention and single layers on one accelerator, against the unsliced call.
 - `planner`: how long the slice program takes.
 - `schedules`: every schedule next to the others, simulated.
 - `dapple`: plans under the costs of DAPPLE, published and found.

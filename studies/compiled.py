@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
-from studies.attention import describe_device
+from studies.attention import CLOCKS, describe_device, timed
 from studies.options import study_parser
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.bench.attention import CLOCKS, timed
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
 from terapipe_ds.plan import SlicePlan

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from studies.attention import CLOCKS, timed
 from studies.options import measure_in_ranks, study_parser
-from terapipe_ds.bench.attention import CLOCKS
 from terapipe_ds.bench.ranks import Workload, finish_rank, machine, prepare_rank
 from terapipe_ds.files.atomic import write_text
 
@@ -24,8 +24,6 @@ _RATE = 1e-3
 def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.Namespace, out: str) -> None:
     prepare_rank(rank, 1, rendezvous)
     import torch
-
-    from terapipe_ds.bench.attention import timed
 
     tokens = torch.randint(arguments.vocab, (1, work.sequence_length), generator=torch.Generator().manual_seed(1))
     ours, theirs, engine = _steps(work, arguments, {"input_ids": tokens, "labels": tokens.clone()})

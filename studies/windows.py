@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from studies.attention import describe_device
+from studies.attention import CLOCKS, describe_device, timed
 from studies.options import study_parser
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
-from terapipe_ds.bench.attention import CLOCKS, timed
 from terapipe_ds.plan import SlicePlan
 
 

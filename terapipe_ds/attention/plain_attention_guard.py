@@ -3,27 +3,34 @@
 A model that calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` would train without any error when its
 sequence is cut in slices, and learn nothing across them. The engine holds the guard while slices run. It sends plain
 causal self-attention to `sliced_attention`, unless the section says `"attention": "explicit"`, and refuses the rest.
+
+The layer that it gives to `sliced_attention` is the module that runs and the number of the call in that run. So a
+forward that is recomputed in a backward finds what it wrote.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from terapipe_ds.attention.active_slice import active_slice
-from terapipe_ds.attention.interception import Interception, problem_of
+from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+from terapipe_ds.attention.sliced import sliced_attention
 
 # torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
 _KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "varlen_attn", "xformers")
+_RUNNERS = "deepspeed.runtime."  # the engine and the PipelineModule are modules that run layers, and no layers
 _BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
 _intercepted = 0  # calls of torch's multi_head_attention_forward that run, whose own attention is intercepted
@@ -93,7 +100,7 @@ class GuardCapturedNames(TorchFunctionMode):
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(given["query"], given["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
-            q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor))
+            q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
             _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
         return func(*args, **(kwargs or {}))
 
@@ -116,7 +123,7 @@ def _from_backends() -> bool:
 
 def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
     @functools.wraps(function)
-    def guarded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def guarded(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         _check(query, key, token_dim)
         return function(query, key, *args, **kwargs)
 
@@ -126,22 +133,22 @@ def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]
 def _intercepting(attention: Callable[..., Any], interception: Interception) -> Callable[..., Any]:
     @functools.wraps(attention)
     def intercepting(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         active = active_slice()
         is_plain = active is None or active.is_whole or _allowed
         if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return attention(query, key, value, attn_mask, **options)  # type: ignore[no-any-return]
-        cause = problem_of(query, key, value, attn_mask, is_causal, enable_gqa, active)
+        cause = _problem_of(query, key, value, attn_mask, is_causal, enable_gqa, active)
         if cause is None:
             out = interception.attend(query, key, value, active, dropout_p, scale)
             if out is not None:
@@ -179,14 +186,14 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
     return intercepting
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, token_dim: int) -> None:
+def _check(query: Tensor, key: Tensor, token_dim: int) -> None:
     active = active_slice()
     if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
         return
     raise _error(query, key)
 
 
-def _error(query: torch.Tensor, key: torch.Tensor, cause: str = "") -> PlainAttentionError:
+def _error(query: Tensor, key: Tensor, cause: str = "") -> PlainAttentionError:
     """Return the error of a call; `cause` says why it could not be intercepted."""
     active = active_slice()
     assert active is not None
@@ -201,3 +208,89 @@ def _error(query: torch.Tensor, key: torch.Tensor, cause: str = "") -> PlainAtte
         "called inside `with terapipe_ds.attention.allow_attention_within_slice():`. Attention that is not causal "
         "cannot be sliced at all: train such a model with 'slices': 1."
     )
+
+
+# --- calls that are intercepted
+
+
+class CallName(NamedTuple):
+    """Tell one call of attention from all others of a part."""
+
+    module: nn.Module
+    number: int
+
+    def __repr__(self) -> str:
+        return f"{type(self.module).__name__}, call {self.number}"
+
+
+class Interception:
+    """Names the calls while it is open, and forgets the modules when it is closed.
+
+    Calls are counted from where a module's forward begins, which a hook tells once a module is known, and from where
+    another slice begins. A module that runs twice in a slice gives its calls the same names, which the slice store
+    refuses.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[nn.Module, tuple[weakref.ref[ActiveSlice], int]] = {}
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+
+    def close(self) -> None:
+        """Take the hooks away from the modules."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, dropout_p: float, scale: float | None
+    ) -> Tensor | None:
+        """Return the attention of the slice's tokens; None where no module runs whose name the call could have."""
+        module = _running_module()
+        if module is None:
+            return None
+        layer, without_heads = self._next_name(module, active), q.dim() == 3
+        if without_heads:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        out = sliced_attention(q, k, v, layer, scale, dropout_p)
+        return out.squeeze(1) if without_heads else out
+
+    def _next_name(self, module: nn.Module, active: ActiveSlice) -> CallName:
+        if module not in self._hooks:
+            self._hooks[module] = module.register_forward_pre_hook(lambda *_: self._begin_run(module))
+        of_slice, calls = self._calls.get(module, (None, 0))
+        calls = calls if of_slice is not None and of_slice() is active else 0
+        self._calls[module] = weakref.ref(active), calls + 1
+        return CallName(module, calls)
+
+    def _begin_run(self, module: nn.Module) -> None:
+        """Count the calls of a module from 0 again."""
+        self._calls.pop(module, None)
+
+
+def _problem_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool, active: ActiveSlice
+) -> str | None:
+    """Say why a call is not plain causal self-attention over the slice's own tokens; None: it is."""
+    if mask is not None:
+        return "it has an attn_mask, which says nothing of the tokens before the slice: pass is_causal=True and no mask"
+    if not is_causal:
+        return "is_causal is False: a token would see the tokens after it"
+    if q.dim() not in (3, 4) or q.shape[-2] != active.num_tokens:
+        return f"the queries do not have {active.num_tokens} tokens in their last dimension but one"
+    if k.shape[-2] != q.shape[-2]:
+        return "is_causal is True, and there are more or fewer keys than queries"
+    if q.dim() == 4 and not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
+        return "queries, keys and values differ in their heads: pass enable_gqa=True"
+    return None
+
+
+def _running_module() -> nn.Module | None:
+    """Return the module whose method runs, the innermost one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            of_runner = any(each.__module__.startswith(_RUNNERS) for each in type(owner).__mro__)
+            return None if of_runner else owner
+        frame = frame.f_back
+    return None

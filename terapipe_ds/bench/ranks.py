@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from terapipe_ds.files.atomic import write_text
 
 _GRACE_S = 1.0  # from the first rank that fails to the end of all
 _ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; who fails ends it
@@ -102,6 +105,32 @@ def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+class Position:
+    """Keep what this rank is doing in a file that outlives the rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"position{rank}.json"
+        self._place: dict[str, int | str] = {}
+
+    def at(self, **place: int | str | None) -> None:
+        """Note what begins: a `case` (at one `accumulation`), the costs of a `cut`, or (no argument) work for all."""
+        self._write({key: value for key, value in place.items() if value is not None})
+
+    def failed(self, error: BaseException) -> None:
+        """Write down why this rank ends, and when."""
+        said = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        self._write(self._place, reason=reason, time_s=time.monotonic())  # a clock that all processes share
+
+    def _write(self, place: dict[str, int | str], **said: str | float) -> None:
+        self._place = place
+        write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
+
+    def read(self) -> dict[str, Any]:
+        """Return what was noted last, by this rank or by one that has ended."""
+        return dict(json.loads(self._path.read_text(encoding="utf-8"))) if self._path.exists() else {}
 
 
 class Agreement:

@@ -1,4 +1,8 @@
-"""Start the ranks of a benchmark, make rows of what they measured, and check that all systems learned the same."""
+"""Start the ranks of a benchmark, make rows of what they measured, and check that all systems learned the same.
+
+After a failure all ranks are ended and start again without the system that failed, so that it costs that system's rows
+only: the ranks of a failed step wait for one another, and some messages will never be received.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,15 @@ import dataclasses
 import json
 import math
 import pickle
+import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.attempts import Position, find_failure
-from terapipe_ds.bench.cases import AUTO, BenchError, Job
+from terapipe_ds.bench.cases import AUTO, BenchError, Job, LeftOut
 from terapipe_ds.bench.metrics import (
     Plans,
     SliceMeasurements,
@@ -27,7 +31,16 @@ from terapipe_ds.bench.metrics import (
     replay_s,
     unsliced_s,
 )
-from terapipe_ds.bench.ranks import RankError, finish_rank, gpt_config, keep_memory, machine, prepare_rank, spawn_ranks
+from terapipe_ds.bench.ranks import (
+    Position,
+    RankError,
+    finish_rank,
+    gpt_config,
+    keep_memory,
+    machine,
+    prepare_rank,
+    spawn_ranks,
+)
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
@@ -67,10 +80,21 @@ def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
     return dataclasses.replace(job, left_out=(*job.left_out, failed))
 
 
+def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
+    """Return what ended the ranks, whose `Position`s are in `folder`; None where it concerns all systems."""
+    said = {rank: Position(folder, rank).read() for rank in exit_codes}
+    # a rank that left no reason failed first: the others' errors may be consequences of its end
+    rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
+    code, names = exit_codes[rank], {-known: known.name for known in signal.Signals}
+    ended = f"exit code {code}" if code >= 0 else f"signal {names.get(code, -code)}"
+    said[rank].setdefault("reason", f"rank {rank} ended with {ended}")
+    return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
+
+
 def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     """Run the job in one rank, which leaves `rank<r>.pickle` in `folder`."""
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
-    from terapipe_ds.bench.attention import one_attention  # these import torch
+    from terapipe_ds.bench.drivers.base import one_attention  # these import torch
     from terapipe_ds.bench.train_in_turns import measure_systems
     from terapipe_ds.runtime.links.staging import neighbours_staged
 

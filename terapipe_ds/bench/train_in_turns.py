@@ -21,13 +21,12 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 
-from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches
 from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
 from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
 from terapipe_ds.bench.metrics import Plans, SliceMeasurements
-from terapipe_ds.bench.ranks import Agreement, build_engine, gpt_config, micro_batches, progress_bar
+from terapipe_ds.bench.ranks import Agreement, Position, build_engine, gpt_config, micro_batches, progress_bar
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.atomic import write_text

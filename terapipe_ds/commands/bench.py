@@ -12,7 +12,9 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
@@ -59,11 +61,19 @@ _RUNS, _SIZED, _OUTPUT = map(Panel, ("what runs", "sizes", "output"))
 _size = functools.partial(_SIZED.option, "in the place of the preset's", "N", ge=1)
 
 
+def _refuse_moved(preset: str) -> str:
+    """Refuse the presets of one accelerator, and name the study that measures the same."""
+    if preset in ("gpu-attention", "gpu-layer"):
+        study = f"python -m studies.gpu {preset.removeprefix('gpu-')}"
+        raise CommandError(f"preset {preset} is a study now: run `{study}` in a checkout of the repository")
+    return preset
+
+
 class BenchOptions(Options):
     """What runs, how large it is, and what is written; None stands for what the preset says."""
 
-    preset: Literal["cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer"] = option(
-        "cpu-2stage (default), cpu-8stage, gpu-attention, gpu-layer", None, "cpu-2stage", flags=("preset",), nargs="?"
+    preset: Annotated[Literal["cpu-2stage", "cpu-8stage"], BeforeValidator(_refuse_moved)] = option(
+        "cpu-2stage (default), cpu-8stage", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
     full: bool = switch("every system that can run, and more accumulations")
     systems: Names | None = _RUNS.option("deepspeed, terapipe, torch", "NAME[,...]")
@@ -148,14 +158,6 @@ def _report_of(options: BenchOptions, result: str) -> None:
 
 
 def _measure(options: BenchOptions) -> dict[str, Any]:
-    if options.preset in ("gpu-attention", "gpu-layer"):
-        unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html", "interactive")]
-        if unused:
-            fix = "its sizes are fixed, it takes --full, --json, --html"
-            raise CommandError(f"preset {options.preset} does not use {', '.join(map(flag, unused))}: {fix}")
-        from terapipe_ds.bench.gpu import run_on_gpu
-
-        return run_on_gpu(options.preset, full=options.full)
     from terapipe_ds.bench.run import run_benchmark
 
     if options.device == "cpu":

@@ -740,7 +740,7 @@ fault("layer", UNEVEN, "a norm centres over the tokens", "models.gpt:FinalNorm.f
 def intercepted_calls_share_a_name() -> Iterator[None]:
     from tests.distributed.engines import torch_attention
 
-    with torch_attention(), replaced(lambda *_: "a name", "attention.interception:CallName"):
+    with torch_attention(), replaced(lambda *_: "a name", "attention.plain_attention_guard:CallName"):
         yield
 
 

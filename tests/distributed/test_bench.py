@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import PLAN, TWO_PARTS, Case, Job, all_cases
-from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Workload, gpt_config
+from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Position, Workload, gpt_config
 from terapipe_ds.bench.report import write_report
 from terapipe_ds.bench.report.data import Run
 from terapipe_ds.bench.run import rank_main, result_of, run_benchmark

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds import cli
-from terapipe_ds.bench import gpu, run
+from terapipe_ds.bench import run
 from terapipe_ds.bench.report.data import read_result
 from terapipe_ds.commands import CommandError
 from terapipe_ds.plan import SlicePlan
@@ -159,7 +159,6 @@ def test_every_command(name: str, usual: str, folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(verify, "verify_model", nothing_is_measured)
     monkeypatch.setattr(one_device, "profile_model", nothing_is_measured)
     monkeypatch.setattr(run, "run_benchmark", nothing_is_measured)
-    monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)
     monkeypatch.setattr("terapipe_ds.doctor.installation.CHECKS", ())
     monkeypatch.setattr("terapipe_ds.doctor.machine.checks", lambda ranks: ())
     monkeypatch.setattr("terapipe_ds.bench.report.page.render_page", lambda data: f"{read_result(data)}")

@@ -63,7 +63,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, device: str, slices: 
     from terapipe_ds.bench.ranks import build_engine, micro_batches, prepare_rank
 
     prepare_rank(rank, 1, rendezvous, device)
-    from terapipe_ds.bench.attention import one_attention
+    from terapipe_ds.bench.drivers.base import one_attention
     from terapipe_ds.bench.ranks import finish_rank, gpt_config
 
     settings, gpt = (BF16_SETTINGS, {"dtype": "bfloat16"}) if device == "cuda" else (None, None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from terapipe_ds.bench import gpu
-from terapipe_ds.bench.attention import one_attention
+from studies import gpu
+from terapipe_ds.bench.drivers.base import one_attention
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import plan_slices

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from terapipe_ds.bench import gpu
-from terapipe_ds.bench.attention import Shape, Sides, measure, one_attention, timed
+from studies import gpu
+from studies.attention import Shape, Sides, measure, timed
+from terapipe_ds.bench.drivers.base import one_attention
 from tests.gpu_checks.checks import Check, Settings, not_run
 
 MOST_RATIO, FROM_TOKENS = 1.05, 1024
@@ -17,7 +18,7 @@ MOST_RATIO, FROM_TOKENS = 1.05, 1024
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """Yield the ratios for all shapes of the preset gpu-attention, measured in turns with the unsliced call."""
+    """Yield the ratios for all shapes of `studies.gpu attention`, measured in turns with the unsliced call."""
     heads, lengths, slices, dtype = gpu.HEADS, gpu.ATTENTION_LENGTHS, gpu.ATTENTION_SLICES, "bfloat16"
     if settings.dry_run:
         heads, lengths, slices, dtype = ((4, 2, 16),), (256,), (64, 128), "float32"

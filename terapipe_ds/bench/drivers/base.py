@@ -1,13 +1,17 @@
-"""Say what every competitor of a benchmark can do."""
+"""Say what every competitor of a benchmark can do, and have all compute attention by one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from terapipe_ds.attention import set_backend
+from terapipe_ds.attention.backends import available_backends, backend_name
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.schedule import Action, Schedule
@@ -15,6 +19,8 @@ from terapipe_ds.schedule.placement import Placement
 
 # Where DeepSpeed's optimizers keep flat tensors of their own: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
 _COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
+
+_HALF = (torch.bfloat16, torch.float16)
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
@@ -91,3 +97,28 @@ def schedule_of(
     )
     chunks = 1 + max(chunk_id for _, chunk_id in placement)
     return Schedule(name, len(orders), len(num_slices), tuple(num_slices), chunks, False, actions, dict(placement))
+
+
+@contextmanager
+def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
+    """Have one kernel compute the attention of slices and of whole sequences inside; yield its name.
+
+    Torch may take another kernel for whole sequences than slices have, or the flash-attn package may be there for
+    slices: their ratio would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused
+    kernel takes for slices (fp32 on a device) is left to torch for whole sequences, and the name says so.
+    """
+    if device == "cpu":
+        yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
+    elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
+        name = "cuda_flash"
+        if "cudnn" in available_backends():  # and where it is the faster one
+            chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
+            name = chosen if chosen == "cudnn" else name
+        set_backend(name)
+        try:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION):
+                yield name
+        finally:
+            set_backend(None)
+    else:
+        yield "reference for slices, torch's choice for whole sequences"

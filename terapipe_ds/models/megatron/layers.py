@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
@@ -20,14 +21,19 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
-from terapipe_ds.models.megatron.latent_attention import begin_at_slices
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
 from terapipe_ds.models.positions import check_learned_positions, first_position
@@ -176,7 +182,7 @@ class MegatronLayer(nn.Module):
         self.blueprint, config = blueprint, blueprint.config
         with blueprint.drawn(1 + index):
             self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
-        begin_at_slices(self.layer, blueprint.groups.tp)
+        _begin_at_slices(self.layer, blueprint.groups.tp)
         if getattr(self.layer, "recompute_mlp", False):
             self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
@@ -256,3 +262,63 @@ def _seed_tracker(seed: int, tensor_rank: int) -> None:
     tracker.add(megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tensor_rank)
     tracker.add(megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME, seed + 1024 + tensor_rank)
+
+
+# --- multi-latent attention
+
+
+def _begin_at_slices(layer: nn.Module, tensor_parallel: Any) -> None:
+    """Have latent attention in a layer begin its positions at the active slice, on any number of ranks.
+
+    `MLASelfAttention` computes its own rotary positions, from 0 on, and each of its heads reads the one rotary part of
+    the keys. Hooks fix both; all else is megatron-core's code.
+    """
+    for attention in layer.modules():
+        if not isinstance(attention, MLASelfAttention):
+            continue
+        attention.rotary_pos_emb.register_forward_pre_hook(_from_slice_start, with_kwargs=True)
+        if tensor_parallel.size() > 1:
+            sizes = [attention.config.kv_lora_rank, attention.config.qk_pos_emb_head_dim]
+            shares_tokens = attention.config.sequence_parallel
+            hook = functools.partial(_whole_latents, sizes=sizes, shares_tokens=shares_tokens, group=tensor_parallel)
+            attention.linear_kv_down_proj.register_forward_hook(hook)
+
+
+def _from_slice_start(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**options, "offset": first_position()}
+
+
+def _whole_latents(
+    module: nn.Module, args: Any, result: Any, *, sizes: list[int], shares_tokens: bool, group: Any
+) -> tuple[Tensor, Any]:
+    """Return the latents and the rotary keys whole, so that the keys' gradients of all ranks' heads are summed.
+
+    megatron-core 0.16.1 gathers the parts of a column-parallel projection itself. It hands a rank back the gradient of
+    its part, which counts the rank's own heads where the keys are concerned. Under sequence parallelism it sums
+    them where the projection returns a rank's tokens whole.
+    """
+    both, bias = result
+    if both.shape[-1] != sum(sizes):
+        both = gather_from_tensor_model_parallel_region(both, group)
+        if shares_tokens:
+            both = scatter_to_sequence_parallel_region(both, group)
+    if not shares_tokens:
+        latents, keys = both.split(sizes, dim=-1)
+        both = torch.cat([latents, _GradientOfAllHeads.apply(keys, group)], dim=-1)
+    return both, bias
+
+
+class _GradientOfAllHeads(torch.autograd.Function):
+    """Sums gradients over ranks. megatron-core's function for it loses the sum where a gradient is not contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return keys.view_as(keys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch_dist.all_reduce(total, group=ctx.group)
+        return total, None

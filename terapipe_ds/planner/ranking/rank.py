@@ -18,10 +18,9 @@ from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, best_order
 from terapipe_ds.planner.search.judge import Progress
-from terapipe_ds.planner.search.pipeline import Pipeline
+from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.search.problem import BUDGET, Problem
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import Replay

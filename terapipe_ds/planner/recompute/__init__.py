@@ -3,15 +3,13 @@
 `frontier`  the subsets of a part's layers that are worth a look: a knapsack in time, bytes kept and bytes at the peak
 `stages`    for one schedule and one plan: of each stage the subset with the least time that fits, by its exact peak
 `plans`     with it slices and schedule, which need other subsets
-`sources`   what is known of the layers of a measured model
 """
 
 from __future__ import annotations
 
 from .frontier import Layer
 from .plans import plan_with_recompute
-from .sources import measured_layers
-from .stages import PartLayers, RecomputeChoice, choose_layers, costs_of
+from .stages import PartLayers, RecomputeChoice, choose_layers, costs_of, measured_layers
 
 __all__ = [
     "Layer",

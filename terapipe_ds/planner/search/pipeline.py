@@ -11,8 +11,10 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.search.cached_costs import CachedCosts
-from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+
+Lengths = tuple[int, ...]
+"""Slices in granules."""
 
 
 @dataclass(frozen=True)

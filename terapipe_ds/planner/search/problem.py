@@ -20,11 +20,9 @@ from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_cou
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
-from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, OrderFinder
 from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
-from terapipe_ds.planner.search.local_search import climb
-from terapipe_ds.planner.search.pipeline import Pipeline
+from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable
 from terapipe_ds.planner.slice_program.solve import equal_time
@@ -194,7 +192,7 @@ class Problem:
         else:
             fits_program = judge.is_flow_shop and self._has_equal_stages
             bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
-        return _BestLengths(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
+        return _BestLengths(candidates.climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
 
     def _can_judge_all(self, judge: Judge) -> bool:
         if self.num_granules > _ALL_PLANS.bit_length():
@@ -249,7 +247,7 @@ class Problem:
         num_parts = len(self.pipeline.parts)
         pipeline = dataclasses.replace(self.pipeline, num_stages=num_parts, chunks_per_stage=1, memory_limit_bytes=None)
         starts = [search.best.lengths for search in (self.program, *self.searched[0])]
-        return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
+        return candidates.climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
 
     @functools.cached_property
     def searched(self) -> tuple[list[Search], float]:

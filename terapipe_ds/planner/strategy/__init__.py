@@ -22,9 +22,8 @@ from __future__ import annotations
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.strategy.included import Included
-from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, size_of
+from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, simulate_strategy, size_of
 from terapipe_ds.planner.strategy.strategy import Strategy
-from terapipe_ds.planner.strategy.timeline import simulate_strategy
 
 __all__ = [
     "Cluster",

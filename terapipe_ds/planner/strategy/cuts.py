@@ -99,3 +99,12 @@ def _program(costs: Sequence[Floats], join: np.ufunc) -> tuple[float, Bounds]:
     for chosen in reversed(starts):
         bounds.append(int(chosen[bounds[-1]]))
     return float(best[-1]), (0, *bounds[::-1])
+
+
+def moved_edges(bounds: Bounds) -> Iterator[Bounds]:
+    """Yield the cuts with one edge moved by one layer."""
+    for i in range(1, len(bounds) - 1):
+        for step in (-1, 1):
+            moved = bounds[i] + step
+            if bounds[i - 1] < moved < bounds[i + 1]:
+                yield (*bounds[:i], moved, *bounds[i + 1 :])

@@ -1,4 +1,4 @@
-"""The way in: a model and a cluster are checked, searched, and answered with strategies."""
+"""The way in: a model and a cluster are checked, searched, and answered with strategies and their timelines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import measured_layers
 from terapipe_ds.planner.layers.parts import Layers
-from terapipe_ds.planner.strategy.candidate import Score
+from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.included import Included, ranked_with
+from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.planner.strategy.strategy import Strategy
-from terapipe_ds.schedule import ScheduleError, placement_for
+from terapipe_ds.schedule import ScheduleError, build, placement_for
+from terapipe_ds.simulator import simulate
+from terapipe_ds.timeline import Timeline
 
 
 def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
@@ -81,6 +84,30 @@ def rank_strategies(
     scores = ranked_with(search, search.run(), include)
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
+
+
+def simulate_strategy(
+    strategy: Strategy, model: Any, cluster: Cluster, *, num_micro_batches: int | None = None
+) -> Timeline:
+    """Return what one batch of a strategy does when, before gradients are reduced.
+
+    Args:
+        model, cluster: those that the strategy was planned for, as `rank_strategies` takes them.
+        num_micro_batches: fewer than the batch has; None: all.
+
+    Raises:
+        PlannerError: as `rank_strategies` does for a model that it cannot read.
+    """
+    length, stages, chunks = strategy.plans[0].sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
+    candidate = Candidate(strategy.layout, strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage)
+    priced = Priced(layers_of(model, cluster, length, strategy.dtype), cluster, length, candidate)
+    again = strategy.recompute
+    recompute = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in range(stages)]
+    number = num_micro_batches or strategy.accumulation
+    plans = [strategy.plans[m % strategy.accumulation] for m in range(number)]
+    counts = stages, len(plans), [plan.num_slices for plan in plans]
+    parts = priced.parts(tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks))
+    return simulate(build(strategy.schedule, *counts, chunks_per_stage=chunks), plans, parts)
 
 
 def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.search.candidates import slice_counts
-from terapipe_ds.planner.strategy import improve
-from terapipe_ds.planner.strategy.candidate import Candidate, Score
-from terapipe_ds.planner.strategy.cuts import Bounds, all_cuts, num_cuts
+from terapipe_ds.planner.search.search import plan_slices
+from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
+from terapipe_ds.planner.strategy.cuts import Bounds, all_cuts, moved_edges, num_cuts
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.rates import granule_of
 from terapipe_ds.planner.strategy.shapes import (
@@ -42,6 +42,9 @@ _MOST_SLICES = 64
 _MOST_LEAN = 24  # candidates that are replayed where none of the proposals fits in memory
 NUM_SHOWN = 10  # strategies that an answer has at least, where so many are possible
 _FINALISTS = 2
+_BUDGET = 60_000  # of the slices of a finalist, as `plan_slices` counts it
+_MOST_MOVES = 60  # of a layer from one part to another, tried by replay
+_MOVED = 400_000  # computations of all of these replays
 _MARGINS = (1.0, 0.94, 0.85)  # shares of the memory limit that the programs aim at, until what they cut fits
 
 
@@ -96,12 +99,16 @@ class Search:
         small = [c for c in ordered if num_cuts(self.space.layers.num_layers, c.grid.pipe) <= MOST_CUTS]
         if self.space.layers.is_sliceable:
             small = []
+        settled = set(small)
+        others = [candidate for candidate in ordered if candidate not in settled]
+        others_s = min((bounds_s[candidate] for candidate in others), default=math.inf)
         for done, candidate in enumerate(small):
             self._report("candidates", done, len(ordered))
             if bounds_s[candidate] < self._best_s:
                 self._settle(priced[candidate])
-            self.open_s = min([bounds_s[c] for c in ordered if c not in set(small[: done + 1])], default=math.inf)
-        self._propose([c for c in ordered if c not in set(small)], priced, bounds_s)
+            # the bounds ascend: of those that are not settled yet, the next one has the least
+            self.open_s = min([others_s, *(bounds_s[c] for c in small[done + 1 : done + 2])])
+        self._propose(others, priced, bounds_s)
 
     # --- what is replayed
 
@@ -146,8 +153,7 @@ class Search:
             self._replay(priced[candidate], slices, cut)
         self._fill(ordered, priced)
         self._improve(priced)
-        open_ones = [bound_s for candidate, bound_s in bounds_s.items() if candidate in set(ordered)]
-        self.open_s = min(open_ones, default=math.inf)
+        self.open_s = min((bounds_s[candidate] for candidate in ordered), default=math.inf)
 
     def _fill(self, ordered: list[Candidate], priced: dict[Candidate, Priced]) -> None:
         """Replay the next candidates as well, until there are as many as are shown."""
@@ -215,8 +221,8 @@ class Search:
                 self._try_variants(costs, score)
                 best = self.scores[score.candidate]
                 if best.plan.num_slices > 1 and done == 0:
-                    self._keep(improve.planned(costs, best, self.space.limit_bytes))
-            improve.move_layers(costs, self.scores[score.candidate], self.space.limit_bytes, self._keep, self._best_of)
+                    self._keep(self._with_planned_slices(costs, best))
+            self._move_layers(costs, score.candidate)
         self._finish(priced)
 
     def _try_variants(self, priced: Priced, score: Score) -> None:
@@ -228,6 +234,43 @@ class Search:
                     continue
                 cuts = [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape.chunks)[:1]
                 self._score(priced, shape, slices, cuts)
+
+    def _with_planned_slices(self, priced: Priced, score: Score) -> Score | None:
+        """Return the score with slices by `plan_slices`; None where none fits."""
+        owners = owners_of(score.schedule, priced.num_stages, score.chunks_per_stage)
+        filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches, and what drains
+        try:
+            result = plan_slices(
+                priced.parts(score.bounds, score.recompute, owners),
+                priced.length,
+                priced.num_stages,
+                min(priced.num_micro_batches, filling),
+                granule_of(priced.length),
+                score.schedule,
+                chunks_per_stage=score.chunks_per_stage,
+                max_slices=max(2 * score.plan.num_slices, 2),
+                memory=priced.memory(score.bounds, score.recompute, owners),
+                memory_limit_bytes=self.space.limit_bytes,
+                budget=_BUDGET,
+            )
+        except MemoryLimitError:
+            return None
+        how = score.bounds, score.schedule, result.plans[0], self.space.limit_bytes, False, score.chunks_per_stage
+        return priced.score(*how)
+
+    def _move_layers(self, priced: Priced, candidate: Candidate) -> None:
+        """Move one layer over each edge while that makes the batch shorter; fewer moves where a replay is long."""
+        tried: set[Bounds] = set()
+        best = None
+        while self.scores[candidate] is not best:
+            best = self.scores[candidate]
+            units = priced.num_micro_batches * best.plan.num_slices * best.chunks_per_stage
+            most = min(_MOST_MOVES, _MOVED // (2 * priced.num_stages * units))
+            moved = [cut for cut in moved_edges(best.bounds) if cut not in tried][: max(0, most - len(tried))]
+            tried.update(moved)
+            for cut in moved:
+                how = cut, best.schedule, best.plan, self.space.limit_bytes, False, best.chunks_per_stage
+                self._keep(priced.score(*how))
 
     def _finish(self, priced: dict[Candidate, Priced]) -> None:
         """Replay the best whole, until the best is one that was."""
@@ -248,9 +291,6 @@ class Search:
     @property
     def _best_s(self) -> float:
         return min((score.seconds for score in self.scores.values()), default=math.inf)
-
-    def _best_of(self, candidate: Candidate) -> Score:
-        return self.scores[candidate]
 
     def _bound_s(self, priced: Priced, limit_bytes: float | None = None) -> float:
         """Return a time that nothing beats which is tried for a candidate."""

@@ -1,4 +1,8 @@
-"""Let DeepSpeed find the ends of the model: it asks its first and last stage, and parts may be on others."""
+"""Let DeepSpeed find the ends of the model and sum over sequence ranks.
+
+It asks its first and last stage, and parts may be on others. It knows nothing of ranks that divide the tokens of each
+slice.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,27 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.runtime.checkpoints.loss_state import load_loss_state, save_loss_state
-from terapipe_ds.runtime.engine.sequence_ranks import SequenceRanksEngine
 from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.sequence_axis import counted_as_replicas, mean_over_ranks
 from terapipe_ds.runtime.layout.tied_and_copied import sum_over_places
 from terapipe_ds.runtime.links.groups import PipelineGroups
 
 
-class ModelEndsEngine(SequenceRanksEngine):
-    """DeepSpeed's pipeline engine where the first and the last part lie on any stage."""
+class ModelEndsEngine(PipelineEngine):
+    """DeepSpeed's pipeline engine where the first and the last part lie on any stage, and on an axis `sequence`.
+
+    Each of N sequence ranks has N times its share of the loss, so that means over them are what the whole slice gives.
+    """
 
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
     _layout: Layout
     _groups: PipelineGroups
+    _sequence = SequenceRanks()
+    total_loss: Any
+    total_additional_losses: Any
 
     def is_last_stage(self) -> bool:
         """Return whether the loss of a batch is known here: on the stage of the last part."""
@@ -35,12 +46,29 @@ class ModelEndsEngine(SequenceRanksEngine):
             ranks, control = self._groups.ranks, self._groups.control
             booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
             self.total_loss, self.total_additional_losses = booked
+        if self.is_last_stage():
+            booked = self.total_loss, self.total_additional_losses
+            self.total_loss, self.total_additional_losses = mean_over_ranks(booked, self._sequence)
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.empty(0).float().dtype)  # as the loss is sent: DeepSpeed receives in the default
         try:
             return super()._aggregate_total_loss()
         finally:
             torch.set_default_dtype(default)
+
+    def _reduce_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._compute_loss:  # else they are logits, of whole sequences on each rank
+            outputs = mean_over_ranks(outputs, self._sequence)
+        return super()._reduce_outputs(outputs, *args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as DeepSpeed does, the layers by one of the sequence ranks, which all have the same."""
+        with counted_as_replicas(self.grid, self._sequence):
+            return super().save_checkpoint(*args, **kwargs)
+
+    def _exec_reduce_grads(self) -> None:
+        with counted_as_replicas(self.grid, self._sequence):
+            super()._exec_reduce_grads()
 
     def set_dataloader(self, loader: Any) -> None:
         """Keep a loader where data is drawn."""

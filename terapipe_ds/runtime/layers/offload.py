@@ -17,17 +17,19 @@ slice store and never saved by slices. A tensor that is changed in place after i
 
 from __future__ import annotations
 
+import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Key
-from terapipe_ds.runtime.layers.host_buffers import HostBuffers
 from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
 
@@ -37,6 +39,39 @@ _MOST_BESIDES = 4.0  # times of a view's bytes; a larger memory has more in it t
 
 class SavedTensorChangedError(RuntimeError):
     """A layer has changed in place what autograd had saved for the backward."""
+
+
+class HostBuffers:
+    """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
+
+    A file is what a CPU has that is not its own memory, so that tests measure what would leave a device. Buffers go
+    back to a pool by their size: pinned memory takes long to get.
+    """
+
+    def __init__(self, is_pinned: bool) -> None:
+        self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self._is_pinned = is_pinned
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer of exactly so many bytes."""
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if free := self._free[num_bytes]:
+            return free.pop()
+        self.reserved_bytes += num_bytes
+        return self._new(num_bytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back a buffer that `take` lent."""
+        self.live_bytes -= buffer.numel()
+        self._free[buffer.numel()].append(buffer)
+
+    def _new(self, num_bytes: int) -> Tensor:
+        if self._is_pinned:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
+            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(num_bytes,)))
 
 
 class Offloaded:

@@ -20,7 +20,7 @@ from terapipe_ds.attention import (
     SliceStoreError,
     allow_attention_within_slice,
     guard_plain_attention,
-    interception,
+    plain_attention_guard,
     push_slice,
 )
 
@@ -87,7 +87,7 @@ def test_calls_of_one_module_have_names_of_their_own(kind: str) -> None:
 
 
 def test_one_name_for_two_calls_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interception, "CallName", lambda module, number: (module, 0))
+    monkeypatch.setattr(plain_attention_guard, "CallName", lambda module, number: (module, 0))
     with pytest.raises(SliceStoreError):
         run(random_inputs(), Plain(calls=2))
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench import run as module
-from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import AUTO, PLAN, BenchError, Case, Job, LeftOut
-from terapipe_ds.bench.ranks import RankError
-from terapipe_ds.bench.run import run_benchmark
+from terapipe_ds.bench.ranks import Position, RankError
+from terapipe_ds.bench.run import find_failure, run_benchmark
 from terapipe_ds.bench.train_in_turns import PlannedCases
 from tests.unit.bench.test_bench_run import CASES, WORK
 from tests.unit.bench.test_bench_run import ranks as records

@@ -17,6 +17,14 @@ from terapipe_ds.planner import solve
 SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
 
 
+def test_both_sides_compute_the_same() -> None:
+    shape = attention.Shape(batch=2, heads=4, kv_heads=2, head_dim=8, sequence_length=32, dtype="float64")
+    sides = attention.Sides(shape, num_slices=4, device="cpu")
+    unsliced, sliced = sides.run_unsliced(), sides.run_sliced()
+    for whole, parts in zip(unsliced, zip(*sliced, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
 def test_attention_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     attention.main([*SMALL, "--kv-heads", "2", "--slices", "1", "4", "--dtype", "bfloat16", "--json"])
     result = json.loads(capsys.readouterr().out)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.runtime.layers.host_buffers import HostBuffers
-from terapipe_ds.runtime.layers.offload import ActivationOffload, SavedTensorChangedError
+from terapipe_ds.runtime.layers.offload import ActivationOffload, HostBuffers, SavedTensorChangedError
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import Action, Kind, Schedule, build
 

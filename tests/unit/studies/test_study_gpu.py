@@ -1,4 +1,4 @@
-"""The presets for one accelerator, on a pretended device: rows, table, report, and what they refuse."""
+"""The study of one accelerator, on a pretended device: rows, table, report, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from studies import attention, gpu
 from terapipe_ds.attention.backends import fused
-from terapipe_ds.bench import attention, gpu, table
+from terapipe_ds.bench.drivers import base
 from terapipe_ds.bench.report import load_result
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
@@ -23,6 +24,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended device")
     monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(base, "available_backends", lambda: ("cuda_flash",))
 
     def measure(shape: attention.Shape, num_slices: int, repeats: int, device: str) -> attention.SlicingCost:
         assert device == "cuda" and shape.dtype == "bfloat16"
@@ -48,21 +50,22 @@ def made_up_profile(sizes: tuple[Any, ...], length: int, device: str) -> Profile
     return Profile(key, (PartProfile(0, samples),))
 
 
-@pytest.mark.parametrize("preset", ["gpu-attention", "gpu-layer"])
-def test_a_preset_ends_with_json_table_and_report(
-    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["attention", "layer"])
+def test_it_ends_with_json_and_table_and_a_report_can_be_made(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {kind: str(tmp_path / f"bench.{kind}") for kind in ("json", "html")}
-    assert main(["bench", preset, "--json", files["json"], "--html", files["html"]]) == 0
+    files = {kind: str(tmp_path / f"gpu.{kind}") for kind in ("json", "html")}
+    gpu.main([what, "--json", files["json"]])
     lines, result = capsys.readouterr().out.splitlines(), load_result(files["json"])
     assert lines == render(result).splitlines() and len(lines) == 2 + len(result["runs"]) > 5
-    assert lines[0].startswith(f"{preset}: 1 stages, 1 layers") and "a pretended device, " in lines[0]
+    assert lines[0].startswith(f"gpu-{what}: 1 stages, 1 layers") and "a pretended device, " in lines[0]
     assert all(line.endswith("        -") for line in lines[2:])  # no loss
+    assert main(["bench", "--from", files["json"], "--html", files["html"]]) == 0
     assert "a pretended device" in Path(files["html"]).read_text()
 
 
 def test_rows_by_hand() -> None:
-    result = gpu.run_on_gpu("gpu-attention", full=False)
+    result = gpu.run_on_gpu("attention", full=False)
     assert [len(row["slices"]) for row in result["runs"]] == [2, 1, 4, 2]
     row = result["runs"][2]
     assert (row["step_s"], row["bound_s"], row["ratio_to_stock"]) == (4e-3, 2e-3, 0.5)
@@ -73,7 +76,14 @@ def test_figures_are_kept_whatever_the_table_comes_to(tmp_path: Path, monkeypatc
     def no_table(result: dict[str, Any]) -> str:
         raise KeyError("micro_batch")
 
-    monkeypatch.setattr(table, "render", no_table)
+    monkeypatch.setattr(gpu, "render", no_table)
     with pytest.raises(KeyError):
-        main(["bench", "gpu-attention", "--json", str(tmp_path / "bench.json")])
-    assert len(json.loads((tmp_path / "bench.json").read_text())["runs"]) == 4
+        gpu.main(["attention", "--json", str(tmp_path / "gpu.json")])
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["runs"]) == 4
+
+
+def test_it_needs_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main(["layer"])
+    assert "torch sees no CUDA device here" in capsys.readouterr().err

@@ -1,4 +1,10 @@
-"""Run the presets for one accelerator: sliced attention, and one layer of large models, against the unsliced call."""
+"""Measure one accelerator: sliced attention, and one layer of large models, against the unsliced call.
+
+    python -m studies.gpu attention
+    python -m studies.gpu layer --full --json layer.json
+
+`terapipe bench --from layer.json --html layer.html` makes a report of the rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from terapipe_ds.bench.attention import Shape, measure, one_attention
-from terapipe_ds.bench.cases import BenchError
+from studies.attention import Shape, measure
+from studies.options import study_parser, write_report
+from terapipe_ds.bench.drivers.base import one_attention
 from terapipe_ds.bench.ranks import machine
+from terapipe_ds.bench.table import render
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
 from terapipe_ds.plan import SlicePlan
@@ -31,21 +39,19 @@ LAYER_LENGTH = 8192
 REPEATS = 7
 
 
-def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
-    """Return the result of a preset: a row per measurement, bound by the unsliced call. BenchError without CUDA."""
-    if not torch.cuda.is_available():
-        raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
+def run_on_gpu(name: str, *, full: bool) -> dict[str, Any]:
+    """Return the rows of `attention` or `layer` in the form of `terapipe bench`, bound by the unsliced call."""
     before = {**machine(), "device": torch.cuda.get_device_name()}
     # the largest of the rows, whose own sizes are in their labels
     measured, hidden, length = {
-        "gpu-attention": (attention_rows, max(heads * dim for heads, _, dim in HEADS), max(ATTENTION_LENGTHS)),
-        "gpu-layer": (layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH),
-    }[preset]
+        "attention": (attention_rows, max(heads * dim for heads, _, dim in HEADS), max(ATTENTION_LENGTHS)),
+        "layer": (layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH),
+    }[name]
     work: dict[str, Any] = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
     work |= {"pairs": REPEATS, "device": "cuda"}
     with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
         rows = list(measured(full))
-    return {"machine": before, "preset": preset, "workload": work, "attention": attention, "runs": rows}
+    return {"machine": before, "preset": f"gpu-{name}", "workload": work, "attention": attention, "runs": rows}
 
 
 def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
@@ -111,3 +117,20 @@ def _row(
     row |= {"step_s": step_s, "step_s_all": [step_s], "spread_s": [step_s] * 2, "tokens_per_s": sum(lengths) / step_s}
     row |= {"bound_s": unsliced_s, "predicted_s": None, "ratio_to_stock": ratio, "ratio_to_bound": ratio}
     return row | {"bubble": 0.0, "peak_bytes": [store_bytes], "exposed_comm_s": 0.0, "loss": None}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write and print."""
+    parser = study_parser("gpu", __doc__, writes="machine and all figures")
+    parser.add_argument("what", choices=["attention", "layer"])
+    parser.add_argument("--full", action="store_true", help="all heads and lengths, all layers")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here")
+    result = run_on_gpu(options.what, full=options.full)
+    write_report(options.json, **result)  # first, so that the figures are kept whatever the table comes to
+    print(render(result))
+
+
+if __name__ == "__main__":
+    main()

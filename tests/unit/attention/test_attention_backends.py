@@ -226,8 +226,13 @@ def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch
     assert ops.calls == [*SLICES, *reversed(SLICES)]
 
 
+def _forget() -> None:
+    for cached in (fused._takes_slices, fused.wrong_result):
+        cached.cache_clear()
+
+
 def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
-    fused._takes_slices.cache_clear()
+    _forget()
     monkeypatch.setattr(fused, "_aten", ops)
     monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
     monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
@@ -236,7 +241,7 @@ def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest
         with forced("cuda_flash"):
             return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
     finally:
-        fused._takes_slices.cache_clear()
+        _forget()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])

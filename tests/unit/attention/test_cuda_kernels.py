@@ -128,7 +128,7 @@ class CudnnOps(DeviceOps):
 @contextmanager
 def _on_cpu(ops: DeviceOps, kernel: type, **replaced: Callable[..., Any]) -> Iterator[None]:
     """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
-    for cached in (cudnn._wrong_result, cudnn._times_ms, fused._window_refusal):
+    for cached in (cudnn._times_ms, fused.wrong_result):
         cached.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for module in (fused, cudnn):
@@ -142,7 +142,7 @@ def _on_cpu(ops: DeviceOps, kernel: type, **replaced: Callable[..., Any]) -> Ite
             patch.setattr(cudnn, name, stand_in)
         with forced(kernel.name):  # type: ignore[attr-defined]
             yield
-    for cached in (cudnn._wrong_result, cudnn._times_ms, fused._window_refusal):
+    for cached in (cudnn._times_ms, fused.wrong_result):
         cached.cache_clear()
 
 
@@ -201,7 +201,7 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
         """A torch without the operator's windows."""
 
     with _on_cpu(CudnnOps(), CudaFlash):
-        fused._window_refusal.cache_clear()
+        fused.wrong_result.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused, "_aten", Older())
             refusal = CudaFlash().refusal(torch.zeros(1, 4, 2, 8), Need(window=True))

@@ -43,7 +43,7 @@ def slice_weights(
     if slice_weight is None and loss_reduction == "sum":
         return (1.0,) * plan.num_slices
     if slice_weight is None and loss_reduction == "mean":
-        return tuple(length / plan.sequence_length for length in plan.lengths)
+        return plan.shares
     counts = slice_counts(labels, plan, ignore_index, slice_weight)
     return tuple(count / (sum(counts) or 1.0) for count in counts)
 

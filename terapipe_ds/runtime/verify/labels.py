@@ -38,7 +38,7 @@ class LabelProbe:
         self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
-        pairs = zip(check.slicing.weights, _shares(check.slicing.plan), strict=True)
+        pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
         self._is_even = all(abs(weight - share) <= _EVEN for weight, share in pairs)  # all means agreed until now
 
     @classmethod
@@ -112,7 +112,7 @@ class LabelProbe:
             kinds[first::2] = others
         labels = _picked(special, kinds)
         values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
-        check = _with_labels(self._check, labels, plan, _shares(plan) if self._is_even else None)
+        check = _with_labels(self._check, labels, plan, plan.shares if self._is_even else None)
         return replace(check, other_ignored=tuple(values)).run()
 
     def _at(self, labels: SliceableTensors, places: np.ndarray) -> SliceableTensors:
@@ -208,10 +208,6 @@ def _narrowed(outputs: Activations, tokens: int) -> Activations:
         for layout, each in zip(outputs.layouts, outputs.tensors, strict=True)
     )
     return replace(outputs, tensors=tuple(each.detach().clone() for each in tensors))
-
-
-def _shares(plan: SlicePlan) -> tuple[float, ...]:
-    return tuple(length / plan.sequence_length for length in plan.lengths)
 
 
 def _with_labels(

@@ -156,12 +156,12 @@ class WeightGradients:
             return None
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
-            if not inputs.requires_grad:  # the output may hang on the weight alone
-                return None
             add = self.keep
         elif self.sums is not None and self._goes_to_sum(weight):
             add = self.sums.add
         elif active.is_whole or self.is_watched or _has_hooks(weight):
+            return None
+        if add != _add_product and not inputs.requires_grad:  # the output hangs on the weight, and they hide it
             return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None

@@ -88,6 +88,11 @@ class SlicePlan:
         return sum(self.lengths)
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """Return the part of the sequence that each slice is."""
+        return tuple(length / self.sequence_length for length in self.lengths)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """The first token of each slice, which is also the number of tokens before it (its prefix)."""
         return tuple(itertools.accumulate(self.lengths[:-1], initial=0))

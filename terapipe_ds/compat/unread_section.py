@@ -59,12 +59,8 @@ def _is_of_this_package(model: Any) -> bool:
     specs = getattr(model, "_layer_specs", None)
     of_model = model.modules() if specs is None and hasattr(model, "modules") else [model, *(specs or ())]
     kinds = [getattr(each, "typename", type(each)) for each in of_model]
-    return any(
-        str(each.__module__).startswith("terapipe_ds.")
-        for kind in kinds
-        if isinstance(kind, type)
-        for each in kind.__mro__
-    )
+    bases = (base for kind in kinds if isinstance(kind, type) for base in kind.__mro__)
+    return any(str(base.__module__).startswith("terapipe_ds.") for base in bases)
 
 
 def _unread(engine: type, model: Any, is_registered: bool) -> str:

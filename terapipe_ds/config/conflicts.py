@@ -82,8 +82,8 @@ CONFLICTS = (
 )  # fmt: skip
 
 
-_OWN_AUTO = ("terapipe", "pipeline", "autotuning")  # sections in which "auto" has a meaning
-_NAMES = ("tensorboard", "wandb", "csv_monitor", "comet")  # and those in which it may be a name
+# sections in which "auto" has a meaning, and those in which it may be a name
+_OWN_AUTO = ("terapipe", "pipeline", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet")
 
 
 def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -92,7 +92,7 @@ def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Ite
         inner = (*path, str(key))
         if value == "auto":
             yield ".".join(inner)
-        elif isinstance(value, Mapping) and inner[0] not in (*_OWN_AUTO, *_NAMES):
+        elif isinstance(value, Mapping) and inner[0] not in _OWN_AUTO:
             yield from unfilled_in(value, inner)
         elif isinstance(value, list | tuple) and "auto" in value:
             yield ".".join(inner)

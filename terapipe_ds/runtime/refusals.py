@@ -66,7 +66,7 @@ def problem_of_layers(
         return unpatched
     compiled = _compiled(module)
     if compiled:
-        return f"layers of this stage ({_first_four(compiled)}) {_COMPILED}"
+        return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
     hooked = problem_of_gradient_hooks(module)
     if hooked is not None:
         return hooked
@@ -76,7 +76,7 @@ def problem_of_layers(
     if not names:
         return None
     return (
-        f"layers that mix the tokens of a sequence, and would see only those of a slice: {_first_four(names)}. Only "
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {first_four(names)}. Only "
         "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
         "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
         "hands its state on, or mixes features and no tokens) says so by the attribute slice_safe = True of its class, "
@@ -104,7 +104,7 @@ def problem_of_gradient_hooks(module: nn.Module) -> str | None:
     if not hooked:
         return None
     return (
-        f"parameters with hooks by register_post_accumulate_grad_hook: {_first_four(hooked)}. They are called once for "
+        f"parameters with hooks by register_post_accumulate_grad_hook: {first_four(hooked)}. They are called once for "
         "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
         "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
     )
@@ -131,7 +131,7 @@ class WrittenParameters:
     def problem(self) -> str | None:
         """Return which parameters are. Those that forwards limit may be recomputed."""
         names = sorted(self._written[False] - self._written[True])
-        return f"{_first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
+        return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:
@@ -141,11 +141,12 @@ def _warn_of_unchecked_hooks(module: nn.Module) -> None:
         logger.warning(
             "the gradients of %s pass through hooks, once for each slice. terapipe.verify is off, so that nothing "
             "checks them: a hook that clips or normalises gives other gradients than on whole sequences",
-            _first_four(hooked),
+            first_four(hooked),
         )
 
 
-def _first_four(names: Sequence[str]) -> str:
+def first_four(names: Sequence[str]) -> str:
+    """Return the first names in one line, and whether there are more."""
     return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 

@@ -28,10 +28,8 @@ _verify_only = False
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
     """Validate the section of a DeepSpeed config, after all ranks were seen to have the same one."""
     require_equal_configs(raw)
-    read = functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))
-    return (
-        everywhere(read) if torch_dist.is_initialized() and is_enabled(raw) else read()
-    )  # it may read files; without it, ranks need not agree
+    read = functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))  # files, too, where all ranks must agree
+    return everywhere(read) if torch_dist.is_initialized() and is_enabled(raw) else read()
 
 
 def _is_enabled(config_class: Any = None, **_: Any) -> bool:

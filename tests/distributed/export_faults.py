@@ -102,10 +102,10 @@ def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int
             wrong += _judged(path, where, fault, is_reported, said)
             none_found += found_in(path) is None
             with contextlib.suppress(Killed), failing_at(number % 8 if fault == "killed" else None, fault):
-                saving.PUBLISHER.finish(path)  # as a load does, which may be killed, too
+                saving.finish_saving(path)  # as a load does, which may be killed, too
             if fault == "killed" and number % 10 == 5:
                 terapipe_ds.from_pretrained(path, num_stages=1)
-            saving.PUBLISHER.finish(path)
+            saving.finish_saving(path)
             wrong += [] if found_in(path) in (1, 2) else [f"{where}: {found_in(path)} after it was finished"]
         distributed.barrier()
         save(3, path)

@@ -100,7 +100,7 @@ def said(
             if kind:
                 break
         steps = engine.global_steps
-    return Said(kind, text, "\n".join(line for line in lines if line.startswith("verify: ")), steps)
+    return Said(kind, text, "\n".join(line for line in lines if line.startswith(("verify: ", "a micro-batch"))), steps)
 
 
 def on_ranks(*batches_of: Batch, **options: Any) -> Said:
@@ -208,8 +208,9 @@ class TestBatchesWithoutLabels:
     def test_the_micro_batch_that_has_labels_is_looked_at(self) -> None:
         without, other = batches(1)[0]
         without[1][:] = IGNORE_INDEX
-        kind, _, log, _ = on_ranks([without, other])
-        assert kind == "" and log.startswith("verify: the loss agrees on 3 slices")
+        first, last = rank_pool(2).run(said, data=[[without, other]])
+        assert first.kind == last.kind == "" and first.log.startswith("verify: the loss agrees on 3 slices")
+        assert "a micro-batch has no valid label at all" in last.log
 
     @pytest.mark.parametrize("verify", ["off", "first_batch"])
     @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ or is refused before the first step, on every rank and with what is wrong with i
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from terapipe_ds.attention import allow_attention_within_slice
 from terapipe_ds.runtime.batch import source as terapipe_data
 from terapipe_ds.runtime.engine import build as engine_build
+from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed.engines import (
     EXACT,
@@ -65,7 +67,7 @@ def look_at(name: str) -> Seen:
 
 def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> None:
     """With the defaults of the section. One stage of the stock engine has what any schedule has on a rank."""
-    options = {"loss_fn": member.loss_fn, **member.engine}
+    options = {"loss_fn": copy.deepcopy(member.loss_fn), **member.engine}
     with engine_of(member.layers, section(**{**SLICES, **member.terapipe}), **options) as engine:
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         try:
@@ -76,7 +78,7 @@ def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> No
 
 
 def _trained(member: Member, terapipe: dict[str, Any] | None, data: list[Batch], stages: int = 2) -> Run:
-    options = {"loss_fn": member.loss_fn, "stages": stages, **member.engine}
+    options = {"loss_fn": copy.deepcopy(member.loss_fn), "stages": stages, **member.engine}
     return run_training(lambda: member.layers, terapipe, data, **options)
 
 
@@ -87,6 +89,7 @@ def nothing_is_checked() -> Iterator[None]:
     with (
         mock.patch.object(engine_build, "problem_of_layers", lambda *args: None),
         mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
+        mock.patch.object(OutsideLayers, "problem", lambda *arguments: None),
         mock.patch.object(terapipe_data, "check_sizes", lambda *arguments: None),
         allow_attention_within_slice(),
     ):

@@ -16,6 +16,7 @@ def test_spans_starts_and_sizes() -> None:
     plan = SlicePlan((512, 384, 128))
     assert (plan.num_slices, plan.sequence_length) == (3, 1024)
     assert plan.starts == (0, 512, 896)
+    assert plan.shares == (512 / 1024, 384 / 1024, 128 / 1024)
     assert plan.spans() == ((0, 512), (512, 896), (896, 1024))
     assert [plan.span(i) for i in range(3)] == list(plan.spans())
     for slice_id in (-1, 3):

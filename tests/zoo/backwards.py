@@ -199,7 +199,7 @@ add("ZHandedOn", [Embedding, Mlp, CarriedZ, HeadBesideLoss], ONE_VALUE, loss_fn=
 add(
     "ZHandedOn, labels later",
     [Embedding, Mlp, CarriedZ, HeadBesideLoss],
-    "loss_fn: labels are ignored for the first",
+    "loss_fn: the loss differs",
     loss_fn=loss_with_balance,
     data=masked_later,
 )

@@ -14,7 +14,7 @@ arXiv 2205.14135, appendix B: the other keys enter a row only through lse and de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,9 @@ class BlockKernel:
     """A backend made of calls of a fused kernel; a subclass says how to call it."""
 
     takes_documents = False
-    takes_groups = False  # fewer key heads than query heads, in any call
+    # keys as the kernel wants them beside so many query heads, and queries beside so many key heads
+    expanded: Callable[[Tensor, int], Tensor] = staticmethod(expand_heads)
+    folded: Callable[[Tensor, int], Tensor] = staticmethod(fold_groups)
     causal_tokens: int | None = None  # the largest causal block; None: all of a slice's own tokens at once
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
@@ -114,14 +116,6 @@ class BlockKernel:
             call.dense(0, tokens, column, column_stop)
         call.diagonal(0, tokens)
         return call.dq.to(queries.q.dtype)
-
-    def expanded(self, keys: Tensor, heads: int) -> Tensor:
-        """Return keys or values with as many heads as the kernel wants beside `heads` query heads."""
-        return keys if self.takes_groups else expand_heads(keys, heads)
-
-    def folded(self, x: Tensor, kv_heads: int) -> Tensor:
-        """Return queries, or what belongs to them, as the kernel wants them beside `kv_heads` key heads."""
-        return x if self.takes_groups else fold_groups(x, kv_heads)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the backward computes inputs of `dtype`, and in which dK and dV stay."""

@@ -15,14 +15,14 @@ import torch
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel
 from terapipe_ds.attention.backends.fused import (
-    MOST_ERROR,
     NO_SOFTCAP,
     NO_WINDOW,
     CudaFlash,
     cuda_capability,
     cuda_refusal,
-    error_of,
     random_queries,
+    widest_head,
+    wrong_result,
 )
 
 _aten = torch.ops.aten
@@ -40,7 +40,7 @@ class Cudnn(BlockKernel):
     """
 
     name = "cudnn"
-    takes_groups = True
+    expanded = folded = staticmethod(lambda x, heads: x)  # it takes fewer key heads than query heads
 
     def __init__(self) -> None:
         self._of_one_token = CudaFlash()
@@ -55,12 +55,12 @@ class Cudnn(BlockKernel):
             return problem
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
-        return _wrong_result(self, q.device, q.dtype, _head_dim(q, need))
+        return wrong_result(self.forward, self.backward, _CHECKED, q.device, q.dtype, widest_head(q, need))
 
     def slower_than_flash(self, q: Tensor, need: Need) -> str | None:
         """Return the times of a short measurement on first use where torch's FlashAttention kernel is faster."""
         heads = min(q.shape[1], _MOST_TIMED_HEADS)
-        own_ms, other_ms = _times_ms(self, self._of_one_token, q.device, q.dtype, heads, _head_dim(q, need))
+        own_ms, other_ms = _times_ms(self, self._of_one_token, q.device, q.dtype, heads, widest_head(q, need))
         return None if own_ms < other_ms else f"it takes {own_ms:.3f} ms where cuda_flash takes {other_ms:.3f} ms"
 
     def forward(self, queries: Queries) -> Attended:
@@ -92,23 +92,6 @@ class Cudnn(BlockKernel):
             *tensors, None, None, None, *sizes, 0.0, is_causal, scale=scale
         )
         return dq, dk, dv
-
-
-def _head_dim(q: Tensor, need: Need) -> int:
-    return max(q.shape[-1], need.value_dim or 0)
-
-
-@functools.cache
-def _wrong_result(kernel: Cudnn, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return how the kernel differs from plain torch in the shapes of `_CHECKED`, None where it does not."""
-    try:
-        for shape in _CHECKED:
-            error = error_of(kernel.forward, kernel.backward, *random_queries(shape, head_dim, device, dtype))
-            if not error <= MOST_ERROR:  # NaN is in no order
-                return f"it is {error:.1%} off for {shape[3]} tokens after {shape[4]}"
-    except (RuntimeError, TypeError, ValueError) as raised:
-        return "it was tried and raised: " + str(raised).split("\n")[0]
-    return None
 
 
 @functools.cache

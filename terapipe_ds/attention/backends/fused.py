@@ -24,7 +24,8 @@ _log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
 NO_SOFTCAP = "it knows no softcap"
 NO_WINDOW = "it knows no window"
-MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
+_MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
+_Shape = tuple[int, int, int, int, int]
 _CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
 (set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
@@ -92,7 +93,9 @@ class CudaFlash(BlockKernel):
             return NO_SOFTCAP
         problem = cuda_refusal(q, need)
         if problem is None and need.window:
-            return _window_refusal(self, q.device, q.dtype, max(q.shape[-1], need.value_dim or 0))
+            dim = widest_head(q, need)
+            problem = wrong_result(self.forward, self.backward, _CHECKED, q.device, q.dtype, dim, window=100)
+            return problem and f"with a window {problem}"
         return problem
 
     def forward(self, queries: Queries) -> Attended:
@@ -170,18 +173,7 @@ def _whole_slice(queries: Queries) -> Block:
 @functools.cache
 def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `_CHECKED`."""
-    problem = None
-    for shape in _CHECKED:
-        try:
-            grad, queries = random_queries(shape, head_dim, device, dtype)
-            error = error_of(kernel.forward_at_once, kernel.backward_at_once, grad, queries)
-        except (RuntimeError, TypeError, ValueError) as raised:
-            problem = str(raised).split("\n")[0]
-            break
-        if not error <= MOST_ERROR:  # NaN is in no order
-            _, heads, kv_heads, tokens, start = shape
-            problem = f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
-            break
+    problem = wrong_result(kernel.forward_at_once, kernel.backward_at_once, _CHECKED, device, dtype, head_dim)
     if problem is not None:
         says = "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s"
         _log.warning(says, kernel.name, device, dtype, head_dim, problem)
@@ -189,16 +181,25 @@ def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, h
 
 
 @functools.cache
-def _window_refusal(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why the kernel takes no windows here, None where it gives those of plain torch."""
-    try:
-        for shape in _CHECKED:
+def wrong_result(
+    forward: Callable[[Queries], Attended],
+    backward: Callable[[Tensor, Queries, Attended, AddGrads], Tensor],
+    shapes: tuple[_Shape, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: int | None = None,
+) -> str | None:
+    """Return in which shape a kernel differs from plain torch, or what it raises; None where it does neither."""
+    for shape in shapes:
+        try:
             grad, queries = random_queries(shape, head_dim, device, dtype)
-            queries = queries._replace(window=100)
-            if not (error := error_of(kernel.forward, kernel.backward, grad, queries)) <= MOST_ERROR:
-                return f"with a window it is {error:.1%} off"
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as raised:
-        return "with a window it raised: " + str(raised).split("\n")[0]
+            error = _error_of(forward, backward, grad, queries._replace(window=window))
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as raised:
+            return "it raised: " + str(raised).split("\n")[0]
+        if not error <= _MOST_ERROR:  # NaN is in no order
+            _, heads, kv_heads, tokens, start = shape
+            return f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
     return None
 
 
@@ -207,9 +208,7 @@ def _window_options(queries: Queries) -> dict[str, float | int]:
     return {"scale": queries.scale, "window_size_left": queries.window - 1, "window_size_right": 0}
 
 
-def random_queries(
-    shape: tuple[int, int, int, int, int], head_dim: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Queries]:
+def random_queries(shape: _Shape, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Queries]:
     """Return a gradient and random queries of (batch, query heads, key heads, queries, keys before them)."""
     batch, heads, kv_heads, tokens, start = shape
     generator = torch.Generator().manual_seed(0)  # of its own: other random numbers stay as they are
@@ -220,7 +219,7 @@ def random_queries(
     return grad, Queries(q, k, v, start, head_dim**-0.5)
 
 
-def error_of(
+def _error_of(
     forward: Callable[[Queries], Attended],
     backward: Callable[[Tensor, Queries, Attended, AddGrads], Tensor],
     grad: Tensor,
@@ -244,6 +243,11 @@ def error_of(
     return float(errors.nan_to_num(nan=math.inf).max())
 
 
+def widest_head(q: Tensor, need: Need) -> int:
+    """Return the head dim of queries and keys, or that of values where it is larger."""
+    return max(q.shape[-1], need.value_dim or 0)
+
+
 @functools.cache
 def cuda_capability() -> tuple[int, int]:
     """Return the compute capability of the current NVIDIA device, (0, 0) without one."""
@@ -257,7 +261,7 @@ def cuda_refusal(q: Tensor, need: Need) -> str | None:
         return f"it runs on cuda, not on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {q.dtype}"
-    dim = max(q.shape[-1], need.value_dim or 0)
+    dim = widest_head(q, need)
     if dim % 8 or dim > 256:
         return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
     return _NO_DROPOUT if need.dropout else None

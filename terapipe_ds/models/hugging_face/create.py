@@ -30,7 +30,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     language_model_of,
     refused_on_all_ranks,
 )
-from terapipe_ds.models.hugging_face.saving import PUBLISHER
+from terapipe_ds.models.hugging_face.saving import finish_saving
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
 
@@ -115,7 +115,7 @@ def from_pretrained(
         if torch_dist.get_rank() == 0:  # a save that was killed in the moment of its moves
             for each in (folder, adapter):
                 if isinstance(each, str | os.PathLike):
-                    PUBLISHER.finish(Path(each))
+                    finish_saving(Path(each))
     with refused_on_all_ranks():  # each may have a disk of its own
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)

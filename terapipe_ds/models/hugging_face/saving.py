@@ -1,4 +1,10 @@
-"""Write a trained model so that `AutoModelForCausalLM.from_pretrained` reads it: a shard for each stage, one index."""
+"""Write a trained model so that `AutoModelForCausalLM.from_pretrained` reads it: a shard for each stage, one index.
+
+A kill or an error in any line loses neither the old nor the new model. Files are written in `.JOB.saving`, inside of
+the folder. When all are there it becomes `.JOB.publishing` in one move: the new files are whole from then on, and
+whoever comes by can finish. The old files go to `.JOB.replacing`, which becomes `.JOB.replaced`, then the new ones
+come. A reader that knows nothing of this sees the old files, the new ones, or for that moment none that make a whole.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +25,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
-from terapipe_ds.files.publish import Publisher
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
 _WHOLE = (INDEX, SINGLE)  # a folder with one of them has a whole model
+_HEADS = (*_WHOLE, ADAPTER_CONFIG)  # they make a whole of the others: the first to go and the last to come
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
 _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
@@ -37,7 +43,33 @@ def _is_replaced(name: str, new: Collection[str]) -> bool:
     return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 
 
-PUBLISHER = Publisher((*_WHOLE, ADAPTER_CONFIG), _is_replaced)
+def finish_saving(folder: Path) -> None:
+    """Finish what a process that was killed has begun to put in place."""
+    for publishing in folder.glob(".*.publishing"):
+        _put_in_place(publishing)
+
+
+def _publish(saving: Path) -> None:
+    """Put the files of `saving` in the places of the old ones, once the disk has them."""
+    for path in (*saving.iterdir(), saving):
+        sync(path)
+    _put_in_place(saving.rename(saving.with_suffix(".publishing")))
+
+
+def _put_in_place(publishing: Path) -> None:
+    folder, replacing, replaced = publishing.parent, *map(publishing.with_suffix, (".replacing", ".replaced"))
+    if not replaced.exists():
+        replacing.mkdir(exist_ok=True)
+        names = {path.name for path in publishing.iterdir()}
+        for path in sorted(folder.iterdir(), key=lambda path: path.name not in _HEADS):
+            if _is_replaced(path.name, names):
+                path.replace(replacing / path.name)
+        replacing.rename(replaced)
+    for path in sorted(publishing.iterdir(), key=lambda path: path.name in _HEADS):
+        path.replace(folder / path.name)
+    sync(folder)
+    shutil.rmtree(replaced)
+    publishing.rmdir()
 
 
 class Engine(Protocol):
@@ -76,20 +108,21 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
-            PUBLISHER.finish(saving.parent)
+            finish_saving(saving.parent)
             for left in saving.parent.glob(".*.saving"):
                 shutil.rmtree(left)
     if adapters is None or merge:
-        _save_model(module, pieces, saving, merge)
-        return
-    trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
+        _write_model(module, pieces, saving, merge)
+    else:
+        trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
-            adapters.save(trained, module.source, saving)
-            PUBLISHER.publish(saving)
+            if adapters is not None and not merge:
+                adapters.save(trained, module.source, saving)
+            _publish(saving)
 
 
-def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
+def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -117,9 +150,6 @@ def _save_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving:
             f"their own: copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
             "that all machines share"
         )
-    with _on_all_ranks(saving):
-        if me == 0:
-            PUBLISHER.publish(saving)
 
 
 @contextlib.contextmanager
@@ -135,7 +165,7 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
         shutil.rmtree(saving, ignore_errors=True)
         with contextlib.suppress(OSError):  # the first error is told
             if torch_dist.get_rank() == 0:
-                PUBLISHER.finish(saving.parent)
+                finish_saving(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 

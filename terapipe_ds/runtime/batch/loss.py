@@ -6,7 +6,6 @@ They weigh by valid labels (`mean_valid`), by tokens (`mean`), not at all (`sum`
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ import torch
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
-
-logger = logging.getLogger("terapipe_ds")
 
 
 class SliceLossError(ValueError):
@@ -33,7 +30,7 @@ def slice_weights(
     ignore_index: int,
     slice_weight: Callable[[Any], Any] | None = None,
 ) -> tuple[float, ...]:
-    """Return one factor per slice of `plan`.
+    """Return one factor per slice of `plan`; zeros where no label counts.
 
     Args:
         labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
@@ -46,16 +43,9 @@ def slice_weights(
     if slice_weight is None and loss_reduction == "sum":
         return (1.0,) * plan.num_slices
     if slice_weight is None and loss_reduction == "mean":
-        return tuple(length / plan.sequence_length for length in plan.lengths)
+        return plan.shares
     counts = slice_counts(labels, plan, ignore_index, slice_weight)
-    total = sum(counts)
-    if total == 0.0:
-        logger.warning(
-            "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
-            "has no value; stock loss functions give NaN here)"
-        )
-        return (0.0,) * len(counts)
-    return tuple(count / total for count in counts)
+    return tuple(count / (sum(counts) or 1.0) for count in counts)
 
 
 def weights_of(

@@ -120,13 +120,10 @@ class BatchSource:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
-        starts, sums_of_dicts = tuple(each.starts for each in drawn), [each.dicts for each in drawn]
-        dicts = checksum(sums_of_dicts) if any(sums_of_dicts) else 0
-        contents = [each.contents for each in drawn]
-        report = StageReport(
-            training, num_micro_batches, agreement, shapes, error, sums, seen, starts, dicts,
-            checksum(contents) if any(contents) else 0,
-        )  # fmt: skip
+        starts = tuple(each.starts for each in drawn)
+        by_kind = [each.dicts for each in drawn], [each.contents for each in drawn]
+        of_data = [checksum(each) if any(each) else 0 for each in by_kind]
+        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, *of_data)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
@@ -321,8 +318,7 @@ def contents_of(labels: Any, ignore_index: int) -> int:
     Tensors are compared by what a device can copy at once: a sample shows a shuffle as well as the whole does.
     """
     tensors = [each for each in (labels if isinstance(labels, (tuple, list)) else (labels,)) if torch.is_tensor(each)]
-    flat = [each.detach().reshape(-1) for each in tensors]
-    samples = [each[:: 1 + each.numel() // SAMPLE].cpu() for each in flat]
+    samples = [each.detach().reshape(-1)[:: 1 + each.numel() // SAMPLE].cpu() for each in tensors]
     is_blank = all(each.numel() == 0 or any(bool((each == no).all()) for no in (0, ignore_index)) for each in samples)
     return 0 if is_blank else checksum(samples)
 

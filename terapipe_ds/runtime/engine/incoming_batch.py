@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.verify import FirstBatchCheck
+
+logger = logging.getLogger("terapipe_ds")
 
 
 class IncomingBatches:
@@ -86,5 +89,10 @@ class IncomingBatches:
         size, rank = self._sequence.size, self._sequence.rank
         shares = SlicePlan(tuple(length // size for length in plan.lengths for _ in range(size)))
         weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
+        if labels is not None and not any(weights):
+            logger.warning(
+                "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
+                "has no value; stock loss functions give NaN here)"
+            )
         own = tuple(weight * size for weight in weights[rank::size])  # the ranks are averaged, and have to be summed
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)

@@ -6,17 +6,23 @@ slice.
 
 from __future__ import annotations
 
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.runtime.checkpoints.loss_state import load_loss_state, save_loss_state
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.layout.layout import Layout, Place
 from terapipe_ds.runtime.layout.sequence_axis import counted_as_replicas, mean_over_ranks
 from terapipe_ds.runtime.layout.tied_and_copied import sum_over_places
 from terapipe_ds.runtime.links.groups import PipelineGroups
+
+logger = logging.getLogger("terapipe_ds")
 
 
 class ModelEndsEngine(PipelineEngine):
@@ -81,15 +87,45 @@ class ModelEndsEngine(PipelineEngine):
             self.training_dataloader, self.data_iterator = None, iterator
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        """Save the layers, as DeepSpeed does, and the loss module."""
+        """Save the layers, as DeepSpeed does, and on one rank a loss module: on one that has seen all its gradients."""
         saved = super().module_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
-        save_loss_state(self, str(self._curr_ckpt_path), exclude_frozen_parameters)
+        loss_fn = self.module.loss_fn
+        if isinstance(loss_fn, nn.Module) and self.is_last_stage() and self.grid.data_parallel_id == 0:
+            frozen = {name for name, each in loss_fn.named_parameters() if not each.requires_grad}
+            left_out = frozen if exclude_frozen_parameters else ()
+            state = {name: each for name, each in loss_fn.state_dict().items() if name not in left_out}
+            if state:
+                self.checkpoint_engine.save(state_dict=state, path=self._path_of_loss())
         return saved
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Load the loss module, then the layers, at the end of which the ranks wait for one another."""
-        load_loss_state(self, str(self._curr_ckpt_path), strict)
+        """Load a loss module, then the layers, at the end of which the ranks wait for one another.
+
+        Raises:
+            CheckpointError: with `strict`, the checkpoint has no values of what the loss trains, as DeepSpeed's own.
+        """
+        loss_fn = self.module.loss_fn
+        if isinstance(loss_fn, nn.Module) and loss_fn.state_dict():
+            path = self._path_of_loss()
+            trained = [f"loss_fn.{name}" for name, each in loss_fn.named_parameters() if each.requires_grad]
+            if Path(path).is_file():
+                loss_fn.load_state_dict(self.checkpoint_engine.load(path, map_location="cpu"), strict=strict)
+            elif trained and strict:
+                raise CheckpointError(
+                    f"the checkpoint has no values of {', '.join(trained[:4])}, trained parameters of the loss module: "
+                    "DeepSpeed's own engine, its converter and older versions of this package save layers alone. Give "
+                    "the module its values yourself and load with load_module_strict=False, which leaves them as they "
+                    "are"
+                )
+            elif self.global_rank == 0:
+                kind = type(loss_fn).__name__
+                logger.warning("the checkpoint has nothing of loss_fn (%s), which stays as it is", kind)
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+
+    def _path_of_loss(self) -> str:
+        """Return the file of this tensor-parallel rank: that of a layer by another name."""
+        path = Path(self.module.ckpt_layer_path(str(self._curr_ckpt_path), 0))
+        return str(path.with_name(re.sub(r"^layer_\d+", "loss_fn", path.name)))
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Divide the loss by the number of micro-batches, but not what comes back from other parts."""

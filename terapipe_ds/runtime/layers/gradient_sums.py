@@ -10,18 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
-
-class _Place(NamedTuple):
-    """The place of a parameter in the optimizer: `fp32_groups_gradients[group][number]`."""
-
-    group: int
-    number: int
+_Place = tuple[int, int]  # of a parameter in the optimizer: its group, and its number there
 
 
 class GradientSums:
@@ -29,11 +24,8 @@ class GradientSums:
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [
-            (parameter, _Place(i, j))
-            for i, group in enumerate(optimizer.bf16_groups)
-            for j, parameter in enumerate(group)
-        ]
+        groups = enumerate(optimizer.bf16_groups)
+        self._parameters = [(parameter, (i, j)) for i, group in groups for j, parameter in enumerate(group)]
         self._places = {id(parameter): place for parameter, place in self._parameters}
         self._lent: dict[int, _Place] = {}  # of stand-ins for parameters, while slices are measured
 
@@ -111,12 +103,14 @@ class GradientSums:
             stand_in.grad = None
 
     def _sum(self, place: _Place) -> Tensor:
-        total: Tensor = self._optimizer.fp32_groups_gradients[place.group][place.number]
+        group, number = place
+        total: Tensor = self._optimizer.fp32_groups_gradients[group][number]
         return total
 
     def _mark(self, parameter: Any, place: _Place) -> _Place:
         """Tell the optimizer that the parameter has a gradient in this step."""
-        has_gradients = self._optimizer.fp32_groups_has_gradients[place.group]
-        if not has_gradients[place.number]:
-            has_gradients[place.number], parameter._hp_grad = True, self._sum(place)
+        group, number = place
+        has_gradients = self._optimizer.fp32_groups_has_gradients[group]
+        if not has_gradients[number]:
+            has_gradients[number], parameter._hp_grad = True, self._sum(place)
         return place

@@ -187,10 +187,8 @@ def _result_of(act: Callable[[], object]) -> object:
 
 def _changes(name: str, owner: Any, before: Any) -> list[str]:
     """Name what `_put_back` would write."""
-    if isinstance(owner, Tensor):
+    if isinstance(owner, (Tensor, np.ndarray)):
         return [] if same_bytes(owner, before) else [name]
-    if isinstance(owner, np.ndarray):
-        return [] if owner.tobytes() == before.tobytes() else [name]
     now = _entries_of(owner)
     if isinstance(now, dict):
         keys = (key for key in {**before, **now} if not _is_same(now.get(key, now), before.get(key, now)))
@@ -204,11 +202,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _put_back(owner: Any, before: Any) -> None:
     """Write only where something has changed: memory may be read-only, and the methods may be the user's."""
-    if isinstance(owner, Tensor):
+    if isinstance(owner, (Tensor, np.ndarray)):
         if not same_bytes(owner, before):
-            owner.copy_(before)
-    elif isinstance(owner, np.ndarray):
-        if owner.tobytes() != before.tobytes():
             owner[...] = before
     elif isinstance(owner, (dict, type)):  # never empty in between: it may be that of a module
         now, in_class = _entries_of(owner), (partial(setattr, owner), partial(delattr, owner))
@@ -222,8 +217,10 @@ def _put_back(owner: Any, before: Any) -> None:
         (owner.update if isinstance(owner, set) else owner.extend)(before)
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype have the same bits, those of NaN among them."""
+def same_bytes(one: Any, other: Any) -> bool:
+    """Return whether two tensors or arrays of one dtype have the same bits, those of NaN among them."""
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() == other.tobytes())
     return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 

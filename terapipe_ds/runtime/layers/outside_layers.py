@@ -11,6 +11,7 @@ from deepspeed.pipe import PipelineModule
 from terapipe_ds.runtime.layers.kept_state import KeptState, names_in, same_bytes
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+from terapipe_ds.runtime.refusals import first_four
 
 _FUNCTIONS = [f for kind in (PipelineModule, PartedModule) for f in vars(kind).values() if isinstance(f, FunctionType)]
 _OF_DEEPSPEED = {name for f in _FUNCTIONS for name in names_in(f.__code__)} - {"loss_fn", "_modules", "_buffers"}
@@ -39,16 +40,16 @@ class OutsideLayers:
         named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
         if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
             return (
-                f"{_few(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each stage "
-                "would train a copy of its own, and no checkpoint has it: move it into a layer, or into a loss_fn that "
-                "is an nn.Module"
+                f"{first_four(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each "
+                "stage would train a copy of its own, and no checkpoint has it: move it into a layer, or into a "
+                "loss_fn that is an nn.Module"
             )
         now = dict(self._module.named_buffers())
         changed = [n for n, each in self._buffers.items() if n not in now or not same_bytes(each, now[n])]
         if changed and self._sees_parts:
             return (
-                f"{_few(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn sees "
-                "one slice of a sequence, and under chimera one of two stages: keep no statistics there, or set "
+                f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
+                "sees one slice of a sequence, and under chimera one of two stages: keep no statistics there, or set "
                 'terapipe.slices to 1 and schedule to "1f1b"'
             )
         reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
@@ -56,16 +57,12 @@ class OutsideLayers:
         changed = [name for name in self._state.changed() if told.isdisjoint(name.split("."))]
         if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
             return (
-                f"{_few(kept)}: state outside the layers changes in the first batch. Under chimera two stages compute "
-                "the loss, each of half the micro-batches, and neither learns what the other keeps: keep it in the "
-                "training loop, or take a schedule other than chimera and chimera-seq"
+                f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
+                "compute the loss, each of half the micro-batches, and neither learns what the other keeps: keep it in "
+                "the training loop, or take a schedule other than chimera and chimera-seq"
             )
         return None
 
 
 def _outside(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in named if layer_of_parameter(name) is None]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + " and more" * (len(names) > 4)

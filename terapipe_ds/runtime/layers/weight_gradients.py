@@ -103,7 +103,7 @@ class WeightGradients:
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
-        products = self._left_by_sums(products)
+        products = [product for product in products if not self._is_in_sum(product)]
         if self.is_watched or any(_has_hooks(product.weight) for product in products):
             if products:
                 with around():
@@ -117,17 +117,13 @@ class WeightGradients:
                         weight.grad = fresh if weight.grad is None else weight.grad + fresh
         return count
 
-    def _left_by_sums(self, products: list[_Product]) -> list[_Product]:
-        """Add to the optimizer's sums what can go there at once, and return the other products."""
-        left = []
-        with torch.no_grad():
-            for product in products:
-                if self._goes_to_sum(product.weight):
-                    assert self.sums is not None
-                    self.sums.add(product.weight, product.rows, product.all_inputs())
-                else:
-                    left.append(product)
-        return left
+    @torch.no_grad()
+    def _is_in_sum(self, product: _Product) -> bool:
+        """Add a product to the optimizer's sums if it can go there at once, and return whether it could."""
+        if self.sums is None or not self._goes_to_sum(product.weight):
+            return False
+        self.sums.add(product.weight, product.rows, product.all_inputs())
+        return True
 
     def _goes_to_sum(self, weight: Tensor) -> bool:
         """Return whether the optimizer has a sum for the weight, and nobody else a hook on its gradient."""
@@ -160,12 +156,12 @@ class WeightGradients:
             return None
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
-            if not inputs.requires_grad:  # the output may hang on the weight alone
-                return None
             add = self.keep
         elif self.sums is not None and self._goes_to_sum(weight):
             add = self.sums.add
         elif active.is_whole or self.is_watched or _has_hooks(weight):
+            return None
+        if add != _add_product and not inputs.requires_grad:  # the output hangs on the weight, and they hide it
             return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None

@@ -17,17 +17,14 @@ def require_equal_models(module: Any) -> None:
 
     Each is told what differs: the number of layers, else the first other layer, and `loss_fn`.
     """
-    layers, loss = [described(spec) for spec in module._layer_specs], described(module.loss_fn)
-    if len(set(gather(digest(layers, loss)))) == 1:
+    layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
+    facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
+    if len(set(gather(digest(facts)))) == 1:
         return
-    everyone = dict(enumerate(gather((layers, loss))))
-    counts = {rank: f"{len(names)} layers" for rank, (names, _) in everyone.items()}
-    lines = [f"the number of layers: {by_text(counts, 'ranks')}"] if len(set(counts.values())) > 1 else []
-    for layer_id, names in enumerate(zip(*(names for names, _ in everyone.values()), strict=False)):
-        if not lines and len(set(names)) > 1:
-            lines = [f"layer {layer_id}: {by_text(dict(enumerate(names)), 'ranks')}"]
-    losses = {rank: name for rank, (_, name) in everyone.items()}
-    lines += [f"loss_fn: {by_text(losses, 'ranks')}"] if len(set(losses.values())) > 1 else []
+    everyone = gather(facts)
+    other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
+    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
+    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)}, 'ranks')}" for key in shown]
     raise TeraPipeConfigError(
         "\n  ".join(["the ranks have built different models:", *lines])
         + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."

@@ -216,8 +216,7 @@ class FirstBatchCheck:
         assert micro_batch.labels is not None
         labels = cut.of(micro_batch.labels)
         if sum(slice_counts(labels, cut.plan, self._config.ignore_index, self._slice_weight)) <= 0:
-            shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
-            return replace(cut, weights=shares, has_labels=False)
+            return replace(cut, weights=cut.plan.shares, has_labels=False)
         return replace(cut, weights=weights_of(labels, cut.plan, self._config, self._module.loss_fn))
 
     def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:

@@ -14,9 +14,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
+from terapipe_ds.runtime.verify.cut import Cut, num_rows
 from terapipe_ds.runtime.verify.loss import LossCheck
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TokenDim
 
 _MOST_KINDS = 4096  # of a micro-batch: the most frequent ones
 _TOKENS = 64  # of a call, each with one kind of label
@@ -34,9 +34,12 @@ class LabelProbe:
     """
 
     def __init__(self, check: LossCheck, tokens: int) -> None:
-        self._check = replace(check, outputs=narrowed(check.outputs, tokens), at_start=None)
+        slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None)
+        self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
+        pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
+        self._is_even = all(abs(weight - share) <= _EVEN for weight, share in pairs)  # all means agreed until now
 
     @classmethod
     def of(cls, check: LossCheck) -> LabelProbe | None:
@@ -72,12 +75,13 @@ class LabelProbe:
     def _try(self, labels: SliceableTensors) -> str | None:
         """Try one kind of label per token; where some lack a gradient or a weight, compare slices with the whole."""
         config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
-        num_kinds, whole = labels.length, self._sliced(SlicePlan((self._tokens,)), (1.0,))
+        num_kinds, ranks = labels.length, self._check.slicing.ranks
         # which kinds get a gradient; NaN, where all labels are ignored, is none
-        losses = replace(whole, labels=_picked(labels, np.arange(self._tokens) % num_kinds)).losses(whole.slicing)
+        whole = replace(self._check, labels=_picked(labels, np.arange(self._tokens) % num_kinds))
+        losses = whole.losses(whole.slicing)
         norms = [each.reshape(self._tokens, -1).double().norm(dim=1) for each in losses.gradients if each.dim() > 0]
         is_trained = (torch.stack(norms).sum(0)[:num_kinds] > 0.0).cpu()
-        is_trained = torch.stack(whole.slicing.ranks.exchange(is_trained)).any(0)
+        is_trained = torch.stack(ranks.exchange(is_trained)).any(0)
         # which kinds have a weight
         is_counted = torch.ones(num_kinds, dtype=torch.bool)
         if weight is not None or config.loss_reduction == "mean_valid":
@@ -108,34 +112,24 @@ class LabelProbe:
             kinds[first::2] = others
         labels = _picked(special, kinds)
         values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
-        check = self._sliced(plan, _weights_in(labels, plan, self._check))
-        return replace(check, labels=labels, other_ignored=tuple(values)).run()
-
-    def _sliced(self, plan: SlicePlan, weights: tuple[float, ...]) -> LossCheck:
-        outputs, slicing = self._check.outputs, replace(self._check.slicing, plan=plan, weights=weights, starts=None)
-        are_even = _are_even(self._check.slicing.weights, self._check.slicing.plan)
-        layouts = tuple(
-            with_values(layout, tensor, slicing.weights, plan if are_even else None)
-            for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
-        )
-        return replace(self._check, outputs=replace(outputs, layouts=layouts), slicing=slicing)
+        check = _with_labels(self._check, labels, plan, plan.shares if self._is_even else None)
+        return replace(check, other_ignored=tuple(values)).run()
 
     def _at(self, labels: SliceableTensors, places: np.ndarray) -> SliceableTensors:
         """Return a sequence of the tokens at `places` of the flat [tokens, rows], each in all rows of the outputs."""
         rows, device = num_rows(labels), self._check.outputs.tensors[0].device
+        token_ids, row_ids = (torch.from_numpy(each) for each in np.divmod(places, rows))
         tensors = []
         for tensor, is_cut, whole in zip(labels.tensors, labels.sliced, self._check.labels.tensors, strict=True):
             if not is_cut:
                 tensors.append(whole)
                 continue
-            tokens, own_rows = tensor.movedim(labels.dim, 0), tensor.size(row_dim(labels)) if tensor.dim() > 1 else 0
-            token_ids, row_ids = torch.from_numpy(places // rows), torch.from_numpy(places % rows)
-            if not own_rows:
-                tensors.append(tokens[token_ids].to(device))
-                continue
-            chosen = tokens[token_ids, row_ids % own_rows]
-            repeated = chosen[:, None].expand(-1, self._rows if own_rows == rows else own_rows, *chosen.shape[1:])
-            tensors.append(repeated.movedim(0, labels.dim).contiguous().to(device))
+            tokens = _tokens_first(tensor, labels.dim)
+            chosen = tokens[token_ids, row_ids % tokens.size(1)]
+            if tensor.dim() > 1:
+                own_rows = self._rows if tokens.size(1) == rows else tokens.size(1)
+                chosen = chosen[:, None].expand(-1, own_rows, *chosen.shape[1:]).movedim(0, labels.dim).contiguous()
+            tensors.append(chosen.to(device))
         return replace(labels, tensors=tuple(tensors))
 
 
@@ -156,13 +150,9 @@ def compare_everywhere(
             note(f"verifying the loss of micro-batch {micro_batch_id}, row {first_row}, token {start}")
             cut = Cut(plan, labels.length, start, None if rows == of_rows else rows, of_rows, first_row)
             window = cut.of(labels).to(device)
-            weights = _weights_in(window, plan, check)
-            pairs = zip(check.outputs.layouts, check.outputs.tensors, strict=True)
-            outputs = replace(check.outputs, layouts=tuple(with_values(*pair, weights, None) for pair in pairs))
-            slicing = replace(check.slicing, weights=weights, starts=None)
-            here = replace(check, labels=window, outputs=outputs, slicing=slicing, at_start=None)
+            here = _with_labels(check, window, plan)
             problem = here.run()
-            if problem is None and not here.is_finite and sum(weights) > 0.0:
+            if problem is None and not here.is_finite and any(here.slicing.weights):
                 problem = "the loss of the whole is not finite, though the terapipe section counts labels there"
             if problem is not None:
                 return f"{problem} (on {cut}, from row {first_row} on, of micro-batch {micro_batch_id})"
@@ -172,15 +162,6 @@ def compare_everywhere(
 def _firsts(length: int, window: int) -> list[int]:
     """Return where windows start that cover everything; the last one ends with it."""
     return [*range(0, length - window, window), length - window]
-
-
-def _weights_in(labels: SliceableTensors, plan: SlicePlan, check: LossCheck) -> tuple[float, ...]:
-    """Return what training gives the slices' losses; zeros where no label counts."""
-    config, weight = check.config, getattr(check.loss_fn, "slice_weight", None)
-    goes_by_labels = weight is not None or config.loss_reduction == "mean_valid"
-    if goes_by_labels and sum(slice_counts(labels, plan, config.ignore_index, weight)) <= 0:
-        return (0.0,) * plan.num_slices
-    return weights_of(labels, plan, config, check.loss_fn)
 
 
 def _picked(labels: SliceableTensors, tokens: np.ndarray) -> SliceableTensors:
@@ -195,12 +176,17 @@ def _joined(a: SliceableTensors, b: SliceableTensors) -> SliceableTensors:
     return replace(a, tensors=tuple(torch.cat((x, y), a.dim) if cut else x for x, y, cut in triples))
 
 
+def _tokens_first(tensor: Tensor, dim: int) -> Tensor:
+    """Return labels as [tokens, rows, ...], with one row where there are none."""
+    tokens = tensor.movedim(dim, 0)
+    return tokens[:, None] if tokens.dim() == 1 else tokens
+
+
 def _kinds(labels: SliceableTensors) -> np.ndarray:
     """Return a number for the kind of each label, flat over [tokens, rows]."""
     kinds = torch.zeros(labels.length, num_rows(labels), dtype=torch.int64)
     for tensor in itertools.compress(labels.tensors, labels.sliced):
-        tokens = tensor.detach().movedim(labels.dim, 0).cpu()
-        tokens = tokens[:, None] if tokens.dim() == 1 else tokens
+        tokens = _tokens_first(tensor.detach().cpu(), labels.dim)
         if tensor.is_floating_point() or tensor.dtype == torch.bool:  # a mask, weights, a distribution
             kinds = kinds * 2 + (tokens != 0).flatten(2).any(2) if tokens.dim() > 2 else kinds * 2 + (tokens != 0)
         elif tokens.dim() == 2:
@@ -215,7 +201,7 @@ def _named(labels: SliceableTensors, kinds: Tensor) -> str:
     return ", ".join(map(str, values[:_NAMED])) + ", ..." * (len(values) > _NAMED)
 
 
-def narrowed(outputs: Activations, tokens: int) -> Activations:
+def _narrowed(outputs: Activations, tokens: int) -> Activations:
     """Return copies of the outputs' first tokens."""
     tensors = (
         layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
@@ -224,23 +210,20 @@ def narrowed(outputs: Activations, tokens: int) -> Activations:
     return replace(outputs, tensors=tuple(each.detach().clone() for each in tensors))
 
 
-def with_values(
-    layout: TensorLayout, whole: Tensor, weights: tuple[float, ...], plan: SlicePlan | None
-) -> TensorLayout:
-    """Return the layout with values of slices that come to the value of the whole.
+def _with_labels(
+    check: LossCheck, labels: SliceableTensors, plan: SlicePlan, shares: tuple[float, ...] | None = None
+) -> LossCheck:
+    """Return the check of other labels, whose slices weigh as in training.
 
-    With a plan of two slices it is a mean over tokens, which weights that count labels do not give.
+    Values of slices, all different, come to the values of the whole by these weights, or by `shares`.
     """
-    if not isinstance(layout, PerSlice):
-        return layout
-    whole = whole.detach()
-    if plan is None or plan.num_slices != 2:
-        return PerSlice((whole / (sum(weights) or 1.0),) * len(weights))
-    first, second = (length / plan.sequence_length for length in plan.lengths)
-    return PerSlice((whole * (1 + second), whole * (1 - first)))
-
-
-def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
-    """Return whether the slices' losses weigh as their tokens do, in which case all reductions to a mean agree."""
-    shares = (length / plan.sequence_length for length in plan.lengths)
-    return all(abs(weight - share) <= _EVEN for weight, share in zip(weights, shares, strict=True))
+    weights = weights_of(labels, plan, check.config, check.loss_fn)
+    total = sum(weight * number for number, weight in enumerate(shares or weights, 1)) or 1.0
+    parts = [number / total for number in range(1, plan.num_slices + 1)]
+    layouts = tuple(
+        PerSlice(tuple(whole.detach() * part for part in parts)) if isinstance(layout, PerSlice) else layout
+        for layout, whole in zip(check.outputs.layouts, check.outputs.tensors, strict=True)
+    )
+    slicing = replace(check.slicing, plan=plan, weights=weights, starts=None)
+    outputs = replace(check.outputs, layouts=layouts)
+    return replace(check, labels=labels, outputs=outputs, slicing=slicing, at_start=None)

@@ -15,7 +15,7 @@ from terapipe_ds.runtime.batch.sliceable import as_tuple
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_kind, compare_parameters
 from terapipe_ds.runtime.verify.layer import LayerCheck
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice
+from terapipe_ds.runtime.verify.tokens import Activations
 
 logger = logging.getLogger("terapipe_ds")
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
@@ -84,10 +84,7 @@ def cast(inputs: Activations, dtype: torch.dtype) -> Activations:
     def wide(tensor: Tensor) -> Tensor:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
 
-    layouts = tuple(
-        PerSlice(tuple(map(wide, each.values))) if isinstance(each, PerSlice) else each for each in inputs.layouts
-    )
-    return replace(inputs, tensors=tuple(map(wide, inputs.tensors)), layouts=layouts)
+    return inputs.changed(wide)
 
 
 @contextmanager

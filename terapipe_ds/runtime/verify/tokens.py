@@ -6,7 +6,7 @@ Layers do not say which dimension of their outputs holds the tokens (hidden stat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -101,12 +101,15 @@ class Activations:
 
     def to(self, device: torch.device) -> Activations:
         """Return copies on `device`, which share memory with nothing."""
-        moved = tuple(t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.tensors)
+        return self.changed(lambda t: t.detach().to(device, copy=True).requires_grad_(t.requires_grad))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Activations:
+        """Return the activations with `change` made to each tensor, and to the values of slices."""
         layouts = tuple(
-            PerSlice(tuple(value.to(device) for value in layout.values)) if isinstance(layout, PerSlice) else layout
+            PerSlice(tuple(map(change, layout.values))) if isinstance(layout, PerSlice) else layout
             for layout in self.layouts
         )
-        return Activations(moved, self.is_tuple, layouts)
+        return Activations(tuple(map(change, self.tensors)), self.is_tuple, layouts)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,30 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v
 
 
+def kernel_attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of [B, H, T, D]; key heads are repeated for their groups."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT).double() * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1).to(v.dtype) @ v, scores.logsumexp(-1)
+
+
+def kernel_gradients(
+    grad: Tensor, inputs: tuple[Tensor, ...], hidden: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """Return dQ, dK, dV by the kernels' formula, from `out` and `lse` as they are given."""
+    (q, k, v), kv_heads = inputs, inputs[1].shape[1]
+    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
+    scores = (q @ k.mT).double() * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    probs = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
+    d_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((d_scores, q), (probs, grad)))
+    return d_scores @ k, dk, dv
+
+
 def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
     """Output and gradients without slices, in fp64."""
     *qkv, grad = (x.detach().double() for x in inputs)

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from attention_cases import (
+    Tensor,
+    forced,
+    kernel_attend,
+    kernel_gradients,
+    largest_error,
+    random_inputs,
+    run_plain,
+    run_sliced,
+)
 
 from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
 from terapipe_ds.attention.backends import choose_backend, flash_attn, fused
@@ -141,15 +150,11 @@ class FlashOps:
     def __init__(self, variant: str = "") -> None:
         self.variant, self.calls = variant, list[tuple[int, int, bool]]()
 
-    def _scores(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        groups = q.shape[1] // k.shape[1]
-        if self.variant == "no groups" and groups > 1:
+    def _hidden(self, q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
+        if self.variant == "no groups" and q.shape[1] > k.shape[1]:
             raise RuntimeError("Expected the heads to match\nand a trace")
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         shift = 0 if self.variant == "upper left" else k.shape[2] - q.shape[2]
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift)
-        scores = (q @ k.mT).double() * scale
-        return (scores.masked_fill(hidden, -math.inf) if is_causal else scores), k, v
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift) if is_causal else None
 
     @staticmethod
     def _way(q: Tensor, k: Tensor) -> str:
@@ -168,10 +173,9 @@ class FlashOps:
         self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, debug: bool, *, scale: float
     ) -> tuple[Any, ...]:
         self.calls.append((q.shape[2], k.shape[2], is_causal))
-        scores, _, v = self._scores(q, k, v, is_causal, scale)
-        out = torch.softmax(scores, -1).to(v.dtype) @ v
+        out, lse = kernel_attend(q, k, v, self._hidden(q, k, is_causal), scale)
         out = out * (1.1 if is_causal and self._way(q, k) == self.variant else 1.0)
-        return out, scores.logsumexp(-1).to(scores.dtype), "cum_q", "cum_k", 0, 0, "seed", "offset", None
+        return out, lse, "cum_q", "cum_k", 0, 0, "seed", "offset", None
 
     def _scaled_dot_product_flash_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
@@ -179,13 +183,9 @@ class FlashOps:
         max_q, max_k, is_causal = q.shape[2], k.shape[2], rest[5]
         assert rest == ("cum_q", "cum_k", max_q, max_k, 0.0, is_causal, "seed", "offset")
         self.calls.append((q.shape[2], k.shape[2], is_causal))
-        heads = k.shape[1]
-        scores, k, v = self._scores(q, k, v, is_causal, scale)
-        probs = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-        d_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-        dk, dv = ((x.mT @ y).unflatten(1, (heads, -1)).sum(2) for x, y in ((d_scores, q), (probs, grad)))
+        dq, dk, dv = kernel_gradients(grad, (q, k, v), self._hidden(q, k, is_causal), out, lse, scale)
         is_wrong = self.variant == "backward" and is_causal and max_q != max_k
-        return d_scores @ k, dk * (1.1 if is_wrong else 1.0), dv
+        return dq, dk * (1.1 if is_wrong else 1.0), dv
 
 
 def _fake_flash_attn(ops: FlashOps) -> types.ModuleType:
@@ -226,8 +226,13 @@ def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch
     assert ops.calls == [*SLICES, *reversed(SLICES)]
 
 
+def _forget() -> None:
+    for cached in (fused._takes_slices, fused.wrong_result):
+        cached.cache_clear()
+
+
 def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
-    fused._takes_slices.cache_clear()
+    _forget()
     monkeypatch.setattr(fused, "_aten", ops)
     monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
     monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
@@ -236,7 +241,7 @@ def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest
         with forced("cuda_flash"):
             return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
     finally:
-        fused._takes_slices.cache_clear()
+        _forget()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])

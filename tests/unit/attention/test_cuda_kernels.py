@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from attention_cases import (
+    Tensor,
+    forced,
+    kernel_attend,
+    kernel_gradients,
+    largest_error,
+    random_inputs,
+    run_plain,
+    run_sliced,
+)
 from reach_cases import Case, error, run_formula, run_in_slices
 
 from terapipe_ds.attention import backends
@@ -19,30 +27,6 @@ from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.cudnn import Cudnn
 from terapipe_ds.attention.backends.fused import CudaFlash
 from terapipe_ds.attention.backends.reference import Reference
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of [B, H, T, D]; key heads are repeated for their groups."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.mT).double() * scale
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def _gradients(
-    grad: Tensor, inputs: tuple[Tensor, ...], hidden: Tensor | None, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """Return dQ, dK, dV by the kernels' formula, from `out` and `lse` as they are given."""
-    (q, k, v), kv_heads = inputs, inputs[1].shape[1]
-    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
-    scores = (q @ k.mT).double() * scale
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    probs = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-    d_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((d_scores, q), (probs, grad)))
-    return d_scores @ k, dk, dv
 
 
 class DeviceOps:
@@ -63,13 +47,13 @@ class DeviceOps:
     def _scaled_dot_product_flash_attention(self, *arguments: Any, scale: float) -> Any:
         q, k, v, p, is_causal, debug = arguments
         assert (p, is_causal, debug) == (0.0, True, False)
-        out, lse = _attend(q, k, v, self._window(q, k, k.shape[2], 0), scale)
+        out, lse = kernel_attend(q, k, v, self._window(q, k, k.shape[2], 0), scale)
         return out, lse, "cum_q", "cum_k", 0, 0, "seed", "offset", None
 
     def _scaled_dot_product_flash_attention_backward(self, *arguments: Any, scale: float) -> Any:
         grad, q, k, v, out, lse, *rest = arguments
         assert rest == ["cum_q", "cum_k", q.shape[2], k.shape[2], 0.0, True, "seed", "offset"]
-        return _gradients(grad, (q, k, v), self._window(q, k, k.shape[2], 0), out, lse, scale)
+        return kernel_gradients(grad, (q, k, v), self._window(q, k, k.shape[2], 0), out, lse, scale)
 
     def _window(self, q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
         assert right == 0 and left >= 0
@@ -91,7 +75,7 @@ class DeviceOps:
             False,
         )
         self.calls.append((q.shape[2], k.shape[2], True))
-        out, lse = _attend(q, k, v, self._window(q, k, window_size_left, window_size_right), scale)
+        out, lse = kernel_attend(q, k, v, self._window(q, k, window_size_left, window_size_right), scale)
         return out.transpose(1, 2), lse, "rng", "unused", None
 
     def _flash_attention_backward(
@@ -101,7 +85,7 @@ class DeviceOps:
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         assert rest == [None, None, q.shape[2], k.shape[2], 0.0, True, "rng", "unused"] and lse.is_contiguous()
         hidden = self._window(q, k, window_size_left, window_size_right)
-        return tuple(x.transpose(1, 2) for x in _gradients(grad, (q, k, v), hidden, out, lse, scale))
+        return tuple(x.transpose(1, 2) for x in kernel_gradients(grad, (q, k, v), hidden, out, lse, scale))
 
 
 class CudnnOps(DeviceOps):
@@ -113,7 +97,7 @@ class CudnnOps(DeviceOps):
         if q.shape[2] == k.shape[2] == 1:
             raise RuntimeError("cuDNN Frontend error: s_q = s_kv = 1 is not supported.")
         self.calls.append((q.shape[2], k.shape[2], is_causal))
-        out, lse = _attend(q, k, v, self._top_left(q, k, is_causal), scale)
+        out, lse = kernel_attend(q, k, v, self._top_left(q, k, is_causal), scale)
         return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], "seed", "offset", None
 
     def _scaled_dot_product_cudnn_attention_backward(self, *arguments: Any, scale: float) -> Any:
@@ -122,13 +106,13 @@ class CudnnOps(DeviceOps):
             "seed", "offset", None, None, None, q.shape[2], k.shape[2], 0.0,
         )  # fmt: skip
         assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
-        return _gradients(grad, (q, k, v), self._top_left(q, k, is_causal), out, lse.squeeze(-1), scale)
+        return kernel_gradients(grad, (q, k, v), self._top_left(q, k, is_causal), out, lse.squeeze(-1), scale)
 
 
 @contextmanager
 def _on_cpu(ops: DeviceOps, kernel: type, **replaced: Callable[..., Any]) -> Iterator[None]:
     """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
-    for cached in (cudnn._wrong_result, cudnn._times_ms, fused._window_refusal):
+    for cached in (cudnn._times_ms, fused.wrong_result):
         cached.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for module in (fused, cudnn):
@@ -142,7 +126,7 @@ def _on_cpu(ops: DeviceOps, kernel: type, **replaced: Callable[..., Any]) -> Ite
             patch.setattr(cudnn, name, stand_in)
         with forced(kernel.name):  # type: ignore[attr-defined]
             yield
-    for cached in (cudnn._wrong_result, cudnn._times_ms, fused._window_refusal):
+    for cached in (cudnn._times_ms, fused.wrong_result):
         cached.cache_clear()
 
 
@@ -201,7 +185,7 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
         """A torch without the operator's windows."""
 
     with _on_cpu(CudnnOps(), CudaFlash):
-        fused._window_refusal.cache_clear()
+        fused.wrong_result.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused, "_aten", Older())
             refusal = CudaFlash().refusal(torch.zeros(1, 4, 2, 8), Need(window=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,12 +19,11 @@ from transformers import PreTrainedModel
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
-from terapipe_ds.models.hugging_face.weights.in_memory import Changes
+from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, Changes
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
-_IN_PEFT = "base_model.model."  # what peft writes before the name of a module
 _INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights beside which adapters are trained
 # Options of LoraConfig: those that stages serve, and for some of the others what to give instead.
 _SERVED = """
@@ -62,11 +62,11 @@ class Adapters:
         self._changes, self._keeps_dtypes = Changes(), False
         self.beside: list[str] = []
         self.config = whole.peft_config[_NAME]
-        key_of = {id(value): key.removeprefix(_IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
+        key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
         self._shapes = {key: value.shape for key, value in saved.items()}
-        self._trained = {key.removeprefix(_IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
+        self._trained = {key.removeprefix(IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
         if unsaved:
             raise ModelRefusedError(f"peft would train {named(unsaved)}, and not save it: give bias='none'")
@@ -198,11 +198,7 @@ def _tensors_of(given: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def without_adapters(model: PeftModel) -> dict[str, Tensor]:
     """Return the state dict of the model that adapters were put on."""
-    return {
-        key.replace("original_module.", "").replace("base_layer.", ""): value
-        for key, value in model.get_base_model().state_dict().items()
-        if "modules_to_save." not in key and ".lora_" not in f".{key}"
-    }
+    return _plain(model.get_base_model().state_dict(), "original_module.", "modules_to_save.")
 
 
 def merged(module: nn.Module) -> dict[str, Tensor]:
@@ -211,8 +207,13 @@ def merged(module: nn.Module) -> dict[str, Tensor]:
     for each in module.modules():
         if isinstance(each, BaseTunerLayer):
             each.merge()
+    return _plain(module.state_dict(), f"modules_to_save.{_NAME}.", "original_module.")
+
+
+def _plain(state: Mapping[str, Tensor], kept: str, dropped: str) -> dict[str, Tensor]:
+    """Return the weights beside adapters, by the names that they have without; of two copies the one that is `kept`."""
     return {
-        key.replace(f"modules_to_save.{_NAME}.", "").replace("base_layer.", ""): value
-        for key, value in module.state_dict().items()
-        if "original_module." not in key and ".lora_" not in f".{key}"
+        key.replace(kept, "").replace("base_layer.", ""): value
+        for key, value in state.items()
+        if dropped not in key and ".lora_" not in f".{key}"
     }

@@ -22,7 +22,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 Difference = tuple[str, str]  # the name of a module or tensor, and what is different
 _NAMED = 5  # differences that a message names
-_IN_PEFT = "base_model.model."  # what peft writes before the name of a module
+IN_PEFT = "base_model.model."  # what peft writes before the name of a module
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _HOOKS = [name for name in _OF_EVERY_MODULE if name.endswith("_hooks")]
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -81,7 +81,7 @@ def _of_modules(
     if isinstance(ours, nn.ModuleList) and isinstance(fresh, nn.ModuleList) and len(ours) != len(fresh):
         yield name, f"has {len(ours)} layers, in a fresh model {len(fresh)}"
         return
-    prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(_IN_PEFT)
+    prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(IN_PEFT)
     for key in sorted(facts.keys() | others.keys()):
         one, other = facts.get(key), others.get(key)
         if _form(one) == _form(other):
@@ -195,7 +195,7 @@ def _summary(differences: Sequence[Difference]) -> str:
     """Return some differences in words, with those of all layers in one."""
     grouped: dict[Difference, list[str]] = defaultdict(list)
     for name, text in differences:
-        grouped[re.sub(r"\b\d+\b", "*", name), text].append(name.removeprefix(_IN_PEFT))
+        grouped[re.sub(r"\b\d+\b", "*", name), text].append(name.removeprefix(IN_PEFT))
     lines = [
         f"{names[0]}{f' (and {len(names) - 1} like it)' if len(names) > 1 else ''} {text}"
         for (_, text), names in grouped.items()

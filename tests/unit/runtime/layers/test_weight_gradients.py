@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_without_a_slice_with_the_whole_sequence_and_under_autocast_it_is_the_pl
     with slice_of(0, 3), torch.no_grad():
         assert not ours(inputs[:, :3]).requires_grad
     assert products == []
+
+
+def test_sums_of_an_optimizer_take_no_weight_that_alone_has_a_gradient() -> None:
+    """The first layer, or one after frozen layers: what it gives hangs on the weight."""
+    sums, layer = mock.Mock(**{"has.return_value": True, "own_hooks.return_value": 0}), nn.Linear(4, 4, bias=False)
+    layer.forward = weight_gradients._forward_of(layer, WeightGradients(True, sums))  # type: ignore[method-assign]
+    with slice_of(0, 3):
+        layer(torch.ones(3, 4)).sum().backward()
+    assert layer.weight.grad is not None and not sums.add.called
 
 
 def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:

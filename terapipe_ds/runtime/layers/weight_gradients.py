@@ -1,4 +1,4 @@
-"""Let linear layers compute their weight gradients themselves: into `.grad` by the product, and later if need be.
+"""Let linear layers compute their weight gradients themselves: into a sum by the product, and later if need be.
 
 Autograd makes a gradient for each backward and then adds it to `.grad`. With slices this happens once per slice, and
 costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once, as the fused
@@ -63,6 +63,8 @@ class WeightGradients:
         self._split: frozenset[Key] = frozenset()
         self._running: list[_Product] | None = None
         self._waiting: dict[Key, list[_Product]] = {}
+        # gets no gradient; the engine passes it where parameters get theirs, and not for gradients of inputs alone
+        self.witness = torch.zeros((), requires_grad=True)
 
     def open_batch(self, split: Iterable[Key]) -> None:
         """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
@@ -152,7 +154,7 @@ class WeightGradients:
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
         """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
         active = active_slice()
-        if active is None or not torch.is_grad_enabled():
+        if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
@@ -161,7 +163,7 @@ class WeightGradients:
             add = self.sums.add
         elif active.is_whole or self.is_watched or _has_hooks(weight):
             return None
-        if add != _add_product and not inputs.requires_grad:  # the output hangs on the weight, and they hide it
+        if add == self.keep and not inputs.requires_grad:  # the output hangs on the weight alone, which is hidden
             return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
@@ -221,9 +223,10 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
         add = gradients.adder(inputs, weight)
         if add is None:
             return F.linear(inputs, weight, bias)
-        # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
-        linked = weight.detach() if add == gradients.keep else weight
-        return _Linear.apply(inputs, linked, bias, _Leaf(weight), add)
+        if add == gradients.keep:
+            # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
+            return _Linear.apply(inputs, weight.detach(), bias, gradients.witness, _Leaf(weight), add)
+        return _Linear.apply(inputs, weight, bias, None, _Leaf(weight), add)
 
     return forward
 
@@ -240,14 +243,19 @@ class _Leaf(NamedTuple):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf, add: _Add) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, witness: Tensor | None, leaf: _Leaf, add: _Add
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
-        ctx.add = add
+        ctx.add, ctx.place = add, 1 if witness is None else -1  # of what tells, among the edges to tensors
         return F.linear(inputs, weight, bias).detach()  # with a bias it is a view: none may work in place on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # a layer may ask in its forward for the gradients of its inputs alone, and go on with these
+        if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
+            return grad @ ctx.leaf.weight, None, None, None, None, None
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
@@ -258,7 +266,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
     weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
-    return inputs_grad, weight_grad, bias_grad, None, None
+    return inputs_grad, weight_grad, bias_grad, None, None, None
 
 
 _backward_once = once_differentiable(_backward)  # where the backward is recorded; else it only takes time

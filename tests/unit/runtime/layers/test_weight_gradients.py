@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -147,15 +146,6 @@ def test_without_a_slice_with_the_whole_sequence_and_under_autocast_it_is_the_pl
     with slice_of(0, 3), torch.no_grad():
         assert not ours(inputs[:, :3]).requires_grad
     assert products == []
-
-
-def test_sums_of_an_optimizer_take_no_weight_that_alone_has_a_gradient() -> None:
-    """The first layer, or one after frozen layers: what it gives hangs on the weight."""
-    sums, layer = mock.Mock(**{"has.return_value": True, "own_hooks.return_value": 0}), nn.Linear(4, 4, bias=False)
-    layer.forward = weight_gradients._forward_of(layer, WeightGradients(True, sums))  # type: ignore[method-assign]
-    with slice_of(0, 3):
-        layer(torch.ones(3, 4)).sum().backward()
-    assert layer.weight.grad is not None and not sums.add.called
 
 
 def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:
@@ -339,6 +329,46 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
     for layer in (plain[0], plain[2]):
         torch.testing.assert_close(sums.totals[tuple(layer.weight.shape)], layer.weight.grad)
     torch.testing.assert_close(model[2].bias.grad, plain[2].bias.grad)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", ["product", "sums", "split"])
+def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, second_order: bool) -> None:
+    """An energy whose gradient is a feature: the inner backward is no gradient of the weight."""
+
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last = nn.Linear(4, 4, bias=bias), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            (slope,) = torch.autograd.grad(y.pow(2).sum(), x, retain_graph=True, create_graph=second_order)
+            return self.last(y + 0.1 * slope)
+
+    torch.manual_seed(0)
+    plain = Energy().double()
+    model, sums, units = copy.deepcopy(plain), Sums(), [(3, 0, 1), (3, 0, 0)]
+    inputs = torch.randn(2, 5, 4, dtype=torch.float64)
+    gradients = WeightGradients(way == "sums", sums if way == "sums" else None)
+    gradients.open_batch(units if way == "split" else ())
+    for layer in (model.linear, model.last):
+        layer.forward = weight_gradients._forward_of(layer, gradients)
+    for which in units:
+        own, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+        with unit(*which), gradients.deferred(which) if way == "split" else nullcontext():
+            model(own).square().sum().backward()
+        plain(theirs).square().sum().backward()
+        torch.testing.assert_close(own.grad, theirs.grad)
+        if way == "split":
+            gradients.compute(which, nullcontext)
+    if way == "sums":  # both weights have one shape; what second derivatives bring is left in `.grad`
+        left = [layer.weight.grad for layer in (model.linear, model.last) if layer.weight.grad is not None]
+        total = sums.totals[4, 4] + sum(left)
+        torch.testing.assert_close(total, plain.linear.weight.grad + plain.last.weight.grad)
+    else:
+        assert_same(model, plain)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -53,13 +53,13 @@ def wait_for_build(baton: Any) -> None:
 
     It is one where no process of this machine holds the lock, and nothing in its folder was written for `QUIET_S`.
     """
-    lock, is_told = Path(baton.lock_file_path), False
+    lock, is_told, began_s = Path(baton.lock_file_path), False, time.time()
     while lock.exists():
         pid, text = state_of(lock)
         try:
             quiet_s = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
-        except (OSError, ValueError):  # a file is gone: the build goes on, or is done
-            continue
+        except (OSError, ValueError):  # a file is gone: the build goes on, or is done; or the folder cannot be listed
+            quiet_s = time.time() - began_s
         if pid is None and quiet_s > QUIET_S:
             raise CompatError(text)
         if not is_told:

@@ -60,7 +60,10 @@ class Cudnn(BlockKernel):
     def slower_than_flash(self, q: Tensor, need: Need) -> str | None:
         """Return the times of a short measurement on first use where torch's FlashAttention kernel is faster."""
         heads = min(q.shape[1], _MOST_TIMED_HEADS)
-        own_ms, other_ms = _times_ms(self, self._of_one_token, q.device, q.dtype, heads, widest_head(q, need))
+        try:
+            own_ms, other_ms = _times_ms(self, self._of_one_token, q.device, q.dtype, heads, widest_head(q, need))
+        except RuntimeError as error:  # too little memory beside the model, say
+            return "it could not be timed: " + str(error).split("\n")[0]
         return None if own_ms < other_ms else f"it takes {own_ms:.3f} ms where cuda_flash takes {other_ms:.3f} ms"
 
     def forward(self, queries: Queries) -> Attended:

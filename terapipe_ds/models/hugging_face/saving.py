@@ -30,6 +30,7 @@ from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
+_TRIES = 3
 _WHOLE = (INDEX, SINGLE)  # a folder with one of them has a whole model
 _HEADS = (*_WHOLE, ADAPTER_CONFIG)  # they make a whole of the others: the first to go and the last to come
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -44,16 +45,23 @@ def _is_replaced(name: str, new: Collection[str]) -> bool:
 
 
 def finish_saving(folder: Path) -> None:
-    """Finish what a process that was killed has begun to put in place."""
+    """Finish what a process that was killed has begun to put in place; another reader may do so at the same time."""
     for publishing in folder.glob(".*.publishing"):
-        _put_in_place(publishing)
+        with contextlib.suppress(FileNotFoundError):
+            _put_in_place(publishing)
 
 
 def _publish(saving: Path) -> None:
     """Put the files of `saving` in the places of the old ones, once the disk has them."""
     for path in (*saving.iterdir(), saving):
         sync(path)
-    _put_in_place(saving.rename(saving.with_suffix(".publishing")))
+    publishing = saving.rename(saving.with_suffix(".publishing"))
+    for _ in range(_TRIES):  # a reader may move some of the files meanwhile, or have moved all
+        with contextlib.suppress(FileNotFoundError):
+            return _put_in_place(publishing)
+        if not publishing.exists():
+            return None
+    return _put_in_place(publishing)
 
 
 def _put_in_place(publishing: Path) -> None:

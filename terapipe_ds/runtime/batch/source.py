@@ -156,7 +156,7 @@ class BatchSource:
         if len(self._place.drawing) > 1:
             is_dict = isinstance(batch, Mapping)
             drawn.dicts = checksum(batch["input_ids"]) if is_dict else 0
-            drawn.contents = 0 if is_dict else contents_of(labels, self._config.ignore_index)
+            drawn.contents = 0 if is_dict else contents_of(labels)
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
@@ -263,7 +263,7 @@ def _require_rows(batch: Any, micro_batch_id: int, row_dim: int) -> None:
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     tensors = [t for value in values for t in (value if isinstance(value, (tuple, list)) else (value,))]
     shapes = [list(t.shape) for t in tensors if torch.is_tensor(t) and t.dim() > row_dim]
-    if any(shape[row_dim] == 0 for shape in shapes):
+    if shapes and not any(shape[row_dim] for shape in shapes):  # one may be empty: images of a text
         raise BatchError(
             f"micro-batch {micro_batch_id} has 0 rows (shapes {shapes}): a filter has left none, or the data is at its "
             "end; let the data iterator leave it out"
@@ -311,16 +311,18 @@ def checksum(value: Any) -> int:
     return int.from_bytes(digest.digest(), "big") >> 2
 
 
-def contents_of(labels: Any, ignore_index: int) -> int:
-    """Return a checksum of labels, of a sample where they are many; 0 where they say nothing.
+def contents_of(labels: Any) -> int:
+    """Return a checksum of the first tensor of labels, of a sample where it is large; 0 where it says nothing.
 
-    A stage without the loss may be given labels of one value, 0 or `ignore_index`, in place of those it does not need.
-    Tensors are compared by what a device can copy at once: a sample shows a shuffle as well as the whole does.
+    A stage without the loss may be given labels of one value in place of those it does not need, and other tensors
+    beside them. Whole numbers count by their values: a sample shows a shuffle as well as the whole does.
     """
     tensors = [each for each in (labels if isinstance(labels, (tuple, list)) else (labels,)) if torch.is_tensor(each)]
-    samples = [each.detach().reshape(-1)[:: 1 + each.numel() // SAMPLE].cpu() for each in tensors]
-    is_blank = all(each.numel() == 0 or any(bool((each == no).all()) for no in (0, ignore_index)) for each in samples)
-    return 0 if is_blank else checksum(samples)
+    if not tensors or not tensors[0].numel():
+        return 0
+    sample = tensors[0].detach().reshape(-1)[:: 1 + tensors[0].numel() // SAMPLE].cpu()
+    sample = sample if sample.is_floating_point() or sample.is_complex() else sample.long()
+    return 0 if bool((sample == sample[0]).all()) else checksum(sample)
 
 
 def _content(value: Any) -> Iterator[Any]:

@@ -73,7 +73,7 @@ def _unread(engine: type, model: Any, is_registered: bool) -> str:
             "terapipe_ds.initialize(), or start with deepspeed --module terapipe_ds.run"
         )
     elif not isinstance(model, PipelineModule):
-        why = f"the model is a {type(model).__qualname__} and no PipelineModule: build it as one"
+        why = f"the model is a {type(model).__qualname__} and not a PipelineModule: build it as one"
     else:
         why = (
             "the program builds an engine class of its own: let deepspeed.initialize() build the engine, or derive the "

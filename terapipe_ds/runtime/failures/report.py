@@ -180,7 +180,7 @@ class RankRecord:
         here, main = threading.current_thread(), self._main_thread
         if here is not main and main.is_alive() and (self.busy or not moves):
             raise RuntimeError(
-                f"{call} was called in thread {here.name!r}, while the engine is that of thread {main.name!r} "
+                f"{call} was called in thread {here.name!r}, while the engine runs in thread {main.name!r} "
                 f"({self.busy or OUTSIDE}): ranks would wait for one another; call it there, between batches"
             )
 

@@ -188,7 +188,7 @@ class Watchdog:
         doing = self._record.doing
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
-            f"lost the connection to another rank{whose}: it has ended without a word, or destroyed its engine. "
+            f"lost the connection to another rank{whose}: it has ended without a report, or destroyed its engine. "
             f"{self._lost_ranks(ANSWER_S, or_ended=True)}Its own output and exit code tell more: it was killed (out "
             "of memory?), or makes fewer steps than this rank"
         )

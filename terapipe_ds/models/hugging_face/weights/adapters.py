@@ -34,8 +34,8 @@ _SERVED = """
 """
 _INSTEAD = {
     "trainable_token_indices": 'trains some rows of the embedding: train all, by modules_to_save=["embed_tokens"]',
-    "layer_replication": "has other layers than the config of the model: save a model that has them, and give that",
-    "alora_invocation_tokens": "looks for tokens, and stages have hidden states: leave it out",
+    "layer_replication": "has other layers than the config of the model: save a model that has them, and pass that",
+    "alora_invocation_tokens": "needs token ids, and stages get hidden states: leave it out",
 }
 
 
@@ -148,8 +148,8 @@ def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model:
     config = copy.deepcopy(_config_of(given))
     if config.peft_type != "LORA":
         raise ModelRefusedError(
-            f"adapters are those of LoraConfig, and not of {type(config).__name__}, which peft trains by code of its "
-            "own for whole models: give LoraConfig, or a model that they are merged into"
+            f"stages train adapters of LoraConfig, and not of {type(config).__name__}, for which peft needs the whole "
+            "model: give LoraConfig, or a model into which the adapters are merged"
         )
     if config.init_lora_weights not in _INITIAL:
         raise ModelRefusedError(

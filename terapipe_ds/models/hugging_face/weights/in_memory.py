@@ -39,9 +39,9 @@ _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
 
 @dataclass
 class Changes:
-    """What the owner has set on a model: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
+    """Settings of a model in memory: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
 
-    The latter are by the names of a module and its attribute.
+    `values` has all but the first, by the names of a module and its attribute.
     """
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
@@ -68,8 +68,8 @@ def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) ->
         raise ModelRefusedError(
             f"the {type(model).__name__} in memory is not what transformers makes of its config: "
             f"{_summary(differences)}. Stages run a fresh model of the config with the weights, buffers, dropout, "
-            "requires_grad, gradient checkpointing and adapters of yours, and nothing else: let the config say it, "
-            "undo it, or write the layers as a PipelineModule (docs/models.md)"
+            "requires_grad, gradient checkpointing and adapters of yours, and nothing else: put the change into "
+            "the config, undo it, or write the layers as a PipelineModule (docs/models.md)"
         )
     return changes
 
@@ -161,7 +161,7 @@ def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
     asked = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     on = [module for module in asked if module.gradient_checkpointing]
     if len(on) not in (0, len(asked)):
-        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and can be in all or none"
+        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and must be in all or none"
     for function in {getattr(module, "_gradient_checkpointing_func", checkpoint) for module in on}:
         options = {k: v for k, v in getattr(function, "keywords", {}).items() if k != "use_reentrant"}
         if getattr(function, "func", function) is not checkpoint or options:

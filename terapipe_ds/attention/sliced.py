@@ -54,7 +54,7 @@ def sliced_attention(
 
     `window`: a token sees itself and the `window - 1` tokens before it, None all of them. `softcap`: a scaled score s
     becomes softcap * tanh(s / softcap). `sinks` [H]: a learned logit per query head that joins the denominator of the
-    softmax. Where the active slice has documents, a token sees those of its own document only. In training, do not
+    softmax. Where the active slice has documents, a token sees only tokens of its own document. In training, do not
     change q or the result in place: the backward needs both, as in torch's fused kernels.
 
     Without an active slice, and where the slice is the whole sequence, it attends to those tokens and keeps nothing.

@@ -303,7 +303,7 @@ class Watchdog:
         return time.monotonic() - max(doing.since_s, self._others.lost_at) > LOST_STORE_S
 
     def _end_stalled(self, doing: Doing) -> None:
-        """Report what all ranks do, and end; unless this rank has gone on meanwhile, or waits for ranks that go on."""
+        """Report the actions of all ranks and end, unless this rank or one that it waits for makes progress."""
         states = self._others.live_states(ANSWER_S)
         failure = self._others.failure
         if failure is not None:  # another rank was first, and has its report

@@ -1,4 +1,4 @@
-"""See in the first batch what is trained or changes outside the layers of a `PipelineModule`, where nothing sums it."""
+"""Find in the first batch what trains or changes outside the layers of a `PipelineModule`, where nothing sums it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_DEEPSPEED = {name for f in _FUNCTIONS for name in names_in(f.__code__)} - {"
 class OutsideLayers:
     """Remember, before the first training batch, what `module` holds outside its layers.
 
-    A loss module is trained, summed over its copies and saved. Nothing else there is.
+    A loss module is trained, summed over its copies and saved; nothing else outside the layers is.
 
     Args:
         has_copies: two stages compute the loss, each of half the micro-batches.
@@ -36,7 +36,7 @@ class OutsideLayers:
         self._state = KeptState({"": vars(module)} if has_copies else {}, apart=(*trainer, *layers, *stock))
 
     def problem(self, has_gradient: Callable[[Any], bool]) -> str | None:
-        """Return what this rank trains or changes, and no other one learns of; None: nothing."""
+        """Return an error about what this rank alone trains or changes; None if there is nothing."""
         named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
         if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
             return (

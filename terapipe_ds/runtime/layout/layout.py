@@ -150,7 +150,7 @@ def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
     """Return the layout that `config` asks for, with the bounds of a partition by hand if there is one.
 
     Raises:
-        TeraPipeConfigError: the schedule has no layout on so many stages, or the partition another number of parts.
+        TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
     if bounds is not None and len(bounds) != layout.num_parts + 1:

@@ -1,6 +1,6 @@
-"""Find what the owner of a model in memory has changed on it since transformers built it.
+"""Find the changes that were made to a model in memory since transformers built it.
 
-Stages run a fresh model of the same config. What `Changes` holds is set on that one too; any other change is refused.
+Stages run a fresh model of the same config. `Changes` are copied to it; any other change is an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Changes:
     values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
-        """Set them on the module that has this name in the model; the model itself has none."""
+        """Set them on the module with this name in the model; the model itself has the name ""."""
         for inner, each in module.named_modules(prefix=name):
             for attribute, value in self.values.get(inner, {}).items():
                 setattr(each, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
@@ -57,9 +57,9 @@ class Changes:
 
 
 def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) -> Changes:
-    """Return what is set on a model and not on `fresh`, made of the same config, in `dtype` where one was asked for.
+    """Return the settings of a model that differ from `fresh`, made of the same config, in `dtype` unless it is None.
 
-    Raises ModelRefusedError where something else is different, by name.
+    Raises ModelRefusedError if anything else differs, and names it.
     """
     changes = Changes()
     differences = [*_of_modules(changes, dtype, "", model, fresh), *_of_checkpointing(model)]

@@ -271,7 +271,7 @@ def _problem_of(
 ) -> str | None:
     """Say why a call is not plain causal self-attention over the slice's own tokens; None: it is."""
     if mask is not None:
-        return "it has an attn_mask, which says nothing of the tokens before the slice: pass is_causal=True and no mask"
+        return "it has an attn_mask, which does not cover the tokens before the slice: pass is_causal=True and no mask"
     if not is_causal:
         return "is_causal is False: a token would see the tokens after it"
     if q.dim() not in (3, 4) or q.shape[-2] != active.num_tokens:

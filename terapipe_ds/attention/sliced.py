@@ -54,8 +54,8 @@ def sliced_attention(
 
     `window`: a token sees itself and the `window - 1` tokens before it, None all of them. `softcap`: a scaled score s
     becomes softcap * tanh(s / softcap). `sinks` [H]: a learned logit per query head that joins the denominator of the
-    softmax. Where the active slice has documents, a token sees those of its own document only. In training, let nothing
-    change q or the result in place: the backward needs both, as that of torch's fused kernels does.
+    softmax. Where the active slice has documents, a token sees only tokens of its own document. In training, do not
+    change q or the result in place: the backward needs both, as in torch's fused kernels.
 
     Without an active slice, and where the slice is the whole sequence, it attends to those tokens and keeps nothing.
     Where sequence ranks divide the slice, T are the tokens of this rank, and heads are exchanged for tokens meanwhile.
@@ -314,7 +314,7 @@ class _SlicedAttention(torch.autograd.Function):
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            what = f"layer {ctx.call.layer!r}: what sliced_attention() took or gave was changed in place before its"
+            what = f"layer {ctx.call.layer!r}: an input or output of sliced_attention() was changed in place before its"
             raise SliceStoreError(f"{what} backward, which needs it: work on a copy (out = out * gate)") from error
         if keys_values:
             ctx.call.entry.keys_values_of_slice = tuple(keys_values)

@@ -35,7 +35,7 @@ def build_locks() -> list[Path]:
 
 
 def state_of(lock: Path) -> tuple[int | None, str]:
-    """Return the process of this machine that holds a lock, as far as this user may see, and what to say of it."""
+    """Return the process of this machine that holds a lock, as far as this user may see, and a description."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if os.path.samestat(link.stat(), lock.stat()):
@@ -43,15 +43,15 @@ def state_of(lock: Path) -> tuple[int | None, str]:
         except OSError:  # it has ended, or closed the file; or the lock is gone
             continue
     return None, (
-        f"no process of this machine holds {lock}, so that a build of {lock.parent.name} was killed, or another "
-        f"machine builds. Where none does, every start that needs the operator waits for ever: rm {lock}"
+        f"no process of this machine holds {lock}: a build of {lock.parent.name} was killed, or another machine "
+        f"builds it. If none does, every start that needs the operator waits for ever: rm {lock}"
     )
 
 
 def wait_for_build(baton: Any) -> None:
-    """Wait as `torch.utils.file_baton.FileBaton.wait` does, with a word of what for; a killed build is a CompatError.
+    """Wait as `torch.utils.file_baton.FileBaton.wait` does, but log the lock; raise CompatError for a killed build.
 
-    It is one where no process of this machine holds the lock, and nothing in its folder was written for `QUIET_S`.
+    It was killed if no process of this machine holds the lock, and nothing in its folder was written for `QUIET_S`.
     """
     lock, is_told, began_s = Path(baton.lock_file_path), False, time.time()
     while lock.exists():

@@ -20,9 +20,9 @@ def is_enabled(raw: Any) -> bool:
 
 
 def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
-    """Return DeepSpeed's `DeepSpeedEngine.__init__` with a look at the config first.
+    """Return DeepSpeed's `DeepSpeedEngine.__init__`, which first checks the config.
 
-    Without `always`, which stands for `terapipe_ds.register()`, only models of this package are looked at.
+    `always` means that `terapipe_ds.register()` was called. Without it only models of this package are checked.
     """
     signature = inspect.signature(stock)
 
@@ -42,7 +42,7 @@ def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
 
 
 def guard_unregistered() -> None:
-    """Let engines that are built without `terapipe_ds.register()` refuse models of this package with a section.
+    """Make engines built without `terapipe_ds.register()` refuse models of this package with an enabled section.
 
     The packages of models call it; a second call changes nothing.
     """
@@ -73,7 +73,7 @@ def _unread(engine: type, model: Any, is_registered: bool) -> str:
             "terapipe_ds.initialize(), or start with deepspeed --module terapipe_ds.run"
         )
     elif not isinstance(model, PipelineModule):
-        why = f"the model is a {type(model).__qualname__} and no PipelineModule: build it as one"
+        why = f"the model is a {type(model).__qualname__} and not a PipelineModule: build it as one"
     else:
         why = (
             "the program builds an engine class of its own: let deepspeed.initialize() build the engine, or derive the "

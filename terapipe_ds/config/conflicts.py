@@ -103,8 +103,8 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     if not (keys := list(unfilled_in(ds_config))):
         return None
     return (
-        f'{", ".join(keys)} = "auto": transformers\' Trainer fills such values in, and DeepSpeed alone passes over '
-        "them or fails; give each a value, or remove it for DeepSpeed's default"
+        f'{", ".join(keys)} = "auto": transformers\' Trainer fills such values in, and DeepSpeed itself ignores '
+        "them or fails; set each value, or remove the key for DeepSpeed's default"
     )
 
 

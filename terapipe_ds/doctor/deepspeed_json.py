@@ -47,10 +47,8 @@ def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Li
     yield from _batch(keys, replicas)
     yield from _runs(config, keys, stages)
     yield from _folders(config)
-    text = (
-        "only a TeraPipeEngine reads the section: without register() DeepSpeed trains whole sequences, and says nothing"
-    )
-    yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or at type(engine).__name__")
+    text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
+    yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or print type(engine).__name__")
 
 
 def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:

@@ -99,7 +99,7 @@ def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | N
 
 
 def everywhere(act: Callable[[], T], group: Any = None) -> T:
-    """Return what `act` gives on this rank. What it raises on one rank is raised on all. A collective."""
+    """Return this rank's result of `act`; an exception on one rank is raised on all. A collective."""
     kept: list[T] = []
     gather_results(lambda: kept.append(act()), group)
     return kept[0]

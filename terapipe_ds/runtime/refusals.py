@@ -43,8 +43,8 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
         who = "a monitor that is enabled" if has_monitor else "bcast_loss=True"
         raise ValueError(
             f"eval_batch(reduce_output=None) with {who}: the losses of all micro-batches are a list, and DeepSpeed "
-            "sends one number to the other stages. Set bcast_loss=False and switch monitors off, which gives the list "
-            'on the last stage and None on the others, or set reduce_output="avg"'
+            "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
+            'returns the list, and the others None. Or set reduce_output="avg"'
         )
 
 
@@ -79,8 +79,8 @@ def problem_of_layers(
         f"layers that mix the tokens of a sequence, and would see only those of a slice: {first_four(names)}. Only "
         "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
         "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
-        "hands its state on, or mixes features and no tokens) says so by the attribute slice_safe = True of its class, "
-        "which goes for what it is made of as well."
+        "hands its state on, or mixes features and no tokens) declares this by the class attribute slice_safe = True, "
+        "which also covers its submodules."
     )
 
 

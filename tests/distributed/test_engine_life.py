@@ -48,7 +48,7 @@ def job_other_thread(folder: str) -> list[Any]:
 
 def test_calls_of_another_thread_and_destroy_in_a_batch_are_errors(tmp_path: Path) -> None:
     for seen, later, is_trained, files in rank_pool(2).run(job_other_thread, folder=str(tmp_path)):
-        whom = "thread 'saver', while the engine is that of thread 'MainThread'"
+        whom = "thread 'saver', while the engine runs in thread 'MainThread'"
         calls = ["save_checkpoint()", "train_batch() or eval_batch()", "", "", "save_checkpoint()", "load_checkpoint()"]
         for call, (kind, text) in zip(calls, seen, strict=True):
             expected = f"{call} was called in {whom}" if call else "destroy() was called while the engine is running"

@@ -94,5 +94,5 @@ def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause() -> N
     said = str(raised.value)
     for rank in (0, 1):
         assert f"rank {rank} (stage {rank}) ends" in said
-    assert "WrittenInputError: a layer works in place on its input" in said
-    assert "let it work on one (inputs = inputs.clone())" in said
+    assert "WrittenInputError: a layer changes its input in place" in said
+    assert "change a copy in the layer (inputs = inputs.clone())" in said

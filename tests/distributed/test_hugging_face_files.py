@@ -119,7 +119,7 @@ def test_a_file_that_vanishes_later_stops_all_ranks(tmp_path: Path) -> None:
 
 def test_shards_in_folders_apart_are_said(tmp_path: Path) -> None:
     for kind, text in rank_pool(2).run(save_apart, folder=str(tmp_path)):
-        assert kind == "SavingError" and "has no model-00002-of-00002.safetensors" in text and "copy their" in text
+        assert kind == "SavingError" and "has no model-00002-of-00002.safetensors" in text and "Copy their" in text
 
 
 @pytest.mark.sample(2)

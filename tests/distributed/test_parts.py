@@ -380,7 +380,7 @@ def job_by_hand_elsewhere() -> list[str]:
 def test_layers_stay_where_they_are() -> None:
     for other_order, other_places, one_part in rank_pool(2).run(job_by_hand_elsewhere):
         assert other_order == ""
-        assert "wants the layers at other places" in other_places
+        assert "needs another layout of the layers" in other_places
         assert "has one part per stage" in one_part
 
 

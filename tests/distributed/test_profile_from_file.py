@@ -86,7 +86,7 @@ def test_what_the_log_recommends_trains_as_fast_as_predicted(measured: Path, tmp
     first, second = rank_pool(2).run(job_train, path=path)
     assert not violations([first[0], second[0]])
     assert first[1] and second[1] and first[2] == second[2]  # no layer has moved
-    advice = next(line for line in first[3].splitlines() if "wants the layers at other places" in line)
+    advice = next(line for line in first[3].splitlines() if "needs another layout of the layers" in line)
     gain = float(advice.split("take ")[1].split("%")[0]) / 100
     changes = json.loads("{" + advice.split("set ")[1].removesuffix(" to try it") + "}")
     assert changes["schedule"] == "zbv" and len(changes["partition"]) == 5 and gain > 0.01

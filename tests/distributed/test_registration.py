@@ -147,7 +147,7 @@ class TestRegistration:
             assert rank["no pipeline"] is True
             unread = rank["unread"]
             assert "terapipe.slice = 4: unknown key; did you mean terapipe.slices?" in unread.pop("misspelt")
-            assert "The model is a Linear and no PipelineModule" in unread["no pipeline"]
+            assert "The model is a Linear and not a PipelineModule" in unread["no pipeline"]
             for name in ("not registered", "one layer of ours"):
                 assert "terapipe_ds.register() was not called" in unread[name].lower()
             for name in ("Mine", "Derived", "PipelineEngine"):

@@ -98,9 +98,9 @@ def from_pretrained(
 
     Args:
         folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
-            peft writes them, whose config names the folder of the model. A model in memory, with adapters of peft or
-            without, is taken as well; then each rank has all of it. Its requires_grad, gradient checkpointing, dropout
-            and buffers are taken over, and any other change that was made to it is refused.
+            peft writes them, whose config names the folder of the model. Or a model in memory, with or without peft's
+            adapters; then each rank holds the whole model. Its requires_grad, gradient checkpointing, dropout and
+            buffers are kept, and any other change to it is an error.
 
     The other arguments are those of `from_config`.
 
@@ -224,7 +224,7 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
         if problem:
             raise ModelRefusedError(
                 f"transformers {transformers.__version__} differs from the versions that terapipe_ds knows, so that no "
-                f"model can be cut into stages, a Llama neither ({problem}): install "
+                f"model can be cut into stages, not even a Llama ({problem}): install "
                 f"transformers=={compat.TESTED_VERSIONS['transformers']}, or a newer terapipe_ds"
             ) from error
         if not isinstance(error, ModelRefusedError):

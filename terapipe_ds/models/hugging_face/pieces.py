@@ -31,7 +31,7 @@ TIED = "embedding"  # the key of the tied layers
 
 
 class Adapters(Protocol):
-    """What is put beside frozen weights; `beside` are the weights that are trained nevertheless."""
+    """Adapters beside frozen weights; `beside` names the model's own weights that are trained nevertheless."""
 
     beside: list[str]
 

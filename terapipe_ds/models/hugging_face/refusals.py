@@ -26,11 +26,11 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _INSTEAD = {
     "torch_dtype": "give dtype=, a dtype of torch",
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
-    "trust_remote_code": "code of a hub is not run: AutoModelForCausalLM.register its class, and give a model of it",
+    "trust_remote_code": "code from a hub is not run: AutoModelForCausalLM.register its class, and pass a model of it",
     "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
-    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes it",
+    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes this argument",
     "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
-        "leave it out: DeepSpeed gives each rank its device, and each stage reads the weights of its layers alone"
+        "leave it out: DeepSpeed gives each rank its device, and each stage reads only the weights of its layers"
     ),
 }
 
@@ -87,20 +87,20 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
     base = getattr(model, "get_base_model", lambda: model)()
     if not isinstance(base, transformers.PreTrainedModel):
         raise ModelRefusedError(
-            f"a {type(model).__name__} is no model of transformers: give what AutoModelForCausalLM makes (without "
-            "what torch.compile or data parallelism puts around it), or write a PipelineModule (docs/models.md)"
+            f"a {type(model).__name__} is no model of transformers: pass what AutoModelForCausalLM makes (without "
+            "a wrapper of torch.compile or data parallelism), or write a PipelineModule (docs/models.md)"
         )
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(base.config), None)
     if type(base) is not family:
         config, wanted = type(base.config).__name__, "none" if family is None else family.__name__
         raise ModelRefusedError(
-            f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: give that one. "
-            f"A class of your own is it after AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
+            f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: pass that one. "
+            f"Or register your own class: AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
         )
     if base.device.type == "meta":
-        raise ModelRefusedError("its weights are on the device meta, without values: give the folder that has them")
+        raise ModelRefusedError("its weights are on the device meta, without values: pass the folder that has them")
     if base is model and getattr(model, "peft_config", None):
-        raise ModelRefusedError("its adapters are by add_adapter: make them by peft's get_peft_model(model, config)")
+        raise ModelRefusedError("its adapters come from add_adapter: use peft's get_peft_model(model, config) instead")
     return base
 
 

@@ -93,13 +93,13 @@ class SavingError(RuntimeError):
 def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
     """Write the model's weights, config, generation config and tokenizer into a folder. A collective over all ranks.
 
-    Each stage writes its own weights, tied ones once, into a hidden folder. Once all are on the disk they take the
-    places of what the folder has of another model. After an error the folder has the old model or the new one, whole;
-    after a kill in the moment of the moves a load or save of this package finishes them. Weights have the dtype that
-    the engine's module has.
+    Each stage writes its own weights, tied ones once, into a hidden folder. Once all are on the disk they replace the
+    files of another model in the folder. After an error the folder has the old model or the new one, complete. After a
+    kill during the moves the next load or save of this package finishes them. Weights have the dtype of the engine's
+    module.
 
-    Of a model with adapters these are written alone, as peft does; with `merge` the whole model is, with the adapters
-    added to its weights.
+    Of a model with adapters it writes only the adapters, as peft does. With `merge` it writes the whole model, with
+    the adapters added to its weights.
 
     Raises:
         ValueError: `merge`, and the model has no adapters; or without it, and weights beside the adapters are trained.
@@ -110,8 +110,8 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
         raise ValueError("merge=True: the model has no adapters; save it without")
     if adapters is not None and adapters.beside and not merge:
         raise ValueError(
-            f"{named(adapters.beside)} of the model are trained beside the adapters, whose files have no place "
-            "for them: give merge=True, which writes the whole model"
+            f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "
+            "hold them: pass merge=True, which writes the whole model"
         )
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
@@ -154,8 +154,8 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
             absent = [name for name in shards.values() if not (saving / name).is_file()]
     if absent := gathered(absent)[0]:  # what there is stays, for there may be no other
         raise SavingError(
-            f"the model was not saved: {saving} has no {named(absent)}, for other ranks have a folder of that name of "
-            f"their own: copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
+            f"the model was not saved: {saving} has no {named(absent)}: other ranks wrote into another folder of "
+            f"that name. Copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
             "that all machines share"
         )
 

@@ -26,7 +26,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
 _SHUFFLED = (
-    "Probably each rank shuffles by random numbers of its own: give DataLoader(shuffle=True) a generator with the same "
+    "Probably each rank shuffles with its own random numbers: give DataLoader(shuffle=True) a generator with the same "
     "seed on all ranks, or a DistributedSampler whose rank is the data-parallel one."
 )
 _OTHER_DATA = "ranks of one replica have drawn different data, though they run parts of the same layers or slices:"

@@ -57,6 +57,6 @@ class HandedInputs:
         """Raise WrittenInputError where layers have failed with `error` because they have no copy."""
         if self._handed and "leaf Variable that requires grad" in text_of(error):
             raise WrittenInputError(
-                "a layer works in place on its input, and did not in the first training forwards, so that it has no "
-                "copy: let it work on one (inputs = inputs.clone())"
+                "a layer changes its input in place, and did not in the first training forwards, so that it got "
+                "no copy: change a copy in the layer (inputs = inputs.clone())"
             ) from error

@@ -265,8 +265,8 @@ def _require_rows(batch: Any, micro_batch_id: int, row_dim: int) -> None:
     shapes = [list(t.shape) for t in tensors if torch.is_tensor(t) and t.dim() > row_dim]
     if shapes and not any(shape[row_dim] for shape in shapes):  # one may be empty: images of a text
         raise BatchError(
-            f"micro-batch {micro_batch_id} has 0 rows (shapes {shapes}): a filter has left none, or the data is at its "
-            "end; let the data iterator leave it out"
+            f"micro-batch {micro_batch_id} has 0 rows (shapes {shapes}): a filter has removed all, or the data is at "
+            "its end; skip such micro-batches in the data iterator"
         )
 
 

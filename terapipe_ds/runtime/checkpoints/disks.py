@@ -42,7 +42,7 @@ def require_shared(folder: Path, world: Any) -> None:
     if blind:
         raise CheckpointError(
             f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind, 'ranks')}): they have another disk "
-            f"or another working folder, where each machine would have a piece of the checkpoint only. {_SHARE}"
+            f"or another working folder, and each machine would hold only a piece of the checkpoint. {_SHARE}"
         )
 
 

@@ -227,7 +227,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
         stuck = "stages have different numbers of groups"
     stuck = stuck or next((each for *_, each in everyone if each is not None), None)
     for name in (name for groups in orders for names in groups for name in names if name.startswith("loss_fn.")):
-        stuck = stuck or f"{name} is no parameter of a layer, and all stages have states of it, right or not"
+        stuck = stuck or f"{name} is no parameter of a layer, and some stages have wrong states of it"
     unknown, owners = None, {}
     as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
     if not as_stock:

@@ -104,8 +104,8 @@ class CheckpointPaths:
         """
         if self.final.is_symlink():  # a move would take the link, and leave the checkpoint behind it without a name
             raise CheckpointError(
-                f"{self.final} is a symbolic link to {os.readlink(self.final)}, where a checkpoint would be replaced: "
-                "save with another tag, or remove the link"
+                f"{self.final} is a symbolic link to {os.readlink(self.final)}, and the save would replace only the "
+                "link: save with another tag, or remove the link"
             )
         self.saving.mkdir(parents=True, exist_ok=True)
         self.saving.touch()

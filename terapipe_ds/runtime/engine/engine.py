@@ -217,7 +217,7 @@ class TeraPipeEngine(ModelEndsEngine):
     def __getattr__(self, name: str) -> Any:
         """Say why the engine has none of its collaborators any more; DeepSpeed looks in the module for others."""
         if name in _WITH_GROUPS:
-            raise AttributeError(f"this engine is destroyed, or was not built, and has no {name}: build another one")
+            raise AttributeError(f"this engine is destroyed, or its start failed, and it has no {name}: build another")
         return super().__getattr__(name)
 
     @property

@@ -99,10 +99,10 @@ class ModelEndsEngine(PipelineEngine):
         return saved
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Load a loss module, then the layers, at the end of which the ranks wait for one another.
+        """Load a loss module, then the layers; the ranks meet at the end.
 
         Raises:
-            CheckpointError: with `strict`, the checkpoint has no values of what the loss trains, as DeepSpeed's own.
+            CheckpointError: with `strict`, the checkpoint lacks the loss's trained parameters, as DeepSpeed's own do.
         """
         loss_fn = self.module.loss_fn
         if isinstance(loss_fn, nn.Module) and loss_fn.state_dict():
@@ -119,11 +119,11 @@ class ModelEndsEngine(PipelineEngine):
                 )
             elif self.global_rank == 0:
                 kind = type(loss_fn).__name__
-                logger.warning("the checkpoint has nothing of loss_fn (%s), which stays as it is", kind)
+                logger.warning("the checkpoint has no values of loss_fn (%s), which keeps its own", kind)
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
     def _path_of_loss(self) -> str:
-        """Return the file of this tensor-parallel rank: that of a layer by another name."""
+        """Return this tensor-parallel rank's file of the loss, named as a layer's file is."""
         path = Path(self.module.ckpt_layer_path(str(self._curr_ckpt_path), 0))
         return str(path.with_name(re.sub(r"^layer_\d+", "loss_fn", path.name)))
 

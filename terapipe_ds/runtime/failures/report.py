@@ -173,14 +173,14 @@ class RankRecord:
         return str(doing) if doing.action else ""
 
     def claim(self, call: str, moves: bool) -> None:
-        """Refuse a call beside those of another thread: their collectives would mix, in another order on each rank.
+        """Refuse a call while another thread uses the engine: collectives would mix in another order on each rank.
 
-        With `moves` it may come where none runs; otherwise not, as that is a matter of chance on each rank.
+        With `moves` another thread may take over between calls. Otherwise it may not: the moment differs by rank.
         """
         here, main = threading.current_thread(), self._main_thread
         if here is not main and main.is_alive() and (self.busy or not moves):
             raise RuntimeError(
-                f"{call} was called in thread {here.name!r}, while the engine is that of thread {main.name!r} "
+                f"{call} was called in thread {here.name!r}, while the engine runs in thread {main.name!r} "
                 f"({self.busy or OUTSIDE}): ranks would wait for one another; call it there, between batches"
             )
 
@@ -269,7 +269,7 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
 
 
 def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
-    """Return how long no rank in a batch has begun anything new; None where the job has stalled.
+    """Return for how long no rank in a batch has begun an action; None if the job has stalled.
 
     A rank may wait for longer than `limit_s` while others work through many actions: the checks of all layers of the
     stage before it, or the slices of a long batch. None of these then takes so long, and all ranks answer.

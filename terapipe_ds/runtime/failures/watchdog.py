@@ -188,7 +188,7 @@ class Watchdog:
         doing = self._record.doing
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
-            f"lost the connection to another rank{whose}: it has ended without a word, or destroyed its engine. "
+            f"lost the connection to another rank{whose}: it has ended without a report, or destroyed its engine. "
             f"{self._lost_ranks(ANSWER_S, or_ended=True)}Its own output and exit code tell more: it was killed (out "
             "of memory?), or makes fewer steps than this rank"
         )
@@ -303,7 +303,7 @@ class Watchdog:
         return time.monotonic() - max(doing.since_s, self._others.lost_at) > LOST_STORE_S
 
     def _end_stalled(self, doing: Doing) -> None:
-        """Report what all ranks do, and end; unless this rank has gone on meanwhile, or waits for ranks that go on."""
+        """Report the actions of all ranks and end, unless this rank or one that it waits for makes progress."""
         states = self._others.live_states(ANSWER_S)
         failure = self._others.failure
         if failure is not None:  # another rank was first, and has its report

@@ -1,4 +1,4 @@
-"""See in the first batch what is trained or changes outside the layers of a `PipelineModule`, where nothing sums it."""
+"""Find in the first batch what trains or changes outside the layers of a `PipelineModule`, where nothing sums it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_DEEPSPEED = {name for f in _FUNCTIONS for name in names_in(f.__code__)} - {"
 class OutsideLayers:
     """Remember, before the first training batch, what `module` holds outside its layers.
 
-    A loss module is trained, summed over its copies and saved. Nothing else there is.
+    A loss module is trained, summed over its copies and saved; nothing else outside the layers is.
 
     Args:
         has_copies: two stages compute the loss, each of half the micro-batches.
@@ -36,12 +36,12 @@ class OutsideLayers:
         self._state = KeptState({"": vars(module)} if has_copies else {}, apart=(*trainer, *layers, *stock))
 
     def problem(self, has_gradient: Callable[[Any], bool]) -> str | None:
-        """Return what this rank trains or changes, and no other one learns of; None: nothing."""
+        """Return an error about what this rank alone trains or changes; None if there is nothing."""
         named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
         if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
             return (
                 f"{first_four(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each "
-                "stage would train a copy of its own, and no checkpoint has it: move it into a layer, or into a "
+                "stage would train its own copy, and no checkpoint would have it: move it into a layer, or into a "
                 "loss_fn that is an nn.Module"
             )
         now = dict(self._module.named_buffers())
@@ -49,8 +49,8 @@ class OutsideLayers:
         if changed and self._sees_parts:
             return (
                 f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
-                "sees one slice of a sequence, and under chimera one of two stages: keep no statistics there, or set "
-                'terapipe.slices to 1 and schedule to "1f1b"'
+                "sees one slice of a sequence, and under chimera runs on one of two stages: keep no statistics there, "
+                'or set terapipe.slices to 1 and schedule to "1f1b"'
             )
         reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
         told = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
@@ -58,7 +58,7 @@ class OutsideLayers:
         if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
             return (
                 f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
-                "compute the loss, each of half the micro-batches, and neither learns what the other keeps: keep it in "
+                "compute the loss, each of half the micro-batches, and neither sees the state of the other: keep it in "
                 "the training loop, or take a schedule other than chimera and chimera-seq"
             )
         return None

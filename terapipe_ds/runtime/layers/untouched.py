@@ -30,7 +30,7 @@ def untouched(module: nn.Module, sums: GradientSums | None = None, with_gradient
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
 
     With `sums` each backward adds its gradients to these sums of the optimizer, as in training, and they are zeroed
-    afterwards. With `with_gradients` they begin as zeros, to which a backward adds as that of a later slice does;
+    afterwards. With `with_gradients` they begin as zeros, to which a backward adds, as a later slice's does;
     otherwise as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():

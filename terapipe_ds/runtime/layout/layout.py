@@ -150,12 +150,12 @@ def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
     """Return the layout that `config` asks for, with the bounds of a partition by hand if there is one.
 
     Raises:
-        TeraPipeConfigError: the schedule has no layout on so many stages, or the partition another number of parts.
+        TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
     if bounds is not None and len(bounds) != layout.num_parts + 1:
         raise TeraPipeConfigError(
-            f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule wants "
+            f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule needs "
             f"{layout.num_parts} ({layout.num_stages} stages, {layout.chunks_per_stage} chunks each"
             f"{', every part twice' if layout.has_copies else ''}): give {layout.num_parts + 1} numbers, or another "
             "schedule or chunks_per_stage"

@@ -15,7 +15,7 @@ from terapipe_ds.runtime.agreement import by_text, digest, gather
 def require_equal_models(module: Any) -> None:
     """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
 
-    Each is told what differs: the number of layers, else the first other layer, and `loss_fn`.
+    The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
     """
     layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
     facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}

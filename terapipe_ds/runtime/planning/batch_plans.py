@@ -82,7 +82,7 @@ class Plans:
     def use(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> str:
         """Take `plan` for its sequence length from now on. Return what the ranks must have alike.
 
-        A schedule that wants the layers at other places is refused: they stay where they are.
+        A schedule that needs another layout of the layers is refused: layers stay where they are.
         """
         plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
         for one in plans:
@@ -103,7 +103,7 @@ class Plans:
             raise PlanError(f"use_slice_plan: schedule {schedule!r}: {error.reason}") from None
         if wanted != layout.placement:
             raise PlanError(
-                f"use_slice_plan: schedule {schedule!r} wants the layers at other places than they are; set "
+                f"use_slice_plan: schedule {schedule!r} needs another layout of the layers; set "
                 "terapipe.schedule and chunks_per_stage before the engine is built"
             )
         choice = Choice(plans, schedule)

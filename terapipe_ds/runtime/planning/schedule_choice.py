@@ -70,7 +70,7 @@ def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], 
     if not elsewhere:
         return error
     best = choose(elsewhere)
-    text = f"{error}. Schedule {best.schedule!r} fits, but wants the layers at other places: {_to_write(best, cuts)}"
+    text = f"{error}. Schedule {best.schedule!r} fits, but needs another layout of the layers: {_to_write(best, cuts)}"
     return MemoryLimitError(text, error.need_bytes, error.stage_id)
 
 
@@ -113,10 +113,10 @@ def _advice(possible: Sequence[PlanResult], result: PlanResult, cuts: Cuts) -> l
     gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
     if _leaves(best, cuts.layout) or gain <= WORTH_CHANGING:
         return []
-    besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
+    besides = "" if best.extra_s is not None else ", without the sum of gradients"
     return [
-        f"schedule {best.schedule!r} would take {gain:.1%} less time than {result.schedule!r}{besides}, but wants "
-        f"the layers at other places: {_to_write(best, cuts)} to try it"
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {result.schedule!r}{besides}, but needs "
+        f"another layout of the layers: {_to_write(best, cuts)} to try it"
     ]
 
 

@@ -120,11 +120,11 @@ class FirstBatchCheck:
             problem = self._probe.look(labels, is_later=True)
         except Exception as error:
             self._probe, problem = None, None
-            logger.warning("labels that come for the first time are no longer tried on the loss: %s", error)
+            logger.warning("labels that appear for the first time are no longer tried on the loss: %s", error)
         if problem is not None:
             raise VerifyError(
-                f"labels are ignored for the first time (ignore_index {self._config.ignore_index}), or come for the "
-                "first time, and the slices' losses do not give what loss_fn gives on the whole sequence: " + problem
+                f"labels are ignored for the first time (ignore_index {self._config.ignore_index}), or appear for the "
+                "first time, and the losses of slices differ from loss_fn on the whole sequence: " + problem
             )
 
     def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool]:

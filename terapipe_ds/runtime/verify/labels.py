@@ -1,4 +1,4 @@
-"""Try every kind of label on `loss_fn`, to see which ones it ignores whatever the `terapipe` section says of them."""
+"""Try every kind of label on `loss_fn`, to see which ones it ignores, independently of the `terapipe` section."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NAMED = 8  # labels in a message
 
 
 class LabelProbe:
-    """Compare the loss of slices with that of the whole where labels are that get no gradient, or no weight.
+    """Compare the losses of slices and of the whole on labels that get no gradient, or no weight.
 
     A kind of label is its value, and where masks are beside it, whether they are zero. Each kind is one token of a
     small call. Tokens that get a gradient and a weight are mixed with those that lack one of them, unevenly, so that
-    another `ignore_index`, reduction or `slice_weight` than that of `loss_fn` shows.
+    an `ignore_index`, reduction or `slice_weight` that does not fit `loss_fn` shows.
     """
 
     def __init__(self, check: LossCheck, tokens: int) -> None:

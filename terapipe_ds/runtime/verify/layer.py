@@ -142,7 +142,7 @@ class LayerCheck:
         outputs = as_tuple(whole[1], "the outputs of a layer")
         uncut = next((each for each in outputs if each.layout is not torch.strided or each.is_quantized), None)
         if uncut is not None or any(each.is_nested for each in outputs):
-            raise UncutOutput("it gives nested, sparse or quantized tensors, which the check cannot cut")
+            raise UncutOutput("it returns nested, sparse or quantized tensors, which the check cannot cut")
         gradients = {i: self._random_gradient(i, t) for i, t in enumerate(outputs) if t.requires_grad}
         is_compared = self.with_gradients and bool(gradients) and not self.is_random
         expected = self._backwards(self.slicing.whole(), [whole], gradients) if is_compared else None

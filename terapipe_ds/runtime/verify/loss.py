@@ -124,7 +124,7 @@ class LossCheck:
                 keys = [f'set terapipe.loss_reduction to "{name}"'] * (name != reduction)
                 keys += [f"set terapipe.ignore_index to {ignored}"] * (ignored != index)
                 return (
-                    f"loss_fn is no {reduction!r} but a {name!r}{which}, which the loss and its gradients agree with: "
+                    f"loss_fn is no {reduction!r} but a {name!r}{which}, by the loss and by its gradients: "
                     f"{' and '.join(keys)}; or give loss_fn a method slice_weight(labels)"
                 )
         return (

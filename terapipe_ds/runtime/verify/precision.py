@@ -22,7 +22,7 @@ _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a 
 
 
 class PreciseLayerCheck(LayerCheck):
-    """Check a layer, and allow it the rounding that is measured where that of its dtype is not enough."""
+    """Check a layer; where the tolerance of its dtype is too small, allow as much as its rounding is measured to be."""
 
     def _beyond_rounding(self, difference: Difference) -> Difference | None:
         """Return a difference that is more than rounding; None where a wider dtype has none, and rounding explains it.

@@ -69,7 +69,7 @@ class CausalConvolution(nn.Module):
 
 
 def test_a_class_may_say_that_it_is_slice_safe() -> None:
-    assert problem(CausalConvolution()) is None, "what it is made of as well"
+    assert problem(CausalConvolution()) is None, "also covers its submodules"
     assert problem(nn.Sequential(nn.Linear(4, 4), CausalConvolution())) is None
     beside = str(problem(nn.Sequential(CausalConvolution(), nn.GRU(4, 4))))
     assert "1.1 (GRU)" in beside and "Conv1d" not in beside

@@ -34,16 +34,16 @@ _SERVED = """
 """
 _INSTEAD = {
     "trainable_token_indices": 'trains some rows of the embedding: train all, by modules_to_save=["embed_tokens"]',
-    "layer_replication": "has other layers than the config of the model: save a model that has them, and give that",
-    "alora_invocation_tokens": "looks for tokens, and stages have hidden states: leave it out",
+    "layer_replication": "has other layers than the config of the model: save a model that has them, and pass that",
+    "alora_invocation_tokens": "needs token ids, and stages get hidden states: leave it out",
 }
 
 
 class Adapters:
     """Low-rank adapters beside frozen weights, in the modules that a config of peft names.
 
-    What is trained, and under which key peft saves it, is what peft says of the whole model. Initial values depend on
-    the seed and the name of a module alone.
+    peft decides on the whole model which parameters are trained, and under which keys they are saved. Initial values
+    depend only on the seed and the name of a module.
 
     Args:
         given: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained on.
@@ -51,8 +51,8 @@ class Adapters:
         outline: which modules of the model have weights.
 
     Raises:
-        ModelRefusedError: what is asked for does not end at a module of a stage, or cannot be saved; or the folder has
-            other adapters than its config says.
+        ModelRefusedError: a target is no module of a stage, or cannot be saved; or the folder has other adapters than
+            its config says.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Adapters:
         self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
 
     def take_over(self, changes: Changes, keeps_dtypes: bool) -> None:
-        """Let the adapters, and what is beside them, be as the owner of a model in memory has set them."""
+        """Give the adapters, and trained weights beside them, the settings of a model in memory."""
         self._changes, self._keeps_dtypes = changes, keeps_dtypes
         self.beside = [name for name, is_on in changes.requires_grad.items() if is_on and name not in self._saved_as]
 
@@ -148,8 +148,8 @@ def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model:
     config = copy.deepcopy(_config_of(given))
     if config.peft_type != "LORA":
         raise ModelRefusedError(
-            f"adapters are those of LoraConfig, and not of {type(config).__name__}, which peft trains by code of its "
-            "own for whole models: give LoraConfig, or a model that they are merged into"
+            f"stages train adapters of LoraConfig, and not of {type(config).__name__}, for which peft needs the whole "
+            "model: give LoraConfig, or a model into which the adapters are merged"
         )
     if config.init_lora_weights not in _INITIAL:
         raise ModelRefusedError(

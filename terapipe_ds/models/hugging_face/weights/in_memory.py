@@ -1,6 +1,6 @@
-"""Find what the owner of a model in memory has changed on it since transformers built it.
+"""Find the changes that were made to a model in memory since transformers built it.
 
-Stages run a fresh model of the same config. What `Changes` holds is set on that one too; any other change is refused.
+Stages run a fresh model of the same config. `Changes` are copied to it; any other change is an error.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
 
 @dataclass
 class Changes:
-    """What the owner has set on a model: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
+    """Settings of a model in memory: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
 
-    The latter are by the names of a module and its attribute.
+    `values` has all but the first, by the names of a module and its attribute.
     """
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
     values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
-        """Set them on the module that has this name in the model; the model itself has none."""
+        """Set them on the module with this name in the model; the model itself has the name ""."""
         for inner, each in module.named_modules(prefix=name):
             for attribute, value in self.values.get(inner, {}).items():
                 setattr(each, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
@@ -57,9 +57,9 @@ class Changes:
 
 
 def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) -> Changes:
-    """Return what is set on a model and not on `fresh`, made of the same config, in `dtype` where one was asked for.
+    """Return the settings of a model that differ from `fresh`, made of the same config, in `dtype` unless it is None.
 
-    Raises ModelRefusedError where something else is different, by name.
+    Raises ModelRefusedError if anything else differs, and names it.
     """
     changes = Changes()
     differences = [*_of_modules(changes, dtype, "", model, fresh), *_of_checkpointing(model)]
@@ -68,8 +68,8 @@ def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) ->
         raise ModelRefusedError(
             f"the {type(model).__name__} in memory is not what transformers makes of its config: "
             f"{_summary(differences)}. Stages run a fresh model of the config with the weights, buffers, dropout, "
-            "requires_grad, gradient checkpointing and adapters of yours, and nothing else: let the config say it, "
-            "undo it, or write the layers as a PipelineModule (docs/models.md)"
+            "requires_grad, gradient checkpointing and adapters of yours, and nothing else: put the change into "
+            "the config, undo it, or write the layers as a PipelineModule (docs/models.md)"
         )
     return changes
 
@@ -161,7 +161,7 @@ def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
     asked = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     on = [module for module in asked if module.gradient_checkpointing]
     if len(on) not in (0, len(asked)):
-        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and can be in all or none"
+        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and must be in all or none"
     for function in {getattr(module, "_gradient_checkpointing_func", checkpoint) for module in on}:
         options = {k: v for k, v in getattr(function, "keywords", {}).items() if k != "use_reentrant"}
         if getattr(function, "func", function) is not checkpoint or options:

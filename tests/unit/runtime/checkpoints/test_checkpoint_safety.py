@@ -220,7 +220,7 @@ def test_what_seems_to_be_of_the_future_is_replaced(now: bool, tmp_path: Path) -
 def test_a_tag_that_is_a_symbolic_link_is_refused(is_there: bool, tmp_path: Path) -> None:
     save(tmp_path, "elsewhere", 1)
     (tmp_path / "a").symlink_to("elsewhere" if is_there else "nowhere")
-    with pytest.raises(CheckpointError, match=r"a is a symbolic link to .*where, where .* save with another tag"):
+    with pytest.raises(CheckpointError, match=r"a is a symbolic link to .*where, and the .* save with another tag"):
         CheckpointPaths(tmp_path, "a", OWN).prepare()
     assert (tmp_path / "a").is_symlink() and [*tmp_path.glob(".*")] == [] and steps_of(tmp_path, "elsewhere") == 1
 

@@ -104,11 +104,11 @@ def job_refused(own: list[int] | None = None, laid_out: list[int] | None = None,
     ("changes", "messages"),
     [
         ({"partition": [0, 4, 8]}, ["terapipe.partition = [0, 4, 8]", "the module has 7 layers", "end it with 7"]),
-        ({"partition": [0, 2, 4, 7]}, ["[0, 2, 4, 7]", "has 3 parts", "wants 2 (2 stages, 1 chunks", "give 3 numbers"]),
-        ({"partition": [0, 4, 7], **LOOP}, ["has 2 parts", "wants 4 (2 stages, 2 chunks each)", "give 5 numbers"]),
+        ({"partition": [0, 2, 4, 7]}, ["[0, 2, 4, 7]", "has 3 parts", "needs 2 (2 stages, 1 chunks", "give 3 numbers"]),
+        ({"partition": [0, 4, 7], **LOOP}, ["has 2 parts", "needs 4 (2 stages, 2 chunks each)", "give 5 numbers"]),
         ({"partition": [0, 4, 7], "own": [0, 3, 7]}, ["terapipe.partition = [0, 4, 7]", "partition=[0, 3, 7]"]),
         ({"partition": [0, 4, 7], "laid_out": [0, 3, 7]}, ["laid out for", "[0, 3, 7]", "[0, 4, 7]"]),
-        ({"own": [0, 1, 2, 3, 7]}, ["[0, 1, 2, 3, 7]", "has 4 parts", "wants 2"]),
+        ({"own": [0, 1, 2, 3, 7]}, ["[0, 1, 2, 3, 7]", "has 4 parts", "needs 2"]),
     ],
 )
 def test_a_partition_that_cannot_be(changes: dict[str, Any], messages: list[str]) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from terapipe_ds import __version__
 from terapipe_ds.compat import CompatError
+from terapipe_ds.version import __version__
 
 COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify", "doctor")
 

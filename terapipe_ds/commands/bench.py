@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
-from terapipe_ds.commands.user_model import DeepSpeedJson, model_of
+from terapipe_ds.commands.user_model import model_of
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 

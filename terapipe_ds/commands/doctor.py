@@ -12,8 +12,8 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_STAGES, Options, Text, option, switch
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.doctor import Check, Line, Verdict
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Look, print, and end with exit code 1 where something will fail."""
     options = DoctorOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    from terapipe_ds import __version__
     from terapipe_ds.doctor import look
+    from terapipe_ds.version import __version__
 
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 

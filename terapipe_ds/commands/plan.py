@@ -8,9 +8,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.plan_options import PlanOptions
 from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import PlanResult, Ranking

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import (
     MAX_DEVICES,
     MAX_FORWARDS,
@@ -17,6 +16,7 @@ from terapipe_ds.commands.options import (
     Text,
     details_option,
 )
+from terapipe_ds.files.user_json import CommandError
 
 OF_CLUSTERS = (
     "devices_per_node",

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.plan_options import OF_CLUSTERS, PlanOptions
-from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.costs.devices import DTYPE_NAMES
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.show import many
 

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.plan_options import PlanOptions
 from terapipe_ds.commands.plan_setup import from_config
-from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.costs.devices import DTYPE_NAMES
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:

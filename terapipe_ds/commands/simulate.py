@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.options import (
     MAX_FORWARDS,
     OrderFile,
@@ -18,6 +17,8 @@ from terapipe_ds.commands.options import (
     option,
     switch,
 )
+from terapipe_ds.costs.devices import DTYPE_NAMES
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from terapipe_ds import cli
 from terapipe_ds.bench import run
 from terapipe_ds.bench.report.data import read_result
-from terapipe_ds.commands import CommandError
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, to_csv
 from terapipe_ds.timeline import Timeline, timeline_file_name

@@ -191,7 +191,7 @@ class Strategy(BaseModel):
         try:
             strategy = parse_as(cls, text)
         except JsonError as error:
-            raise StrategyError(f"strategy: {error}; give what `terapipe plan --devices` or `to_json` wrote") from None
+            raise StrategyError(f"strategy: {error}; give what `terapipe strategy` or `to_json` wrote") from None
         stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
         for name, given, wanted in (
             ("partition", parts, stages * strategy.chunks_per_stage),

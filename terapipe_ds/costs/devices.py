@@ -18,8 +18,6 @@ from terapipe_ds.messages import look_up, show_value
 FILE = Path(__file__).parents[1] / "data" / "devices.json"
 FORMAT, VERSION = "terapipe_ds.devices", 1
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
-"""Short names of dtypes, and torch's."""
 _SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 _Positive = Annotated[float, Field(gt=0)]

@@ -9,7 +9,8 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.messages import show_value
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", None: "float32"}
+DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
+"""Short names of dtypes, and torch's."""
 
 
 class CommandError(ValueError):
@@ -65,7 +66,7 @@ class DeepSpeedJson:
     @property
     def dtype(self) -> str:
         """Return torch's name of the dtype in training."""
-        return _DTYPES[self.precision]
+        return DTYPE_NAMES[self.precision or "fp32"]
 
     def _value(self, key: str) -> Any:
         section, _, name = key.rpartition(".")

@@ -2,8 +2,8 @@
 
     python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt2-xl --device h200
 
-What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for the
-devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
+What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for
+the devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
 `engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where the layout is
 still that of the checkpoint, nothing is converted.
 

@@ -40,7 +40,6 @@ EXAMPLES = """\
   terapipe bench --accumulation 1 --slices plan,plan:4,plan:8 the planner's best, and of at most 4 and 8 slices
   terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
-  terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
   terapipe bench --from bench.json --html bench.html          the report of a result that was kept
 
@@ -53,7 +52,6 @@ Schedules of each system:
     subsequent_indent="    ",
 )
 
-REPLAY_TOLERANCE = 0.05
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """Matches a word that is an absolute path, or the one of `--option=/path`."""
@@ -112,10 +110,6 @@ class BenchOptions(Options):
         "RESULT",
         flags=("--from",),
     )
-    check_replay: bool = switch(
-        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
-        group="output",
-    )
 
 
 add_arguments = BenchOptions.add_to
@@ -141,8 +135,6 @@ def run(arguments: argparse.Namespace) -> None:
 
         write_report(result, options.html, options.interactive)
     _check_success(result)
-    if options.check_replay:
-        _check_replay(result)
 
 
 def _report_of(options: BenchOptions, result: str) -> None:
@@ -165,11 +157,6 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
     job = job_of(options)
-    if options.check_replay and job.device != "cpu":
-        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
-    if options.check_replay and job.replayed:
-        where = f"{job.work.stages} stages on {len(os.sched_getaffinity(0))} cores"
-        raise CommandError(f"--check-replay: {where} have no measured times; give fewer --stages")
     _check_devices(job)
     return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
@@ -320,15 +307,3 @@ def _check_success(result: dict[str, Any]) -> None:
     for what, rows in (("", result["runs"]), (" of terapipe", ours)):
         if rows and all("error" in row for row in rows):
             raise CommandError(f"no run{what} could be made; the first one's error: {rows[0]['error']}")
-
-
-def _check_replay(result: dict[str, Any]) -> None:
-    """Compare replayed times with measured ones, row by row."""
-    worst = 0.0
-    for row in result["runs"]:
-        if "error" not in row:
-            error = row["replayed_s"] / row["step_s"] - 1
-            worst = max(worst, abs(error))
-            print(f"replay: m={row['accumulation']} {row['label']:<36}{row['replayed_s']:>9.3f} s{error:>+8.1%}")
-    if worst > REPLAY_TOLERANCE:
-        raise CommandError(f"--check-replay: a replayed step is {worst:.1%} off the measured one, more than 5%")

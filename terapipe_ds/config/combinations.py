@@ -16,7 +16,8 @@ _RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "aut
 def _planner(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object `planner` with its defaults, which a caller in Python gives as a model."""
     planner = section.get("planner", {})
-    return PlannerConfig().model_dump() | (planner if isinstance(planner, Mapping) else planner.model_dump())
+    known = planner if isinstance(planner, Mapping) else planner.model_dump()
+    return {**PlannerConfig().model_dump(), **known}
 
 
 def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:

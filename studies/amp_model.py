@@ -25,13 +25,14 @@ from terapipe_ds.costs.analytic import AnalyticCosts
 from terapipe_ds.costs.devices import DeviceCard, LinkCard
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Cluster, Grid
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.parts import Setting, Span, TiedCopy
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.candidate import Candidate, replay_of
 from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.strategy import Grid
 
 FILE = Path(__file__).with_name("amp_published.json")
 _HALF = 2  # bytes

@@ -19,11 +19,11 @@ from typing import Any
 from studies.options import study_parser
 from studies.paper import FILE, parse_scheme
 from terapipe_ds.costs.model_sizes import model_size
-from terapipe_ds.planner.cluster import Grid
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.strategy import Cluster, Included, Strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.strategy import Grid
 
 DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
 NODE_BYTES_PER_S = 25e9 / 8

@@ -54,8 +54,8 @@ from terapipe_ds.config.values import (
 )
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan
-from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.strategy import Strategy
 
 
 class TeraPipeConfig(StrictModel):

@@ -23,7 +23,7 @@ from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.strategy.included import Included
 from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, simulate_strategy, size_of
-from terapipe_ds.planner.strategy.strategy import Strategy
+from terapipe_ds.strategy import Strategy
 
 __all__ = [
     "Cluster",

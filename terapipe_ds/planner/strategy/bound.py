@@ -147,8 +147,8 @@ class Bounded:
     def _reductions(self) -> list[tuple[float, float]]:
         """Return, per stage, the seconds of a reduction of nothing, and per byte."""
         grid, large = self.candidate.grid, 1e12
-        starts = [grid.all_reduce_s(0.0, k, self.cluster) for k in range(self.num_stages)]
-        return [(s, (grid.all_reduce_s(large, k, self.cluster) - s) / large) for k, s in enumerate(starts)]
+        starts = [self.cluster.all_reduce_s(grid, 0.0, k) for k in range(self.num_stages)]
+        return [(s, (self.cluster.all_reduce_s(grid, large, k) - s) / large) for k, s in enumerate(starts)]
 
     @property
     def _reachable(self) -> float:

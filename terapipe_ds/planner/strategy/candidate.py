@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Grid
 from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay
+from terapipe_ds.strategy import Grid
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Priced(Bounded):
         sent[-1] = 0.0
         extras = []
         for stage_id in stages:
-            link = self.candidate.grid.link(stage_id - 1, stage_id, self.cluster) if stage_id else None
+            link = self.cluster.link_between(self.candidate.grid, stage_id - 1, stage_id) if stage_id else None
             wire_s = sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices if link else 0.0 * sent
             extras.append(np.broadcast_to(2 * wire_s[:, None], off.shape))
         cuts = best_cuts(times, extras, counts - 1 / num_slices, 1 / num_slices)
@@ -101,7 +101,7 @@ class Priced(Bounded):
             seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
         copy = self.layers.tied_copy(setting)
         if copy is not None and self._has_tied_copy(owners):
-            link = self.candidate.grid.link(owners[0], owners[-1], self.cluster)
+            link = self.cluster.link_between(self.candidate.grid, owners[0], owners[-1])
             for stage_id in (owners[0], owners[-1]):
                 seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
             seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
@@ -113,7 +113,8 @@ class Priced(Bounded):
         sent = self.layers.output_bytes(self.candidate.setting)
         wires: list[Wire | None] = [None]
         for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
-            wires.append(None if one == other else Wire(grid.link(one, other, self.cluster), float(sent[bound - 1])))
+            link = None if one == other else self.cluster.link_between(grid, one, other)
+            wires.append(None if link is None else Wire(link, float(sent[bound - 1])))
         wires.append(None)
         costs = {again: self._costs(again) for again in set(recompute)}
         kept: dict[Any, PartCosts] = {}

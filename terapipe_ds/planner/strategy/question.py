@@ -22,9 +22,9 @@ from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
-from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.schedule import ScheduleError, build, placement_for
 from terapipe_ds.simulator import simulate
+from terapipe_ds.strategy import Strategy
 from terapipe_ds.timeline import Timeline
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.shapes import usual_chunks
+from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
 _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Grid
 from terapipe_ds.planner.strategy import Cluster, LayerChain, rank_strategies, simulate_strategy
 from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
@@ -18,6 +17,7 @@ from terapipe_ds.planner.strategy.question import layers_of
 from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES
 from terapipe_ds.planner.strategy.space import Space
+from terapipe_ds.strategy import Grid
 
 CLUSTER = Cluster("v100", 2, 2)
 SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}

@@ -143,9 +143,8 @@ def test_batches_too_long_for_a_replay_are_told_by_shorter_ones(schedule: str, m
     cut = (0, 2, 5, 7, 10) if chunks == 1 else (0, 1, 2, 3, 4, 5, 7, 8, 10)
     how: Any = (cut, schedule, SlicePlan.equal(1024, slices), math.inf)
     whole = priced.score(*how, chunks_per_stage=chunks)
-    monkeypatch.setattr("terapipe_ds.planner.strategy.priced._MOST_WHOLE", 0)
-    monkeypatch.setattr("terapipe_ds.planner.strategy.priced.FEW", 200)
-    told = priced.score(*how, chunks_per_stage=chunks)
+    monkeypatch.setattr("terapipe_ds.simulator.few.FEW", 200)
+    told = priced.score(*how, chunks_per_stage=chunks, most=None)
     assert whole is not None and told is not None
     assert told.seconds == pytest.approx(whole.seconds, rel=0.05 if schedule == "zbv" else 2e-3)
     assert told.seconds != whole.seconds

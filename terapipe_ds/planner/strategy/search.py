@@ -150,7 +150,7 @@ class Search:
             for shape in self._shapes(slices):
                 self._score(priced, shape, cut, slices)
 
-    def _score(self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float = FEW) -> None:
+    def _score(self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None) -> None:
         """Replay a cut, and keep it where it is the best of its candidate."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
         score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most)
@@ -241,7 +241,7 @@ class Search:
     def _best_s(self) -> float:
         return min((score.seconds for score in self.scores.values()), default=math.inf)
 
-    def _bound_s(self, priced: Priced, limit_bytes: float | None = None) -> float:
+    def _bound_s(self, priced: Priced, limit_bytes: float = math.inf) -> float:
         """Return a lower bound on every schedule that is tried for a candidate."""
         choices, counts = self.space.choices, self._slice_counts()
         tried = [shape for slices in (counts[0], counts[-1]) for shape in self._shapes(slices)]

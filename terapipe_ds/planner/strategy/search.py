@@ -132,6 +132,9 @@ class Search:
                 break
             costs, limit_bytes = priced[candidate], self.space.limit_bytes
             bounds_s[candidate] = max(bounds_s[candidate], self._bound_s(costs, limit_bytes))
+            if math.isinf(bounds_s[candidate]):
+                continue
+            # about the seconds of the best cut for each number of slices
             cuts = [
                 (*proposal, slices)
                 for slices in self._slice_counts()

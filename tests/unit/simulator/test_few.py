@@ -41,14 +41,14 @@ def test_proven_peaks_are_those_of_the_whole_batch(name: str, stages: int, count
 @pytest.mark.parametrize("name", [*PLAIN, *CHUNKED])
 def test_long_batches_are_told_by_shorter_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages of equal work, a slow link, 100 micro-batches; orders of `zbv` are not quite periodic."""
-    monkeypatch.setattr("terapipe_ds.simulator.few.FEW", 200)
     chunks = 2 if name in CHUNKED else 1
     slices = 1 if name in ("1f1b", "gpipe", "zb-h1", "interleaved", "dapple") else 4
     shape, plan = ScheduleShape(name, 4, slices, chunks), SlicePlan.equal(64, slices)
+    monkeypatch.setattr("terapipe_ds.simulator.few.FEW", 30 * shape.num_computations)
     costs = UnitCosts(64, send_share=0.3, share=1 / chunks)
     whole = outcome_of(shape, 100, plan, costs=costs, memory=MEMORY, most=float("inf"))
     told = outcome_of(shape, 100, plan, costs=costs, memory=MEMORY)
     assert whole.is_proven and not told.is_proven
     assert whole.makespan_s == replay_of(shape, 100).makespan(plan, costs)
     assert told.ends_s == pytest.approx(whole.ends_s, rel=0.05 if name == "zbv" else 5e-3)
-    assert told.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02 if name in CHUNKED else 0)
+    assert told.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1 if name in CHUNKED else 0)

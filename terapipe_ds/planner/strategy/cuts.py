@@ -44,11 +44,6 @@ def least_maximum(costs: Sequence[Floats]) -> float:
     return _program(costs, np.maximum)[0]
 
 
-def least_maximum_cut(costs: Sequence[Floats]) -> Bounds:
-    """Return a cut with that largest cost."""
-    return _program(costs, np.maximum)[1]
-
-
 def best_cuts(
     times: Sequence[Floats], extras: Sequence[Floats], weight: float, share: float
 ) -> list[tuple[float, Bounds]]:

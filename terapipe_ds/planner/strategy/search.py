@@ -153,7 +153,9 @@ class Search:
             for shape in self._shapes(slices):
                 self._score(priced, shape, cut, slices)
 
-    def _score(self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None) -> None:
+    def _score(
+        self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None
+    ) -> None:
         """Replay a cut, and keep it where it is the best of its candidate."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
         score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most)

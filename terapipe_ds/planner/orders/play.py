@@ -41,6 +41,7 @@ class _Room:
         self._for_backward = [0.0] * nodes.num_stages
         self._of_micro_batch = [0.0] * nodes.num_stages
         owners = [m for m, _ in nodes.units]
+        # the most that a B of the stage needs, and that its share of a micro-batch holds
         for part, stage_id in enumerate(nodes.stage_of_part):
             self.pending[stage_id] += holdings.with_first_backward[part]
             first, backward = part * nodes.num_units, (nodes.num_parts + part) * nodes.num_units
@@ -82,10 +83,12 @@ class _Player:
             return choice
         if backward is not None and backward[0] <= now:
             return Choice(BACKWARD, *backward[1:])
+        # W fills what would be a wait
         pending = [lane for lane in places if self.nodes.is_split and lane.pending_weights]
         if choice is None and pending:
             lane = max(pending, key=lambda lane: (lane.pending_weights, lane.part_id))
             choice = Choice(WEIGHT, lane, lane.next_weight)
+        # a B that comes soon is worth a short wait
         if choice is None or backward is None:
             return choice
         patience_s = self.policy.patience[stage_id] * self.nodes.seconds[self._node(choice)]

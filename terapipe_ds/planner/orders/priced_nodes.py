@@ -65,6 +65,7 @@ class PricedNodes:
             for plan in self.plans
             for length, start in zip(plan.lengths, plan.starts, strict=True)
         ]
+        # seconds by kind, part and unit, in the order of the nodes' numbers
         rows = [FORWARD, SPLIT_BACKWARD, WEIGHT] if self.is_split else [FORWARD, BACKWARD]
         table = tabulate(parts, [{*rows, SEND, SEND_GRADIENT}] * self.num_parts, list(numbers))[:, :, of_unit]
         self.seconds: list[float] = np.concatenate([table[:, row].ravel() for row in rows]).tolist()

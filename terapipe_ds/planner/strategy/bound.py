@@ -45,6 +45,7 @@ class Bounded:
         if limit_bytes < np.inf:
             off, full = (self._least_peaks(again) <= limit_bytes for again in (False, True))
             times = np.where(off, times, np.where(full, times + spans_matrix(self._forward_again), np.inf))
+        # entry [j, i] is about a stage with the layers in [j, i): its own end, or the way back to stage 0
         total = fills + self.num_micro_batches * times
         rising = total + spans_matrix(ends)
         back = total + drains + ends[0]

@@ -64,6 +64,7 @@ def rank_strategies(
     """
     if not isinstance(cluster, Cluster):
         raise PlannerError(f"cluster = {show_value(cluster)}: give a Cluster(device, nodes, devices_per_node)")
+    # the question as values that can be: layers with costs, counts, and a schedule that strategies have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
@@ -77,6 +78,7 @@ def rank_strategies(
         check_limit(memory_limit_gb, cluster),
         Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
     )
+    # the answers, the best first
     search = Search(space, progress, stop)
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")

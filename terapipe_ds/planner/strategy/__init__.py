@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
-from terapipe_ds.planner.strategy.included import Included
 from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, simulate_strategy, size_of
 from terapipe_ds.strategy import Strategy
 
 __all__ = [
     "Cluster",
-    "Included",
     "LayerChain",
     "Strategy",
     "plan_strategy",

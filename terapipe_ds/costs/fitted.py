@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +177,15 @@ class CostModel:
         for part in profile.parts:
             own = [link for link in profile.links if link.part_id == part.part_id]
             links = own or [link for link in profile.links if link.part_id is None]  # these serve for all links
-            tokens = (part.memory or {}).get("window_tokens")
-            window = 1 + tokens if tokens else math.inf
-            options: dict[str, Any] = {"part_id": part.part_id, "allow_extrapolation": allow_extrapolation}
-            options["window"] = window
-            models.append(cls(part.samples, links=links, step_s=part.step_s, **options))
+            model = cls(
+                part.samples,
+                links=links,
+                step_s=part.step_s,
+                part_id=part.part_id,
+                window=window_of(part.memory),
+                allow_extrapolation=allow_extrapolation,
+            )
+            models.append(model)
         return models
 
     @functools.cached_property
@@ -244,6 +248,12 @@ class CostModel:
         else:
             return
         raise CostModelError(f"part {self.part_id}: {problem}")
+
+
+def window_of(memory: Mapping[str, Any] | None) -> float:
+    """Return the window of the layers whose memory a profile has, in tokens; infinite without one."""
+    tokens = (memory or {}).get("window_tokens")
+    return 1 + tokens if tokens else math.inf
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array, window: float) -> tuple[float, ...]:

@@ -39,9 +39,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.messages import show_value
@@ -87,6 +88,11 @@ class PartMemory:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value >= 0):
                 raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any] | None) -> PartMemory | None:
+        """Return the memory that a profile has of a part or a layer; None: it was not measured."""
+        return None if numbers is None else cls(**numbers)
 
 
 @dataclass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Layers, Rows, Setting, Span, WholeCosts, shared
+from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
 from terapipe_ds.planner.memory import PartMemory
 
 
@@ -36,7 +36,7 @@ class LayerChain:
         output_bytes: Sequence[float],
         saved_bytes: Sequence[float],
         parameter_bytes: Sequence[float],
-        costs: Sequence[Any] | None = None,
+        costs: Sequence[Costs] | None = None,
     ) -> None:
         numbers = {
             "forward_s": forward_s,
@@ -79,14 +79,17 @@ class _ChainLayers:
     def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
         return None
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
         chain, rows = self._chain, setting.micro_batch
         if chain.costs is not None:
-            kept: dict[int, Rows] = {}
-            return [kept.setdefault(id(costs), Rows(costs, rows, recompute)) for costs in chain.costs]
+            of_rows = {id(costs): [costs] * rows for costs in chain.costs}
+            made = {key: PartCosts(costs, costs if recompute else ()) for key, costs in of_rows.items()}
+            return [made[id(costs)] for costs in chain.costs]
         again = chain.forward_s if recompute else np.zeros(self.num_layers)
         times = zip((rows * chain.forward_s).tolist(), (rows * (chain.backward_s + again)).tolist(), strict=True)
-        return shared([WholeCosts(forward, backward, self._length) for forward, backward in times])
+        kept: dict[WholeCosts, WholeCosts] = {}  # equal layers are one object
+        whole = [WholeCosts(forward, backward, self._length) for forward, backward in times]
+        return [kept.setdefault(layer, layer) for layer in whole]
 
     def output_bytes(self, setting: Setting) -> Floats:
         return setting.micro_batch / self._length * self._chain.bytes_after

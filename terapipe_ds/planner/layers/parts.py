@@ -5,18 +5,15 @@ A part is a run of layers. Its times are the sums of theirs, and its messages ar
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe_ds.costs.devices import LinkCard
+from terapipe_ds.planner.layers.part_costs import Costs
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -67,8 +64,8 @@ class Layers(Protocol):
     def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
         """Return why nothing is known of micro-batches of so many rows on so many tensor ranks, or None."""
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
-        """Return an object with `forward_s`, `backward_s` and perhaps `weight_s` per layer; equal layers share one."""
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
+        """Return the costs of each layer; equal layers share one object."""
 
     def output_bytes(self, setting: Setting) -> Floats:
         """Return, per layer, the bytes per token of what a micro-batch sends on after it."""
@@ -85,7 +82,7 @@ class Layers(Protocol):
 
 @dataclass(frozen=True)
 class WholeCosts:
-    """Times of a layer that is not sliced: whatever the tokens, as for the whole sequence by share."""
+    """Times of a layer that is not sliced: a slice takes its share of the tokens of a whole sequence."""
 
     forward: float
     backward: float
@@ -99,81 +96,6 @@ class WholeCosts:
         return self.backward * tokens / self.sequence_length + 0.0 * prefix
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Costs of a layer for several sequences at once, and with its forward again where it is recomputed."""
-
-    costs: Any
-    rows: int
-    recompute: bool
-
-    @property
-    def vectorized(self) -> bool:
-        return bool(getattr(self.costs, "vectorized", False))
-
-    @property
-    def weight_s(self) -> Callable[[Any, Any], Any]:
-        """Return what W takes, in which no forward is. A layer that does not tell has no such method (`hasattr`)."""
-        weight_s = self.costs.weight_s
-        return lambda tokens, prefix: self.rows * weight_s(tokens, prefix)
-
-    def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self.rows * self.costs.forward_s(tokens, prefix)
-
-    def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        again_s = self.costs.forward_s(tokens, prefix) if self.recompute else 0.0
-        return self.rows * (self.costs.backward_s(tokens, prefix) + again_s)
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A link between two stages, and how many bytes go over it per token."""
-
-    link: LinkCard
-    bytes_per_token: float
-
-    def seconds(self, tokens: Any) -> Any:
-        return self.link.latency_s + self.bytes_per_token * tokens / self.link.bandwidth_bytes_per_s
-
-
-class PartCosts:
-    """Costs of a part, as planner and simulator ask for them: sums over its layers, and the links at its ends."""
-
-    def __init__(self, layers: Sequence[Any], forward: Wire | None = None, backward: Wire | None = None) -> None:
-        counts = Counter(map(id, layers))
-        by_id = {id(layer): layer for layer in layers}
-        self._layers = [(by_id[key], count) for key, count in counts.items()]
-        self.vectorized = all(getattr(layer, "vectorized", False) for layer in layers)
-        self._forward, self._backward = forward, backward
-        if all(hasattr(layer, "weight_s") for layer in layers):  # a part that cannot split must not look as if it could
-            self.weight_s = self._weight_s
-
-    def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        return sum(count * layer.forward_s(tokens, prefix) for layer, count in self._layers)
-
-    def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        return sum(count * layer.backward_s(tokens, prefix) for layer, count in self._layers)
-
-    def send_s(self, tokens: Any) -> Any:
-        return 0.0 * tokens if self._forward is None else self._forward.seconds(tokens)
-
-    def send_gradient_s(self, tokens: Any) -> Any:
-        return 0.0 * tokens if self._backward is None else self._backward.seconds(tokens)
-
-    def _weight_s(self, tokens: Any, prefix: Any) -> Any:
-        return sum(count * layer.weight_s(tokens, prefix) for layer, count in self._layers)
-
-
-def sum_of_memory(layers: Sequence[PartMemory]) -> dict[str, Any]:
-    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works."""
-    numbers: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(PartMemory)):
-        values = [getattr(layer, name) for layer in layers]
-        is_largest = name.startswith("working") or name == "window_tokens"
-        numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
-    return numbers
-
-
 def bytes_summed(dtype: str, zero_stage: int) -> float:
     """Return the bytes per trained parameter that replicas all-reduce; what is only gathered counts half.
 
@@ -183,12 +105,6 @@ def bytes_summed(dtype: str, zero_stage: int) -> float:
     if dtype == "bfloat16":
         return 4 + 2 / 2
     return (1.5 if zero_stage else 1.0) * ITEMSIZE[dtype]
-
-
-def shared(layers: Sequence[Hashable]) -> list[Any]:
-    """Return the layers, of which those that are equal are one object."""
-    kept: dict[Hashable, Any] = {}
-    return [kept.setdefault(layer, layer) for layer in layers]
 
 
 def spans_of(bounds: Sequence[int], recompute: Sequence[bool]) -> list[Span]:

@@ -62,7 +62,7 @@ def rank_schedules(
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
             Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
-            `bidirectional_cost`); None: not known.
+            `layers.both_ways`); None: not known.
 
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.

@@ -17,7 +17,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.memory import MemoryModel
-from terapipe_ds.planner.recompute.stages import PartLayers, RecomputeChoice, choose_layers, recompute_everything
+from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices

@@ -22,7 +22,8 @@ from terapipe_ds.costs.profile import (
 )
 from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster, measured_layers
-from terapipe_ds.planner.layers.parts import PartCosts, Setting, Span
+from terapipe_ds.planner.layers.part_costs import PartCosts
+from terapipe_ds.planner.layers.parts import Setting, Span
 from terapipe_ds.planner.strategy import Cluster, rank_strategies
 
 LENGTH = 256

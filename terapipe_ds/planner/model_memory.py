@@ -64,14 +64,14 @@ class PartMemory:
         PlannerError: a number that is negative or not finite.
     """
 
-    static_bytes: int  # parameters, optimizer states, and gradients that an optimizer keeps between batches
+    static_bytes: float  # parameters, optimizer states, and gradients that an optimizer keeps between batches
     slice_bytes_per_token: float  # what a live slice keeps for its backward
     store_bytes_per_token: float = 0  # keys and values of a live micro-batch
     store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
     working_bytes: int = 0  # more, only while an F, B or W runs
     working_bytes_per_token: float = 0  # of the slice that runs; link buffers are in here
     working_bytes_per_prefix_token: float = 0
-    gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
+    gradient_bytes: float = 0  # of the parameters, from a batch's first backward to its optimizer step
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
     weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
     carried_bytes_per_slice: float = 0  # states that a live slice has read; the first one of a micro-batch has none

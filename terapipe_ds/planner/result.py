@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import Schedule, build, to_csv
+from terapipe_ds.simulator import Replay
 
 PREFERENCE = (
     *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
@@ -59,6 +61,39 @@ class PlanResult:
 
     order: Schedule | None = None
     order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name
+
+    @classmethod
+    def of_replay(
+        cls,
+        schedule: Schedule,
+        unsliced: Schedule,
+        plans: Sequence[SlicePlan],
+        costs: Any,
+        memory: MemoryModel | None,
+        memory_limit_bytes: float | None,
+        **more: Any,
+    ) -> PlanResult:
+        """Return the prediction for plans that nobody searched; `more` has fields that differ from those here."""
+        timeline = Replay.of(schedule).run(plans, costs, memory=memory)
+        whole = SlicePlan.equal(plans[0].sequence_length, 1)
+        fields: dict[str, Any] = {
+            "plans": tuple(plans),
+            "schedule": schedule.name,
+            "predicted_s": timeline.makespan_s,
+            "optimal": False,
+            "lower_bound_s": 0.0,
+            "num_stages": schedule.num_stages,
+            "num_micro_batches": schedule.num_micro_batches,
+            "unsliced_s": Replay.of(unsliced).makespan(whole, costs),
+            "equal_plan": plans[0],
+            "equal_s": timeline.makespan_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "peak_bytes": timeline.peak_bytes,
+            "memory_limit_bytes": memory_limit_bytes,
+            "num_candidates": 1,
+            "chunks_per_stage": schedule.chunks_per_stage,
+        }
+        return cls(**fields | more)
 
     @property
     def plan(self) -> SlicePlan | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
+from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_layers
+from terapipe_ds.planner.layers.part_costs import Costs
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
 from terapipe_ds.planner.memory import PartMemory
 
@@ -64,7 +66,7 @@ class LayerChain:
         return _ChainLayers(self, sequence_length)
 
 
-class _ChainLayers:
+class _ChainLayers(Layers):
     """A `LayerChain` for sequences of one length."""
 
     dtype, whole_is_least = "float32", False
@@ -72,58 +74,47 @@ class _ChainLayers:
     def __init__(self, chain: LayerChain, sequence_length: int) -> None:
         self._chain, self._length = chain, sequence_length
         self.num_layers, self.is_sliceable = chain.num_layers, chain.costs is not None
+        whole = zip(chain.forward_s.tolist(), chain.backward_s.tolist(), strict=True)
+        shared: dict[tuple[float, float], Costs] = {}  # equal layers are one object
+        unsliced = [shared.setdefault(times, WholeCosts(*times, sequence_length)) for times in whole]
+        self._costs: Sequence[Costs] = unsliced if chain.costs is None else chain.costs
 
     def refuse_tensor(self, degree: int) -> str | None:
         return None if degree == 1 else "a LayerChain says nothing of how ranks share a layer"
 
-    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
-        return None
-
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
-        chain, rows = self._chain, setting.micro_batch
-        if chain.costs is not None:
-            of_rows = {id(costs): [costs] * rows for costs in chain.costs}
-            made = {key: PartCosts(costs, costs if recompute else ()) for key, costs in of_rows.items()}
-            return [made[id(costs)] for costs in chain.costs]
-        again = chain.forward_s if recompute else np.zeros(self.num_layers)
-        times = zip((rows * chain.forward_s).tolist(), (rows * (chain.backward_s + again)).tolist(), strict=True)
-        kept: dict[WholeCosts, WholeCosts] = {}  # equal layers are one object
-        whole = [WholeCosts(forward, backward, self._length) for forward, backward in times]
-        return [kept.setdefault(layer, layer) for layer in whole]
+        return costs_of_layers(self._layers(setting), setting.micro_batch, recompute)
 
     def output_bytes(self, setting: Setting) -> Floats:
         return setting.micro_batch / self._length * self._chain.bytes_after
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
-        return tuple(self._memory(setting, span) for span in spans)
+        layers, parts = self._layers(setting), []
+        for span in spans:
+            numbers = memory_of_layers(layers[span.start : span.stop], span.recompute)
+            lasting = {name: math.ceil(numbers[name]) for name in ("static_bytes", "gradient_bytes")}
+            parts.append(PartMemory(**numbers | lasting))
+        return tuple(parts)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Adam reads gradient, parameter and two states and writes the last three: seven numbers per parameter."""
         divided = setting.data if setting.zero_stage else 1
         return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 
-    def tied_copy(self, setting: Setting) -> None:
-        return None
-
-    def _memory(self, setting: Setting, span: Span) -> PartMemory:
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (it goes with the planner that made it)
+    def _layers(self, setting: Setting) -> list[Layer]:
         """Count fp32 parameters, their gradients and two states; ZeRO-1 divides states and a copy over the replicas."""
-        chain, rate = self._chain, setting.micro_batch / self._length
-        of_part = slice(span.start, span.stop)
-        parameters = float(chain.parameter_bytes[of_part].sum())
-        kept = working = 0.0
-        if span.recompute:  # the inputs of all layers, and while one runs what it keeps
-            before = [0.0, *chain.bytes_after[:-1].tolist()]
-            kept, working = sum(before[of_part]), float(chain.saved_bytes[of_part].max())
-        else:
-            kept = float(chain.saved_bytes[of_part].sum())
-        states = 3 * parameters / setting.data if setting.zero_stage else 2 * parameters
-        gradients = 0.0 if setting.zero_stage else parameters
-        return PartMemory(
-            static_bytes=math.ceil(parameters + states + parameters - gradients),
-            gradient_bytes=math.ceil(gradients),
-            slice_bytes_per_token=rate * kept,
-            working_bytes_per_token=rate * working,
-        )
+        chain, sent = self._chain, self.output_bytes(setting).tolist()
+        saved = (setting.micro_batch / self._length * chain.saved_bytes).tolist()
+        layers = []
+        for index, (costs, parameters) in enumerate(zip(self._costs, chain.parameter_bytes.tolist(), strict=True)):
+            states = 3 * parameters / setting.data if setting.zero_stage else 2 * parameters
+            gradients = 0.0 if setting.zero_stage else parameters
+            static = 2 * parameters + states - gradients
+            memory = PartMemory(static, saved[index], gradient_bytes=gradients)
+            received = sent[index - 1] if index else 0.0
+            layers.append(Layer(costs, memory=memory, input_bytes=received, output_bytes=sent[index]))
+        return layers
 
 
 def _checked(name: str, values: Sequence[float]) -> Floats:

@@ -11,14 +11,14 @@ from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCo
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Setting, Span, TiedCopy, bytes_summed
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, TiedCopy, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class CountedLayers:
+class CountedLayers(Layers):
     """The layers of a model size, with costs counted for a cluster's devices."""
 
     is_sliceable = whole_is_least = True
@@ -36,9 +36,6 @@ class CountedLayers:
             return str(error)
         if self.size.hidden_size % degree:
             return f"tensor_parallel = {degree}: hidden_size = {self.size.hidden_size} does not divide by it"
-        return None
-
-    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
         return None
 
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:

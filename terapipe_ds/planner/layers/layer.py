@@ -16,7 +16,7 @@ import numpy as np
 
 from terapipe_ds.costs.fitted import CostModel, window_of
 from terapipe_ds.costs.profile import Overhead, Profile
-from terapipe_ds.planner.layers.part_costs import Costs
+from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
 from terapipe_ds.planner.memory import PartMemory
 
 
@@ -114,11 +114,34 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
     return layers
 
 
-def sum_of_memory(layers: Sequence[PartMemory]) -> dict[str, Any]:
-    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works."""
+def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[str, Any]:
+    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works.
+
+    Where all layers `recompute`, a live slice keeps their inputs, and in its backward one layer at a time is whole.
+    """
+    known = [layer.memory for layer in layers if layer.memory is not None]
     numbers: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(PartMemory)):
-        values = [getattr(layer, name) for layer in layers]
+        values = [getattr(memory, name) for memory in known]
         is_largest = name.startswith("working") or name == "window_tokens"
         numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
+    if recompute:
+        numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
+        numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)
+        if numbers["whole_bytes_per_token"] is not None:
+            numbers["whole_bytes_per_token"] = max(layer.whole_bytes for layer in layers)
     return numbers
+
+
+def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: bool = False) -> list[Costs]:
+    """Return the costs of every layer for so many sequences, with its share of its part's overhead."""
+    made: dict[tuple[int, int], Costs] = {}
+    costs = []
+    for layer in layers:
+        key = id(layer.costs), id(layer.overhead)
+        if key not in made:  # equal layers of a part share their costs
+            over = [] if layer.overhead is None else [layer.overhead.shared_by(layer.layers_of_part)]
+            own = [layer.costs, *over] * rows
+            made[key] = PartCosts(own, own if recompute else ())
+        costs.append(made[key])
+    return costs

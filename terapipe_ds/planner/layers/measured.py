@@ -22,9 +22,9 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import line_of
-from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, sum_of_memory
-from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
-from terapipe_ds.planner.layers.parts import Floats, Setting, Span, bytes_summed
+from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, layers_of_profile, memory_of_layers
+from terapipe_ds.planner.layers.part_costs import Costs
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -56,21 +56,7 @@ def timed_layers(profile: Profile) -> list[Layer]:
     return layers
 
 
-def _costs_of(layers: Sequence[Layer], recompute: bool) -> list[Costs]:
-    """Return the costs of every layer, with its share of what its part takes beyond its layers."""
-    made: dict[tuple[int, int], PartCosts] = {}
-    costs: list[Costs] = []
-    for layer in layers:
-        key = id(layer.costs), id(layer.overhead)
-        if key not in made:  # equal layers of a part share their costs
-            over = [] if layer.overhead is None else [layer.overhead.shared_by(layer.layers_of_part)]
-            own = [layer.costs, *over]
-            made[key] = PartCosts(own, own if recompute else ())
-        costs.append(made[key])
-    return costs
-
-
-class MeasuredLayers:
+class MeasuredLayers(Layers):
     """The layers of a model, with costs from profiles of it.
 
     Raises:
@@ -90,7 +76,9 @@ class MeasuredLayers:
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
         self._costs = {
-            (size, again): _costs_of(layers, again) for size, layers in self._layers.items() for again in (False, True)
+            (size, again): costs_of_layers(layers, recompute=again)
+            for size, layers in self._layers.items()
+            for again in (False, True)
         }
 
     def refuse_tensor(self, degree: int) -> str | None:
@@ -136,18 +124,9 @@ class MeasuredLayers:
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
         return summed * trained, share * np.array(moved)
 
-    def tied_copy(self, setting: Setting) -> None:
-        return None
-
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         layers = self._layers[_size(setting)][span.start : span.stop]
-        numbers = sum_of_memory([layer.memory for layer in layers if layer.memory is not None])
-        if span.recompute:
-            # a live slice keeps the inputs alone, and in its backward one layer after the other is whole
-            numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
-            numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)
-            if numbers["whole_bytes_per_token"] is not None:
-                numbers["whole_bytes_per_token"] = max(layer.whole_bytes for layer in layers)
+        numbers = memory_of_layers(layers, span.recompute)
         return PartMemory(**numbers | self._states(setting, layers, numbers))
 
     def _states(self, setting: Setting, layers: Sequence[Layer], numbers: Mapping[str, Any]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
-from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, sum_of_memory
+from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, memory_of_layers
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
 
@@ -96,7 +96,7 @@ class MeasuredParts:
             return None
         parts = []
         for layers in self.between(bounds):
-            numbers = sum_of_memory([layer.memory for layer in layers if layer.memory is not None])
+            numbers = memory_of_layers(layers)
             lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
             parts.append(PartMemory(**numbers | lasting))
         return MemoryModel(tuple(parts), offloads=self.offloads)

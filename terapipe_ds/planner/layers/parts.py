@@ -5,10 +5,11 @@ A part is a run of layers. Its times are the sums of theirs, and its messages ar
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,37 +48,41 @@ class Span:
     recompute: bool = False
 
 
-class Layers(Protocol):
-    """What the planner asks of a model."""
+class Layers(abc.ABC):
+    """What the planner asks of a model, whose times are kept by its identity."""
 
     num_layers: int
     is_sliceable: bool
     whole_is_least: bool  # whether no slices together take less than the whole sequence
     dtype: str  # as `model_memory` spells it
 
-    def __hash__(self) -> int:
-        """Return a hash by identity: times are kept per model."""
-
+    @abc.abstractmethod
     def refuse_tensor(self, degree: int) -> str | None:
         """Return why so many ranks cannot share a layer, or None."""
 
     def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
         """Return why nothing is known of micro-batches of so many rows on so many tensor ranks, or None."""
+        return None
 
+    @abc.abstractmethod
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
         """Return the costs of each layer; equal layers share one object."""
 
+    @abc.abstractmethod
     def output_bytes(self, setting: Setting) -> Floats:
         """Return, per layer, the bytes per token of what a micro-batch sends on after it."""
 
+    @abc.abstractmethod
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
         """Return the memory of every part of a pipeline."""
 
+    @abc.abstractmethod
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Return, per layer, on one rank: bytes that are all-reduced over replicas, and that the optimizer moves."""
 
     def tied_copy(self, setting: Setting) -> TiedCopy | None:
         """Return what a second copy of a tied matrix adds where first and last layer are on different stages."""
+        return None
 
 
 @dataclass(frozen=True)

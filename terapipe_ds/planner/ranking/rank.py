@@ -23,7 +23,6 @@ from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.search.problem import BUDGET, Problem
 from terapipe_ds.schedule import SEARCH, build, placement_for
-from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.replay import Plans
 
 SecondsOf = Callable[[int], float | None]
@@ -148,36 +147,20 @@ def _replay_each(
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
-    whole = SlicePlan.equal(plans[0].sequence_length, 1)
     results, refused = [], []
     for name in names:
         sliced, unsliced = (
             build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks)
             for count in ([one.num_slices for one in plans], 1)
         )
-        timeline = Replay(sliced).run(plans, costs, memory=layout.memory)
-        peaks = timeline.peak_bytes
+        result = PlanResult.of_replay(
+            sliced, unsliced, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
+        )
+        peaks = result.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
             refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
-            continue
-        result = PlanResult(
-            plans=plans,
-            schedule=name,
-            predicted_s=timeline.makespan_s,
-            optimal=False,
-            lower_bound_s=0.0,
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            unsliced_s=Replay(unsliced).makespan(whole, costs),
-            equal_plan=plans[0],
-            equal_s=timeline.makespan_s,
-            bubble_fraction=timeline.bubble_fraction,
-            peak_bytes=peaks,
-            memory_limit_bytes=memory_limit_bytes,
-            num_candidates=len(names),
-            chunks_per_stage=sliced.chunks_per_stage,
-        )
-        results.append(result)
+        else:
+            results.append(result)
     where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
     has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
     is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS

@@ -22,9 +22,9 @@ from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
-from terapipe_ds.simulator import Replay
 
 _ROUNDS = 4  # of slices and layers; two are usual
+_OF_SEARCH = ("unsliced_s", "equal_plan", "equal_s", "num_candidates")  # fields that other layers leave alone
 _SHARE = 6  # a search here has such a part of the budget of one without recomputation
 
 
@@ -94,10 +94,11 @@ class _Question:
             while choice.layers not in tried and len(tried) < _ROUNDS:
                 tried.add(choice.layers)
                 result = slices(choice, self.limit_bytes)
-                found.append(self._with_layers(result, choice))
+                found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
                 plan = result.plans[0]  # all have the same
                 choice = self._layers(name, plan)
-                found.append(self._result(name, plan, choice, like=result))
+                searched = {key: getattr(result, key) for key in _OF_SEARCH}
+                found.append(self._result(name, plan, choice, **searched))
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
@@ -118,36 +119,17 @@ class _Question:
         options: dict[str, Any] = dict(self.options)
         return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
 
-    def _with_layers(self, result: PlanResult, choice: RecomputeChoice) -> PlanResult:
-        return dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s)
-
-    def _result(
-        self, name: str, plan: SlicePlan, choice: RecomputeChoice, like: PlanResult | None = None
-    ) -> PlanResult:
-        """Return the prediction of one plan; `like` is that of the same plan where more layers recompute."""
-        schedule = self._schedule(name, plan.num_slices)
-        timeline = Replay.of(schedule).run(plan, list(choice.costs), memory=choice.memory)
-        new: dict[str, Any] = {
-            "predicted_s": timeline.makespan_s,
-            "peak_bytes": timeline.peak_bytes,
-            "bubble_fraction": timeline.bubble_fraction,
-            "recompute": choice.layers,
-            "recompute_s": choice.again_s,
-            "optimal": False,
-            "lower_bound_s": 0.0,
-        }
-        if like is not None:
-            return dataclasses.replace(like, **new)
-        whole = SlicePlan.equal(plan.sequence_length, 1)
-        return PlanResult(
-            plans=(plan,) * self.num_micro_batches,
-            schedule=name,
-            num_stages=len(self.parts),
-            num_micro_batches=self.num_micro_batches,
-            unsliced_s=Replay.of(self._schedule(name, 1)).makespan(whole, list(choice.costs)),
-            equal_plan=plan,
-            equal_s=timeline.makespan_s,
-            memory_limit_bytes=self.limit_bytes,
-            num_candidates=1,
-            **new,
+    def _result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
+        """Return the prediction of one plan; `more` has fields of `PlanResult`."""
+        schedules = self._schedule(name, plan.num_slices), self._schedule(name, 1)
+        plans = (plan,) * self.num_micro_batches
+        return PlanResult.of_replay(
+            *schedules,
+            plans,
+            list(choice.costs),
+            choice.memory,
+            self.limit_bytes,
+            recompute=choice.layers,
+            recompute_s=choice.again_s,
+            **more,
         )

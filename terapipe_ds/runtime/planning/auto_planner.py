@@ -35,7 +35,7 @@ from terapipe_ds.runtime.planning.apply_recompute import best_with_recompute
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.kept_orders import KeptOrder
 from terapipe_ds.runtime.planning.schedule_choice import best_without_moving
-from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
@@ -121,7 +121,7 @@ class AutoPlanner:
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> list[PartCosts]:
+    ) -> list[PartMeasured]:
         from tqdm import tqdm
 
         is_first_rank = self._engine.global_rank == 0
@@ -312,7 +312,7 @@ def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
     return profile
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int) -> Profile:
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)

@@ -39,7 +39,7 @@ from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
-from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
@@ -48,6 +48,8 @@ from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""
+
+Measured = tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
@@ -73,7 +75,7 @@ class LinkTimes:
 
 
 @dataclass(frozen=True)
-class PartCosts:
+class PartMeasured:
     """Hold what one rank has measured of one of its parts."""
 
     part_id: int
@@ -91,7 +93,7 @@ def measure_parts(
     shape: MicroBatchShape,
     sequence_length: int,
     progress: Callable[[float], None],
-) -> list[PartCosts]:
+) -> list[PartMeasured]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
     A part that is at several places is measured at its home. `micro_batch` and `shape` are the longest of this
@@ -109,7 +111,7 @@ def measure_parts(
             guard_plain_attention(stage.config.attention == "intercept"),
         ):
             specs = _exchange_specs(stage, timers, lengths)
-            measured: list[tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]] = []
+            measured: list[Measured] = []
             for place, timer in timers.items():
                 of_part = stage, place, timer, specs[place.part_id], granularity, peers
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
@@ -118,7 +120,7 @@ def measure_parts(
     links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
     replica_id = engine.grid.get_data_parallel_rank()
     return [
-        PartCosts(place.part_id, replica_id, times, memory, links[place.part_id], layers)
+        PartMeasured(place.part_id, replica_id, times, memory, links[place.part_id], layers)
         for place, (times, memory, layers) in zip(places, measured, strict=True)
     ]
 
@@ -181,28 +183,23 @@ def _measure_part(
     granularity: int,
     peers: Peers,
     progress: Callable[[float], None],
-) -> tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]:
+) -> Measured:
     engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
     timer.own_s = engine.own_seconds(
         place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
-    # for costs of another cut: the ranking of all schedules, and readers of the profile's file
-    with_layers = "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None
-    times = time_part(
-        timer,
-        granularity,
-        num_stages=engine.num_stages,
-        num_micro_batches=engine.micro_batches,
-        kinds=kinds_of_part(engine.module, place.is_first, place.is_last) if with_layers else None,
-        peers=peers,
-        trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
-        progress=progress,
-    )
-    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
+    times = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
+    # no rank counts bytes alone: its peers would run fewer slices
+    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
     wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
     memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
-    return times, memory, measured_layers(timer, times.layers, memory)
+    # layers are for another cut: the ranking of all schedules, and readers of the profile's file
+    if "auto" not in (config.schedule, config.recompute) and config.planner.cache_dir is None:
+        return times, memory, None
+    kinds = kinds_of_part(engine.module, place.is_first, place.is_last)
+    trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
+    return times, memory, measure_layers(timer, kinds, times.samples, times.own_s, memory, trials)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------

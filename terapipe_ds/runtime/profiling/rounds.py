@@ -19,8 +19,6 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.costs.profile import CostSample
-from terapipe_ds.runtime.failures.trials import Trials
-from terapipe_ds.runtime.profiling.layer_times import LayerTimes, time_layers
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
 
 Point = tuple[int, int]
@@ -63,7 +61,6 @@ class PartTimes:
     """Hold the seconds of one part on one rank."""
 
     samples: tuple[CostSample, ...]
-    layers: tuple[LayerTimes, ...] | None = None  # None: layers were not timed one by one
     own_s: tuple[float, float] = (0.0, 0.0)  # of the samples, what is the engine's: of an F and of a B
     warning: str | None = None  # None: the numbers vary little
 
@@ -74,17 +71,13 @@ def time_part(
     num_stages: int,
     num_micro_batches: int,
     *,
-    kinds: Sequence[str] | None = None,
     peers: Peers = ALONE,
-    trials: Trials | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> PartTimes:
-    """Measure everything about one part that takes seconds; a collective over `peers`.
+    """Measure the seconds of one part; a collective over `peers`.
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        kinds: of the layers, which are then timed one by one as well.
-        trials: of the tensor-parallel peers, see `time_layers`.
         progress: told the share that is done, between 0 and 1.
     """
     length = timer.sequence_length
@@ -94,9 +87,8 @@ def time_part(
     lengths = sorted({tokens for tokens, _ in points})
     samples = rounds.samples(weights(timer, lengths, peers) if timer.can_split else None)
     own_s = (0.0, 0.0) if processor_clock() is None else timer.own_s  # beside a device it hardly adds
-    layers = None if kinds is None else time_layers(timer, kinds, samples, own_s, trials)
     # a clock other than the wall's is for machines that are busy with the other stages
-    return PartTimes(samples, layers, own_s, noise_warning(samples) if timer.clock is None else None)
+    return PartTimes(samples, own_s, noise_warning(samples) if timer.clock is None else None)
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:

@@ -6,9 +6,7 @@ DeepSpeed's own partition methods, and moves layers with the values they have to
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import itertools
 import logging
 from collections import defaultdict
@@ -26,7 +24,7 @@ from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
 
@@ -57,9 +55,8 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             )
         return parameters
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
-        if layout.bounds is not None and torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, as the module is cut already", _shown_cut(module)[0])
+        if layout.bounds is not None:
+            _log_cut(module, "by hand", ", as the module is cut already")
         _tell(module)
         return parameters
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -162,42 +159,36 @@ def _method_of(module: Any) -> str:
 
 
 def _cut(module: Any, layout: Layout, method: str | None) -> None:
-    """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
-    if layout.bounds is not None:
-        module.parts = list(layout.bounds)
-        if torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, instead of partition_method %s", *_shown_cut(module))
-        return
-    bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
+    """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
+    num_stages, num_parts = module.num_stages, layout.num_parts
     if len(module._layer_specs) < num_parts:
         raise TeraPipeConfigError(
             f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
             f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
-    module.num_stages = num_parts
-    try:
-        with contextlib.redirect_stdout(shown):
-            module._partition_layers(method=method)
-        module.parts = [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
-    finally:
-        module.num_stages = num_stages
-    print(shown.getvalue().replace("stage=", "part="), end="")
-    empty = [part for part in range(num_parts) if module.parts[part] == module.parts[part + 1]]
+    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, num_parts)
+    empty = [part_id for part_id in range(num_parts) if bounds[part_id] == bounds[part_id + 1]]
     if empty:
-        module.parts = bounds
-        module._set_bounds(bounds[module.stage_id], bounds[module.stage_id + 1])
         raise TeraPipeConfigError(
             f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
+    module.parts = bounds
+    if method is None:
+        stock = getattr(module, PARTITION_METHOD, None) or "of the module"
+        _log_cut(module, "by hand", f", instead of partition_method {stock!r}")
+    else:
+        _log_cut(module, f"by {method!r}")
 
 
-def _shown_cut(module: Any) -> tuple[str, str]:
+def _log_cut(module: Any, by: str, more: str = "") -> None:
+    if torch_dist.get_rank() != 0:
+        return
     parts = ", ".join(
         f"part {i} has layers {a} to {b - 1}" for i, (a, b) in enumerate(itertools.pairwise(module.parts))
     )
-    return f"{module.parts} ({parts})", repr(getattr(module, PARTITION_METHOD, None) or "of the module")
+    show_log(0)
+    logger.info("partition %s: %s (%s)%s", by, module.parts, parts, more)
 
 
 def _build(module: Any, built: Mapping[LayerName, Any]) -> None:

@@ -57,21 +57,26 @@ def timed_layers(profile: Profile) -> list[Layer]:
 
 
 class MeasuredLayers(Layers):
-    """The layers of a model, with costs from profiles of it.
+    """Hold the layers of a model, with costs from profiles of it, for sequences of one length.
 
     Raises:
-        PlannerError: profiles of different models, devices or lengths, or that lack what strategies need.
+        PlannerError: profiles of different models or devices, of shorter sequences, or that lack what strategies need.
     """
 
     is_sliceable, whole_is_least = True, False
 
-    def __init__(self, profiles: Sequence[Profile], cluster: Cluster) -> None:
+    def __init__(self, profiles: Sequence[Profile], cluster: Cluster, sequence_length: int) -> None:
         self._cluster = cluster
         self._profiles = _by_size(profiles)
         key = profiles[0].key
-        self.dtype, self.sequence_length, self.name = key.dtype.split(" ")[0], key.sequence_length, key.model
+        self.dtype, self.name = key.dtype.split(" ")[0], key.model
         if self.dtype not in ("float32", "float16", "bfloat16"):
             raise PlannerError(f"profiles are of {self.dtype}: strategies have float32, float16, bfloat16; measure so")
+        if sequence_length > key.sequence_length:
+            raise PlannerError(
+                f"sequence_length = {sequence_length}: the profile is of {key.sequence_length} tokens; measure longer "
+                "sequences, or give at most as many"
+            )
         self._layers = {size: timed_layers(profile) for size, profile in self._profiles.items()}
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
@@ -142,21 +147,6 @@ class MeasuredLayers(Layers):
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
         states += parameters if self.dtype == "float32" else 0.0
         return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0}
-
-
-def measured_layers(profiles: Sequence[Profile], cluster: Cluster, sequence_length: int) -> MeasuredLayers:
-    """Return the layers that profiles of one model measured, for sequences of that length.
-
-    Raises:
-        PlannerError: profiles that do not belong together, lack something, or are of shorter sequences.
-    """
-    layers = MeasuredLayers(profiles, cluster)
-    if sequence_length > layers.sequence_length:
-        raise PlannerError(
-            f"sequence_length = {sequence_length}: the profile is of {layers.sequence_length} tokens; measure longer "
-            "sequences, or give at most as many"
-        )
-    return layers
 
 
 def measured_cluster(

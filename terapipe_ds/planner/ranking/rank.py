@@ -44,6 +44,7 @@ def rank_schedules(
     num_micro_batches: int = 1,
     granularity_tokens: int = 64,
     *,
+    plan: Plans | None = None,
     memory_of: PartsOf | None = None,
     memory_limit_bytes: float | None = None,
     max_slices: int | None = None,
@@ -56,6 +57,7 @@ def rank_schedules(
 
     Args:
         costs_of: a function from the number of parts to the costs, as `plan_slices` takes them.
+        plan: the slices, of all micro-batches or of each; None: the best ones are searched.
         memory_of: memory by the number of parts.
         chunks_per_stage: compare only schedules with this number of parts per stage; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
@@ -76,24 +78,10 @@ def rank_schedules(
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
+    if plan is not None:
+        counts = num_stages, num_micro_batches, memory_limit_bytes
+        return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
     return _with_equivalents(_over_layouts(layouts, num_stages, both_ways_s_of, rank_layout), num_micro_batches)
-
-
-def rank_given(
-    costs_of: PartsOf,
-    plan: Plans,
-    num_stages: int,
-    num_micro_batches: int = 1,
-    *,
-    memory_of: PartsOf | None = None,
-    memory_limit_bytes: float | None = None,
-    chunks_per_stage: int | None = None,
-    both_ways_s_of: SecondsOf | None = None,
-) -> Ranking:
-    """Return `rank_schedules` for slices that are given: one plan for all micro-batches, or one for each."""
-    layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    counts = num_stages, num_micro_batches, memory_limit_bytes
-    return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
 
 
 def best_schedule(

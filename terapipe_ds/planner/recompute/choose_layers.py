@@ -20,7 +20,7 @@ from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.planner.layers.part_costs import Costs, with_forwards_again
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
-from terapipe_ds.planner.recompute.frontier import Subset, everything, frontier
+from terapipe_ds.planner.recompute.frontier import Subset, frontier
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.proofs import budget_of_sends
 from terapipe_ds.simulator.peak_memory import bytes_of_stage
@@ -158,11 +158,16 @@ def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> 
 def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:
     """Return the choice in which every layer recomputes that keeps less then."""
     is_whole = plan.num_slices == 1
-    subsets = [
-        everything(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)
+    lists = [
+        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)[0]
         for part in parts
     ]
-    return RecomputeChoice.of(parts, subsets, True)
+    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists], True)
+
+
+def recompute_nothing(parts: Sequence[PartLayers]) -> RecomputeChoice:
+    """Return the choice in which no layer recomputes."""
+    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts), True)
 
 
 def check_plain(schedule: Schedule, num_parts: int) -> None:

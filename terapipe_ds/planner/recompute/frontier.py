@@ -61,6 +61,8 @@ def frontier(
 ) -> tuple[list[Subset], bool]:
     """Return the subsets worth a look, by rising time, and whether that is all of them.
 
+    The first recomputes nothing, and the last recomputes every layer that keeps less then.
+
     Args:
         again_s: what recomputing each layer takes in a step.
         besides_bytes: what a live slice keeps besides these layers' share.
@@ -75,15 +77,6 @@ def frontier(
             step = (len(subsets) - 1) / (MOST_SUBSETS - 1)
             subsets, is_exact = [subsets[round(step * number)] for number in range(MOST_SUBSETS)], False
     return subsets, is_exact
-
-
-def everything(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> Subset:
-    """Return the subset of all layers that keep less where they recompute; the arguments are those of `frontier`."""
-    one = Subset(0, round(besides_bytes * _BYTES), 0, ())
-    for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
-        recomputes = _saves(layer, is_whole)
-        one = one.extended(index, layer, seconds, is_whole) if recomputes else one.without(layer, is_whole)
-    return one
 
 
 def _saves(layer: Layer, is_whole: bool) -> bool:

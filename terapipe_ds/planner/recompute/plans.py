@@ -16,8 +16,13 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
-from terapipe_ds.planner.memory import MemoryModel
-from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
+from terapipe_ds.planner.recompute.choose_layers import (
+    PartLayers,
+    RecomputeChoice,
+    choose_layers,
+    recompute_everything,
+    recompute_nothing,
+)
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
@@ -102,11 +107,7 @@ class _Question:
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
-        nothing = RecomputeChoice(
-            ((),) * len(self.parts), tuple(part.costs for part in self.parts),
-            MemoryModel(tuple(part.memory for part in self.parts)), (0.0,) * len(self.parts), True,
-        )  # fmt: skip
-        free = slices(nothing, None).plans[0]
+        free = slices(recompute_nothing(self.parts), None).plans[0]
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
             yield self._layers(name, free)
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)

@@ -19,7 +19,6 @@ from terapipe_ds.planner import (
     choose,
     describe_ranking,
     plan_slices,
-    rank_given,
     rank_schedules,
 )
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
@@ -159,4 +158,4 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
     shape = stage.layout.num_stages, num_micro_batches
     if config.slices == "auto":
         return rank_schedules(cuts.cut, length, *shape, config.granularity_for(length), **options)
-    return rank_given(cuts.cut, config.plans_for(length, num_micro_batches), *shape, **options)
+    return rank_schedules(cuts.cut, length, *shape, plan=config.plans_for(length, num_micro_batches), **options)

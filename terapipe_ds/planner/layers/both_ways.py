@@ -24,6 +24,7 @@ def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Seq
         bytes_per_s: of a link, one direction, while the other one is as busy.
         step_s: of each part, the optimizer step and the reduction over replicas; empty: not known, and not counted.
     """
+    # stage k and its mirror image hold the same two parts, and wait for each other
     steps = step_s or [0.0] * len(gradient_bytes)
     pairs = zip(gradient_bytes, reversed(gradient_bytes), steps, reversed(steps), strict=True)
     return max((g + h) / bytes_per_s + a + b for g, h, a, b in pairs) - max(steps)
@@ -45,6 +46,7 @@ def line_of(links: Iterable[LinkSample]) -> tuple[float, float]:
     """
     points = sorted((link.num_bytes, link.send_s) for link in links if link.num_bytes is not None)
     (low_bytes, low_s), (high_bytes, high_s) = points[0], points[-1]
+    # a noisy small message must not make the link slower than its largest message was
     rises = high_bytes > low_bytes and high_s > low_s
     rate = max(high_bytes / high_s, (high_bytes - low_bytes) / (high_s - low_s) if rises else 0.0)
     return rate, max(0.0, high_s - high_bytes / rate)

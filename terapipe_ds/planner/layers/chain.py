@@ -49,6 +49,7 @@ class LayerChain:
         }
         checked = {name: _checked(name, values) for name, values in numbers.items()}
         self.num_layers = len(checked["forward_s"])
+        # a missing number would shift all that follow it to other layers
         lengths = {name: len(values) for name, values in checked.items()}
         lengths |= {} if costs is None else {"costs": len(costs)}
         for name, length in lengths.items():
@@ -92,6 +93,7 @@ class _ChainLayers(Layers):
         layers, parts = self._layers(setting), []
         for span in spans:
             numbers = memory_of_layers(layers[span.start : span.stop], span.recompute)
+            # bytes of parameters are whole numbers, and shares of states are not
             lasting = {name: math.ceil(numbers[name]) for name in ("static_bytes", "gradient_bytes")}
             parts.append(PartMemory(**numbers | lasting))
         return tuple(parts)

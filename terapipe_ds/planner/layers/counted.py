@@ -53,6 +53,7 @@ class CountedLayers(Layers):
         return np.full(self.num_layers, float(per_token))
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
+        # the memory model counts ends with their part, so only decoder layers are told to it
         counts = tuple(sum(1 for layer in range(s.start, s.stop) if self._is_decoder(layer)) for s in spans)
         parts = {again: self._parts(setting, counts, again) for again in {span.recompute for span in spans}}
         return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
@@ -74,6 +75,7 @@ class CountedLayers(Layers):
 
     def _bytes_at_the_end(self, setting: Setting) -> tuple[float, float]:
         """Return what a parameter sums (`bytes_summed`) and moves: states are divided by ZeRO-1, and for bfloat16."""
+        # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
         is_divided = self.dtype == "bfloat16" or setting.zero_stage
         moved = OPTIMIZER_BYTES_PER_PARAMETER / (setting.data if is_divided else 1)
         return bytes_summed(self.dtype, setting.zero_stage), moved

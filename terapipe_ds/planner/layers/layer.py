@@ -79,19 +79,23 @@ class OverheadCosts:
 
 def layers_of_profile(profile: Profile) -> list[Layer]:
     """Return the layers of a profile in the order of the model, or its parts where layers were not timed."""
+    # a link belongs to the part that sends over it, whatever layers a cut gives to that part
     models, timed = CostModel.from_profile(profile), profile.layers
     sends = [getattr(model, "send_s", None) for model in models]
+    # only the parts are known, and each is a layer that nothing can divide
     if timed is None:
         return [
             Layer(model, memory=PartMemory.of(part.memory), send_s=send_s, step_s=part.step_s)
             for part, model, send_s in zip(profile.parts, models, sends, strict=True)
         ]
+    # one fit per kind, so that equal layers share one object
     costs = [
         CostModel(kind.samples, part_id=index, window=window_of(kind.memory)) for index, kind in enumerate(timed.kinds)
     ]
     layers: list[Layer] = []
     for part, send_s, (start, stop) in zip(profile.parts, sends, itertools.pairwise(timed.bounds), strict=True):
         overhead = OverheadCosts(part.overheads) if part.overheads else None
+        # the optimizer's step of the part is divided by trained parameters, which it moves
         trained = sum(timed.kinds[index].trained_parameters for index in timed.kind_of[start:stop])
         for index in timed.kind_of[start:stop]:
             kind = timed.kinds[index]
@@ -121,10 +125,12 @@ def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[s
     """
     known = [layer.memory for layer in layers if layer.memory is not None]
     numbers: dict[str, Any] = {}
+    # one layer works at a time, so what only works is the most of any; everything else adds up
     for name in (field.name for field in dataclasses.fields(PartMemory)):
         values = [getattr(memory, name) for memory in known]
         is_largest = name.startswith("working") or name == "window_tokens"
         numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
+    # the input of every layer stays, and the one that runs again is whole for a moment
     if recompute:
         numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
         numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)

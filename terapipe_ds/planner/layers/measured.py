@@ -80,6 +80,7 @@ class MeasuredLayers(Layers):
         self._layers = {size: timed_layers(profile) for size, profile in self._profiles.items()}
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
+        # made once: the search compares layers by identity
         self._costs = {
             (size, again): costs_of_layers(layers, recompute=again)
             for size, layers in self._layers.items()
@@ -116,6 +117,7 @@ class MeasuredLayers(Layers):
         The step is as measured; where none was, it is counted. The states of bfloat16 are divided whatever the ZeRO
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
+        # the step was measured with all states on one rank, of which replicas divide a share
         card, summed, share = self._cluster.card, bytes_summed(self.dtype, setting.zero_stage), 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data
@@ -142,6 +144,7 @@ class MeasuredLayers(Layers):
         static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
         if setting.zero_stage == 0 and self.dtype != "bfloat16":
             return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)}
+        # what is left of the measured bytes without parameters and gradients are the states
         parameters = ITEMSIZE[self.dtype] * sum(layer.parameters for layer in layers)
         kept = gradients or 4.0 * sum(layer.trained for layer in layers)  # in `static` where the optimizer keeps them
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
@@ -184,6 +187,7 @@ def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
     by_size: dict[tuple[int, int], Profile] = {}
     for profile in profiles:
         key, first = profile.key, profiles[0].key
+        # profiles of other machines or lengths would be compared like strategies
         for name in _SAME:
             if getattr(key, name) != getattr(first, name):
                 raise PlannerError(

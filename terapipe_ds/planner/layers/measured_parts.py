@@ -49,6 +49,7 @@ class MeasuredParts:
         self, bounds: Sequence[int], sequence_length: int, *, has_other_cuts: bool, offloads: bool
     ) -> MeasuredParts:
         """Return the same layers in the cut of a running module. Other cuts even out the times of whole sequences."""
+        # parts that nothing can divide stay as they were measured
         if not self.has_layers:
             return dataclasses.replace(self, has_other_cuts=False, offloads=offloads)
         whole = sequence_length, 0
@@ -68,11 +69,13 @@ class MeasuredParts:
     def bounds(self, num_parts: int) -> list[int] | None:
         """Return where to cut in so many parts: as measured, or evened out; None where it cannot be."""
         measured = len(self.bounds_measured) - 1
+        # a cut that was measured, or that runs, is better known than any other
         if num_parts == measured:
             return list(self.bounds_measured)
         if not self.has_other_cuts:
             return None
         if not self.has_layers:
+            # neighbours may be joined, as many to each part
             return None if measured % num_parts else list(range(0, measured + 1, measured // num_parts))
         return self.balanced(num_parts)
 
@@ -97,6 +100,7 @@ class MeasuredParts:
         parts = []
         for layers in self.between(bounds):
             numbers = memory_of_layers(layers)
+            # shares of whole bytes add up to a little more than the bytes
             lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
             parts.append(PartMemory(**numbers | lasting))
         return MemoryModel(tuple(parts), offloads=self.offloads)
@@ -107,6 +111,7 @@ class MeasuredParts:
         if not self.has_layers or bounds is None or self.link_bytes_per_s is None:
             return None
         parts = self.between(bounds)
+        # both stages of a pair sum the gradients of trained parameters alone
         sizes = [self.gradient_itemsize * sum(layer.trained for layer in layers) for layers in parts]
         steps = [step_s for step_s in map(_step_s, parts) if step_s is not None]
         return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
@@ -128,8 +133,10 @@ class MeasuredParts:
         last, step_s = layers[-1], _step_s(layers)
         # a part that had no link when it was measured takes any that was measured
         send_s = last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
+        # the overhead comes once per part, however many layers it has
         costs = [layer.costs for layer in layers] + ([] if last.overhead is None else [last.overhead])
         key = tuple(map(id, costs)), id(send_s), step_s
+        # searches count equal parts together, so they must be one object
         if key not in self._made:
             step = None if step_s is None else functools.partial(float, step_s)
             self._made[key] = PartCosts(costs, send_s=send_s, step_s=step)

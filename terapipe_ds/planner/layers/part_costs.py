@@ -84,6 +84,7 @@ class PartCosts:
         return sum(count * layer.forward_s(tokens, prefix) for layer, count in self._layers)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        # a layer that recomputes takes its forward once more, in B and never in W
         seconds = sum(count * layer.backward_s(tokens, prefix) for layer, count in self._layers)
         return seconds + sum(count * layer.forward_s(tokens, prefix) for layer, count in self._again)
 
@@ -101,5 +102,6 @@ def with_forwards_again(costs: Costs, layers: Sequence[Costs]) -> Costs:
 
 def _counted(layers: Sequence[Costs]) -> list[tuple[Any, int]]:
     """Return every layer once, with the number of times that it is in the part; equal layers are one object."""
+    # by identity: costs of users need not be hashable, and equal layers are one object
     by_id = {id(layer): layer for layer in layers}
     return [(by_id[key], count) for key, count in Counter(map(id, layers)).items()]

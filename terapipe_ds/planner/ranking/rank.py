@@ -68,6 +68,7 @@ def rank_schedules(
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
     """
+    # schedules are searched one after the other, and each profits from those before
     chosen: list[Lengths] = []  # what is good under one schedule is a start for the others
 
     def rank_layout(layout: _Layout) -> Ranking:
@@ -77,6 +78,7 @@ def rank_schedules(
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
+    # slices of the user leave nothing to search: each schedule is replayed once
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
     if plan is not None:
         counts = num_stages, num_micro_batches, memory_limit_bytes
@@ -133,6 +135,7 @@ def _replay_each(
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
+    # a schedule with W cannot be timed where nobody knows what W takes
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     results, refused = [], []
@@ -144,11 +147,13 @@ def _replay_each(
         result = PlanResult.of_replay(
             sliced, unsliced, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
         )
+        # a schedule that does not fit is listed with what it needs
         peaks = result.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
             refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
         else:
             results.append(result)
+    # an order that is found for the costs, where the search knows the placement and has time for it
     where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
     has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
     is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
@@ -181,6 +186,7 @@ def _layouts(
     most = _MOST_CHUNKS if chunks_per_stage is None else check_count("chunks_per_stage", chunks_per_stage)
     layouts = []
     for chunks in range(1 if chunks_per_stage is None else most, most + 1):
+        # loops hold chunks x stages parts; chimera holds each of K parts twice
         for num_parts in dict.fromkeys((chunks * num_stages, num_stages)):
             if not ranked_schedules(num_stages, chunks, num_parts):
                 continue
@@ -218,6 +224,7 @@ def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:
     same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
+    # a schedule that was refused is not listed as the equal of another one
     searched = {one.schedule for one in ranking.results} | {one.schedule for one in ranking.refused}
 
     def add_equivalents(answers: Iterable[_Answer]) -> Iterator[_Answer]:

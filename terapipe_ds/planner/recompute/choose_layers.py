@@ -43,10 +43,12 @@ class PartLayers:
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
             return memory
+        # the layers that stay keep what they kept; the chosen ones keep their inputs
         less = sum(layer.kept_bytes(is_whole=False) - layer.input_bytes for layer in chosen)
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
+        # in the backward of a chosen layer the slice is for a moment larger than while it waits
         beyond = max(0.0, subset.moment_bytes - subset.kept_bytes)
         return dataclasses.replace(
             memory,
@@ -85,6 +87,7 @@ def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[Part
     """
     num_parts = len(bounds) - 1
     costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)
+    # without the bytes of each layer nobody knows what recomputing it frees
     if not parts.has_layers or costs is None or memory is None:
         lacks = "the memory of layers was not measured" if parts.has_layers else "layers were not timed one by one"
         raise PlannerError(
@@ -132,11 +135,13 @@ def choose_layers(
     check_plain(schedule, len(parts))
     spans, outstanding = [plan.spans()] * schedule.num_micro_batches, budget_of_sends(schedule)
     is_whole, chosen, exact = plan.num_slices == 1, [], True
+    # stages share no memory, so the choice of one changes nothing for another
     for stage_id, part in enumerate(parts):
         again_s = part.again_s(plan, schedule.num_micro_batches)
         subsets, is_exact = frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole)
         exact &= is_exact
         needs = []
+        # subsets come by rising time: the first that fits is the fastest
         for subset in subsets:
             of_parts = [part.with_subset(subset) if one is part else one.memory for one in parts]
             memory = MemoryModel(tuple(of_parts))

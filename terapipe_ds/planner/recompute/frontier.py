@@ -70,9 +70,11 @@ def frontier(
     """
     subsets, is_exact = [Subset(0, round(besides_bytes * _BYTES), 0, ())], True
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
+        # a layer doubles the subsets, of which most are no better than another one
         without = [one.without(layer, is_whole) for one in subsets]
         again = [one.extended(index, layer, seconds, is_whole) for one in subsets if _saves(layer, is_whole)]
         subsets = _undominated([*without, *again])
+        # both ends stay: nothing recomputed, and everything
         if len(subsets) > MOST_SUBSETS:  # evenly over the range, with both ends
             step = (len(subsets) - 1) / (MOST_SUBSETS - 1)
             subsets, is_exact = [subsets[round(step * number)] for number in range(MOST_SUBSETS)], False
@@ -88,6 +90,7 @@ def _undominated(subsets: Sequence[Subset]) -> list[Subset]:
     """Return those that no other equals or betters in time, kept and moment; of equals the first."""
     better: list[Subset] = []
     stairs: list[tuple[int, int]] = []  # (kept, moment) of what came before, kept rising and moment falling
+    # by rising time, so that only earlier subsets can better a later one
     for one in sorted(subsets):
         place = bisect.bisect_right(stairs, (one.kept, one.moment))
         if place and stairs[place - 1][1] <= one.moment:

@@ -56,10 +56,12 @@ def plan_with_recompute(
         MemoryLimitError: nothing fits, although everything is recomputed; of several schedules the least need.
         PlannerError: what `plan_slices` refuses, or a schedule with several parts per stage.
     """
+    # schedules that split backwards need the time of W
     knows_weights = all(callable(getattr(part.costs, "weight_s", None)) for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
     question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
     results, refused = [], []
+    # a schedule in which nothing fits is left out, unless none is left
     for name in names:
         try:
             if plan is not None:
@@ -96,6 +98,7 @@ class _Question:
         found = []
         for start in self._starts(name, length, granularity, slices):
             choice, tried = start, set[tuple[tuple[int, ...], ...]]()
+            # slices for these layers, then layers for those slices, until nothing changes
             while choice.layers not in tried and len(tried) < _ROUNDS:
                 tried.add(choice.layers)
                 result = slices(choice, self.limit_bytes)
@@ -108,6 +111,7 @@ class _Question:
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
         free = slices(recompute_nothing(self.parts), None).plans[0]
+        # from the slices of a pipeline without a limit, and from everything recomputed
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
             yield self._layers(name, free)
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)

@@ -163,12 +163,14 @@ class Search:
         """
         for lengths in greedy_plans(self.every):
             self.offer(lengths)
+        # good first plans rule out most slices before any box is opened
         box = Box()
         if self.narrow(box, NO_LIMITS):
             self._push(box)
         turn = 0
         while self.work_left > 0 and (boxes := self._pop()):
             turn += 1
+            # ever rarer, because narrowing costs as much as two programs
             if turn & (turn - 1) == 0 and turn > 1 and not self._narrow_all(boxes):
                 self.heap.clear()
                 break
@@ -182,6 +184,7 @@ class Search:
 
     def narrow(self, box: Box, limits: Floats) -> bool:
         """Rule out the slices through which no plan of `box` beats the best; False where none is left."""
+        # a slice through which no plan beats the best one is never used again
         tails, heads = least_tails(self.band, limits)[0], least_heads(self.band, limits)
         self._spend(2, 1)
         if not math.isfinite(tails[0, 0]):
@@ -245,6 +248,7 @@ class Search:
             box.sum_s = max(box.sum_s, sum_s)
             if math.isfinite(sum_s) and self._bound(box) < self.best_s:
                 plan = self.offer(trace(self.band, sums, limit))
+                # what is left of the box has a smaller largest forward, or a smaller largest backward
                 f_below, b_below = (math.nextafter(x, -1.0) for x in (plan.max_forward_s, plan.max_backward_s))
                 yield dataclasses.replace(box, f_high=f_below)
                 yield dataclasses.replace(box, f_low=max(box.f_low, plan.max_forward_s), b_high=b_below)

@@ -229,6 +229,7 @@ def analytic_costs(
     """
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device
+    # refuse what no cluster has before anything is counted
     for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
         check_count(name, value, AnalyticCostError)
     size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
@@ -237,6 +238,7 @@ def analytic_costs(
         card.node_link if devices <= card.devices_per_node else card.network_link
         for devices in (num_stages * tensor_parallel, tensor_parallel)
     )
+    # equal parts are one object, which planner and simulator ask once
     dtype = card.resolve_dtype(dtype)
     parts: dict[tuple[int, bool, bool], AnalyticCosts] = {}
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]

@@ -149,6 +149,7 @@ class CostModel:
         allow_extrapolation: bool = False,
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
+        # a fit of strange samples would answer every question, and wrongly
         self._check_samples()
         tokens, prefix, forward, backward, weight = (
             np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
@@ -158,6 +159,7 @@ class CostModel:
         self.backward_curve = Curve.fit(tokens, prefix, backward, window)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
+        # a method exists where every sample has what it is fitted to
         if not np.isnan(weight).any():
             self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
         points = sorted((link.tokens, link.send_s) for link in links)

@@ -141,6 +141,7 @@ class Setup:
         size, rows, item = self.size, self.micro_batch, self._item
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
+        # kept from F to B by each live slice
         kept = layers * (message if self.activation_checkpointing else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
@@ -148,6 +149,7 @@ class Setup:
         keys_values = 2 * max(1, size.num_kv_heads // self.tensor_parallel) * size.head_dim
         query = size.num_heads // self.tensor_parallel * size.head_dim
         whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
+        # kept whatever runs: parameters, states, and gradients that the optimizer keeps
         parameters = self._parameters(part_id, layers)
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
@@ -191,6 +193,7 @@ class Setup:
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
         gradients += self._item if is_bf16 else 0
+        # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel if self.zero_stage == 1 or is_bf16 else 1
         states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)

@@ -74,6 +74,7 @@ class PlanResult:
         **more: Any,
     ) -> PlanResult:
         """Return the prediction for plans that nobody searched; `more` has fields that differ from those here."""
+        # the very schedule that the engine would run is replayed, with its memory
         timeline = Replay.of(schedule).run(plans, costs, memory=memory)
         whole = SlicePlan.equal(plans[0].sequence_length, 1)
         fields: dict[str, Any] = {
@@ -136,6 +137,7 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
     results = list(results)
     if not results:
         raise PlannerError("no results to choose from: give at least one")
+    # no measurement tells such times apart, so memory decides
     least_s = min(result.total_s for result in results)
     near = [result for result in results if result.total_s <= least_s * (1 + _TIE)]
     return min(near, key=_memory_and_preference)
@@ -171,6 +173,7 @@ class Ranking:
     @classmethod
     def of(cls, results: Iterable[PlanResult], refused: Iterable[Refusal]) -> Ranking:
         """Return results and refusals in order."""
+        # the best comes first, even where a tie gave it a little more time
         ordered = sorted(results, key=lambda result: (result.total_s, *_memory_and_preference(result)))
         if ordered:
             best = choose(ordered)

@@ -44,6 +44,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
             `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
+    # a second engine on the same module finds its layers in place
     if isinstance(module, PartedModule):
         there = module.terapipe_layout
         same_cut = layout.bounds in (there.bounds, tuple(module.parts))
@@ -54,20 +55,24 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
                 "partition"
             )
         return parameters
+    # DeepSpeed's own cut is the one that is asked for: nothing moves
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
         if layout.bounds is not None:
             _log_cut(module, "by hand", ", as the module is cut already")
         _tell(module)
         return parameters
+    # its parameters would be those of layers that leave this stage
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TeraPipeConfigError(
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
+    # remember what was here, before the layers of this stage become others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
     method = _method_of(module) if layout.bounds is None else None
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
+    # building layers draws random numbers, which a script without stages would not have drawn
     with random_states_kept():
         module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
         _cut(module, layout, method)
@@ -76,6 +81,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         _build(module, built)
     _move_layers(module, bounds_before, built)
     _tell(module)
+    # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     if layout.has_copies:
@@ -138,6 +144,7 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     """Say what `model_parameters` are on this rank: current | all | trained | either | choice."""
     if listed is None:
         return "current"
+    # the same parameters in another order are still all of them
     ids = {id(each) for each in listed if isinstance(each, Tensor)}
     if len(ids) == len(listed) and ids in _parameter_ids(module):
         return "current"
@@ -167,6 +174,7 @@ def _cut(module: Any, layout: Layout, method: str | None) -> None:
             f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
     bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, num_parts)
+    # uneven layers may leave a part with none, which no stage could run
     empty = [part_id for part_id in range(num_parts) if bounds[part_id] == bounds[part_id + 1]]
     if empty:
         raise TeraPipeConfigError(
@@ -221,10 +229,12 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
     for layer_id in range(len(module._layer_specs)):
         layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
+    # every rank makes every group, or the others would wait for it
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         made = torch_dist.new_group(ranks, backend="gloo")
         group = made if module.global_rank in ranks else group
     for name, ids in layer_ids.items():
+        # a tied layer may have been built on several stages: the first one sends
         sources = {part_of(bounds_before, i) for i in ids}
         targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
         for target in sorted(targets):

@@ -109,6 +109,7 @@ class Layout:
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
             for source in self.homes(part_id):
+                # a micro-batch stays in its direction, so copies only talk to the copy beside them
                 same = [target for target in targets if target[1] == source[1]] if self.has_copies else []
                 wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
@@ -130,6 +131,7 @@ def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> 
     """Group ways between stages into rounds with at most one way per stage; `ends` gives the stages of a way."""
     rounds: list[list[_Way]] = []
     for way in ways:
+        # a stage in two ways of one round would keep both partners waiting
         apart = (members for members in rounds if all(set(ends(other)).isdisjoint(ends(way)) for other in members))
         members = next(apart, None)
         if members is None:
@@ -153,6 +155,7 @@ def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
         TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
+    # a partition says how many parts there are, and so does the schedule
     if bounds is not None and len(bounds) != layout.num_parts + 1:
         raise TeraPipeConfigError(
             f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule needs "

@@ -20,6 +20,7 @@ PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it
 
 def guessed_method(module: Any) -> str | None:
     """Return a partition method that cuts a module as it was built."""
+    # nothing noted the method where the module was built before `register`
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
     return next((m for m in methods if bounds_by(module, m, len(stock) - 1) == stock), None)
@@ -44,6 +45,7 @@ def _restored(module: Any) -> Iterator[None]:
             yield
     finally:
         deepspeed_logger.disabled = disabled
+        # attributes that the module did not have before must not stay
         for name in names:
             vars(module).pop(name, None)
         for name, value in before.items():

@@ -50,6 +50,7 @@ def _refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None
         return
     shown = f"terapipe.strategy = {config.strategy!r}"
     _refuse_other_world(strategy, shown)
+    # a strategy for another model would cut this one in the wrong places
     if bounds_in(module, strategy.partition) is None:
         of_model = f" of {strategy.model}" if strategy.model else ""
         raise TeraPipeConfigError(
@@ -57,6 +58,7 @@ def _refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None
             f"module has {len(module._layer_specs)}, {_decoder_layers(module)[1]} of them decoder layers: plan again "
             "for this model, or build the one that was planned for"
         )
+    # the same sizes in another order put other ranks side by side
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
         place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
@@ -77,6 +79,7 @@ def bounds_in(module: PipelineModule, partition: Sequence[int]) -> tuple[int, ..
     bounds, layers = tuple(partition), len(module._layer_specs)
     if bounds[-1] == layers:
         return bounds
+    # positions and the last norm are layers of their own here, and none to the planner
     first, count = _decoder_layers(module)
     if bounds[-1] != count + 2 or not 0 < first < layers - count:
         return None
@@ -138,6 +141,7 @@ def require_equal_models(module: Any) -> None:
     """
     layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
     facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
+    # a short digest first: all facts go over the wire only to be shown
     if len(set(gather(digest(facts)))) == 1:
         return
     everyone = gather(facts)

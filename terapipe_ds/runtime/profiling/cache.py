@@ -46,10 +46,12 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
         by_part.setdefault(cost.part_id, {}).setdefault(cost.replica_id, []).append(cost)
     parts, links, layers = [], [], []
+    # peers share each slice, replicas share the step
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
         layers.append(_layers_of_part([[rank.layers for rank in peers] for peers in replicas.values()]))
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
+        # a profiler on one rank leaves its bytes unknown, and then nothing can be promised
         is_known = len(memories) == len(ranks)
         memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
@@ -148,6 +150,7 @@ def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _S
     of_slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
     names = ("send_s",) if isinstance(same[0], LinkSample) else of_slices
     numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    # what one rank did not split, no rank can plan to split
     weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
     if len(weights) == len(same):
         numbers["weight_s"] = min(how(weights), numbers["backward_s"])
@@ -159,6 +162,7 @@ def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSa
 
     The last part sends gradients only, and a part whose next part is on the same stage has no link either.
     """
+    # a planner may put the parts elsewhere, where every part has a link
     measured = sorted({link.part_id or 0 for link in links})
     filled = []
     for part_id in range(num_parts) if measured else ():
@@ -177,6 +181,7 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
     """Return the profile that is kept, or None. A file that cannot be used is measured again, with a warning."""
     if path is None or not os.path.exists(path):  # Path.exists raises where a folder may not be searched
         return None
+    # a file of another run, or half a file, costs a measurement and no job
     try:
         profile = Profile.load(path)
         profile.require(key)

@@ -63,6 +63,7 @@ def measure_layers(
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
     """
+    # twice, because other programs disturb some of the looks at the clock
     functions: Any = timer.module.forward_funcs
     runs = []
     for _ in range(_RUNS):
@@ -74,6 +75,7 @@ def measure_layers(
         runs.append(seconds)
     if not functions:
         return None
+    # looks between layers cost time, so the layers are scaled to their part
     scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs], own_s) for sample in of_part]
     # the bytes come from one more slice, of a middle length
     lengths = sorted({sample.tokens for sample in of_part})

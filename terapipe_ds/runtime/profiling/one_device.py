@@ -62,6 +62,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     `progress` is told the part that is measured, and the share of it that is done; `warn` where numbers vary too much.
     """
     init_single_process()
+    # the same cut as in training, where no config gives one
     bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
@@ -71,6 +72,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
         described.append(describe_part(module))
+        # each part receives what the part before it has sent
         timer = _timer(job, module, part_id)
         with untouched(module), guard_plain_attention(intercept=True):
             for tokens in lengths:
@@ -86,6 +88,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
                     warn(f"part {part_id}: {times.warning}")
         parts.append(PartProfile(part_id, known[kinds][0].samples))
         measured.append(known[kinds][1])
+    # the key says for which runs these numbers are good
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
     return Profile(

@@ -82,6 +82,7 @@ def time_part(
     """
     length = timer.sequence_length
     points = grid(length, granularity_tokens)
+    # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
     rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
@@ -105,6 +106,7 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
     candidates = [tokens for tokens in lengths if 2 * tokens <= sequence_length]
     stride = max(1, -(-len(candidates) // _PREFIX_SIZES))
     contexts = []
+    # prefixes from large slices to small ones, as evenly as their number allows
     for tokens in candidates[::-stride]:
         contexts.append((tokens, sequence_length - tokens))
         if (sequence_length - tokens) // 2 >= tokens:
@@ -121,6 +123,7 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
     for point in sorted(points, reverse=True):
         repeats = max(1, min(_SMALL_TOKENS, sequence_length) // point[0])
         needed = repeats * point[0]
+        # slices of a group are live together, and no more than a sequence fits in memory
         if needed > room:
             groups.append([])
             room = sequence_length
@@ -154,6 +157,7 @@ class Rounds:
             seconds, kept = timer.forward(*point)
             self._note(self.forwards, point, seconds, begin_s)
             live.append((point, kept))
+        # backwards in reverse, as in training
         while live:
             point, kept = live.pop()
             peers.barrier()
@@ -193,6 +197,7 @@ def measure(
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
     warm, whole = Rounds(), (sequence_length, 0)
+    # all ranks take as many rounds as the slowest can afford
     for _ in range(2):  # once to warm up, and once to know what a step takes
         warm.run(timer, [whole], peers)
     limit_s = limit_steps * peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
@@ -225,6 +230,7 @@ def undisturbed(runs: Sequence[Taken]) -> list[float]:
 
     Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
+    # a peer inside the layers is waited for in every run, and disturbs none
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
 

@@ -137,18 +137,10 @@ class SliceTimer:
             self.weights.compute(key, nullcontext)
             seconds.append(self.now_s() - begin_s)
 
-        active = self._active(tokens, 0)
-        key = active.part_id, active.micro_batch_id, active.slice_id
-        self.weights.open_batch([key])
-        try:
-            live = self._forward(active, layers)
-            with self.weights.deferred(key):
-                self.issue_backward(live)  # of the loss alone: the layers have graphs of their own
-            self.weights.compute(key, nullcontext)
-            with push_slice(active):
+        with self._split_backward(tokens, layers) as key:
+            self.weights.compute(key, nullcontext)  # of the loss alone: the layers have graphs of their own
+            with push_slice(self._active(tokens, 0)):
                 layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
-        finally:
-            self.weights.open_batch(())
         return seconds[::-1]
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
@@ -238,13 +230,13 @@ class SliceTimer:
         return spec
 
     @contextmanager
-    def _split_backward(self, tokens: int) -> Iterator[Key]:
+    def _split_backward(self, tokens: int, layers: LayerByLayer | None = None) -> Iterator[Key]:
         """Run F, and a B that leaves weight gradients to W, as where the schedule splits backwards."""
         active = self._active(tokens, 0)
         key = active.part_id, active.micro_batch_id, active.slice_id
         self.weights.open_batch([key])
         try:
-            live = self._forward(active)
+            live = self._forward(active, layers)
             with self.weights.deferred(key):
                 self.issue_backward(live)
             yield key

@@ -238,12 +238,11 @@ def analytic_costs(
         card.node_link if devices <= card.devices_per_node else card.network_link
         for devices in (num_stages * tensor_parallel, tensor_parallel)
     )
-    # equal parts are one object, which planner and simulator ask once
     dtype = card.resolve_dtype(dtype)
-    parts: dict[tuple[int, bool, bool], AnalyticCosts] = {}
+    # equal parts are one object, which planner and simulator ask once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
-    for key in keys:
-        parts[key] = AnalyticCosts(
+    parts = {
+        key: AnalyticCosts(
             size,
             card,
             dtype,
@@ -255,6 +254,8 @@ def analytic_costs(
             peer_link,
             wire_formats,
         )
+        for key in dict.fromkeys(keys)
+    }
     return [parts[key] for key in keys]
 
 

@@ -190,27 +190,18 @@ class CostModel:
             models.append(model)
         return models
 
-    @functools.cached_property
-    def forward_errors(self) -> FitErrors:
-        """Return how well the forward's fit meets its samples; it takes a fit per sample."""
-        return self._errors("forward_s", self.forward_curve.window)
-
-    @functools.cached_property
-    def backward_errors(self) -> FitErrors:
-        """Return the same of the backward."""
-        return self._errors("backward_s", self.backward_curve.window)
-
-    def _errors(self, name: str, window: float) -> FitErrors:
+    def errors(self, name: str) -> FitErrors:
+        """Return how well the fit of "forward" or "backward" meets its samples; it takes a fit per sample."""
         tokens, prefix, seconds = (
-            np.array([getattr(sample, field) for sample in self.samples], float) for field in ("tokens", "prefix", name)
+            np.array([getattr(sample, field) for sample in self.samples], float)
+            for field in ("tokens", "prefix", f"{name}_s")
         )
-        return FitErrors.of(tokens, prefix, seconds, window)
+        return FitErrors.of(tokens, prefix, seconds, self.forward_curve.window)
 
     @property
     def report(self) -> str:
         """Return two lines that say how well the fit meets its samples."""
-        errors = {"forward": self.forward_errors, "backward": self.backward_errors}
-        return "\n".join(f"part {self.part_id}, {name}: {text}" for name, text in errors.items())
+        return "\n".join(f"part {self.part_id}, {name}: {self.errors(name)}" for name in ("forward", "backward"))
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return the seconds of the forward of `tokens` tokens after `prefix` tokens, or raise CostModelError."""

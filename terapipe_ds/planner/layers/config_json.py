@@ -39,17 +39,8 @@ _TIED = {
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true, as it is where the config does not say
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
-    "mamba",
-    "rwkv",
-    "xlstm",
-    "jamba",
-    "bamba",
-    "zamba",
-    "recurrent",
-    "nemotron_h",
-    "falcon_h1",
-    "kimi_linear",
-)
+    "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
+)  # fmt: skip
 
 
 def size_of_config(path: str) -> ModelSize:

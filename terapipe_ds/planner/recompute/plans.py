@@ -65,7 +65,7 @@ def plan_with_recompute(
     for name in names:
         try:
             if plan is not None:
-                results.append(question.given(name, plan))
+                results.append(question.result(name, plan, question.layers(name, plan)))
             else:
                 results.append(question.searched(name, sequence_length, granularity_tokens, budget))
         except MemoryLimitError as error:
@@ -77,14 +77,12 @@ def plan_with_recompute(
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
+    """Hold what stays the same for all schedules, slices and layers."""
+
     parts: tuple[PartLayers, ...]
     num_micro_batches: int
     limit_bytes: float
     options: Mapping[str, object]
-
-    def given(self, name: str, plan: SlicePlan) -> PlanResult:
-        """Return the prediction for slices that are given."""
-        return self._result(name, plan, self._layers(name, plan))
 
     def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
         """Return the best of slices and layers that the search comes to."""
@@ -104,27 +102,28 @@ class _Question:
                 result = slices(choice, self.limit_bytes)
                 found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
                 plan = result.plans[0]  # all have the same
-                choice = self._layers(name, plan)
+                choice = self.layers(name, plan)
                 searched = {key: getattr(result, key) for key in _OF_SEARCH}
-                found.append(self._result(name, plan, choice, **searched))
+                found.append(self.result(name, plan, choice, **searched))
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
         free = slices(recompute_nothing(self.parts), None).plans[0]
         # from the slices of a pipeline without a limit, and from everything recomputed
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
-            yield self._layers(name, free)
+            yield self.layers(name, free)
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)
         yield recompute_everything(self.parts, cut, self.num_micro_batches)
 
-    def _layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
+    def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
+        """Return the layers with which one plan fits in the least time."""
         return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
 
     def _schedule(self, name: str, num_slices: int) -> Schedule:
         options: dict[str, Any] = dict(self.options)
         return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
 
-    def _result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
+    def result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
         """Return the prediction of one plan; `more` has fields of `PlanResult`."""
         schedules = self._schedule(name, plan.num_slices), self._schedule(name, 1)
         plans = (plan,) * self.num_micro_batches

@@ -234,27 +234,19 @@ def analytic_costs(
         check_count(name, value, AnalyticCostError)
     size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
     layers = size.layers_of_parts(num_stages, layers_per_part, AnalyticCostError)
-    link, peer_link = (
-        card.node_link if devices <= card.devices_per_node else card.network_link
-        for devices in (num_stages * tensor_parallel, tensor_parallel)
-    )
+
+    def link_of(devices: int) -> LinkCard:
+        return card.node_link if devices <= card.devices_per_node else card.network_link
+
+    links = link_of(num_stages * tensor_parallel), link_of(tensor_parallel)
     dtype = card.resolve_dtype(dtype)
     # equal parts are one object, which planner and simulator ask once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
     parts = {
         key: AnalyticCosts(
-            size,
-            card,
-            dtype,
-            micro_batch,
-            *key,
-            tensor_parallel,
-            activation_checkpointing,
-            link,
-            peer_link,
-            wire_formats,
+            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, *links, wire_formats
         )
-        for key in dict.fromkeys(keys)
+        for key in keys
     }
     return [parts[key] for key in keys]
 

@@ -1,16 +1,13 @@
-"""Refuse models that differ between ranks, or from the strategy's; bring a strategy's grid to DeepSpeed's topology."""
+"""Bring a strategy's grid to the ranks: DeepSpeed's topology of it, and the check that a module was built on it."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
-from types import CodeType, MethodType
-from typing import Any
 
 import torch.distributed as torch_dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
@@ -18,7 +15,8 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import sizes_of
 from terapipe_ds.planner.cluster import Coordinate
 from terapipe_ds.planner.strategy import Strategy
-from terapipe_ds.runtime.agreement import by_text, digest, gather, gather_results
+from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.layout.same_model import require_equal_models
 
 _BUILD_ON_IT = "build the module with topology=terapipe_ds.topology_of(strategy)"
 
@@ -50,7 +48,6 @@ def _refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None
         return
     shown = f"terapipe.strategy = {config.strategy!r}"
     _refuse_other_world(strategy, shown)
-    # a strategy for another model would cut this one in the wrong places
     if bounds_in(module, strategy.partition) is None:
         of_model = f" of {strategy.model}" if strategy.model else ""
         raise TeraPipeConfigError(
@@ -58,7 +55,6 @@ def _refuse_other_module(module: PipelineModule, config: TeraPipeConfig) -> None
             f"module has {len(module._layer_specs)}, {_decoder_layers(module)[1]} of them decoder layers: plan again "
             "for this model, or build the one that was planned for"
         )
-    # the same sizes in another order put other ranks side by side
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
         place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
@@ -79,7 +75,6 @@ def bounds_in(module: PipelineModule, partition: Sequence[int]) -> tuple[int, ..
     bounds, layers = tuple(partition), len(module._layer_specs)
     if bounds[-1] == layers:
         return bounds
-    # positions and the last norm are layers of their own here, and none to the planner
     first, count = _decoder_layers(module)
     if bounds[-1] != count + 2 or not 0 < first < layers - count:
         return None
@@ -129,58 +124,3 @@ def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
         (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
         for place, rank in topology.mapping.items()
     }
-
-
-# -- the same model on every rank
-
-
-def require_equal_models(module: Any) -> None:
-    """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
-
-    The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
-    """
-    layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
-    facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
-    # a short digest first: all facts go over the wire only to be shown
-    if len(set(gather(digest(facts)))) == 1:
-        return
-    everyone = gather(facts)
-    other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
-    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
-    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)}, 'ranks')}" for key in shown]
-    raise TeraPipeConfigError(
-        "\n  ".join(["the ranks have built different models:", *lines])
-        + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
-    )
-
-
-def described(thing: Any) -> str:
-    """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
-
-    A function is told from others of its name by the names and constants in its code. No address is in the text.
-    """
-    if isinstance(thing, LayerSpec):
-        tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""
-        return tied + described(thing.typename)
-    if isinstance(thing, functools.partial):
-        return f"partial of {described(thing.func)}"
-    if isinstance(thing, MethodType):
-        return f"{thing.__func__.__qualname__} of {_named(type(thing.__self__))}"
-    code = getattr(thing, "__code__", None)
-    if isinstance(code, CodeType):
-        return f"{_named(thing)} (code {digest(_contents(code)):010x})"
-    return _named(thing if hasattr(thing, "__qualname__") else type(thing))
-
-
-def _named(thing: Any) -> str:
-    module = str(getattr(thing, "__module__", "")).replace("__mp_main__", "__main__")  # of processes that are spawned
-    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def _contents(value: Any) -> object:
-    """Return what a code and its constants say, without the places of files and in one order."""
-    if isinstance(value, CodeType):
-        return value.co_names, [_contents(each) for each in value.co_consts]
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))
-    return [_contents(each) for each in value] if isinstance(value, tuple) else repr(value)

@@ -1,0 +1,63 @@
+"""Refuse models that differ between ranks: their number of layers, the classes of these, or their `loss_fn`."""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType, MethodType
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import by_text, digest, gather
+
+
+def require_equal_models(module: Any) -> None:
+    """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
+
+    The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
+    """
+    layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
+    facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
+    if len(set(gather(digest(facts)))) == 1:
+        return
+    everyone = gather(facts)
+    other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
+    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
+    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)}, 'ranks')}" for key in shown]
+    raise TeraPipeConfigError(
+        "\n  ".join(["the ranks have built different models:", *lines])
+        + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
+    )
+
+
+def described(thing: Any) -> str:
+    """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
+
+    A function is told from others of its name by the names and constants in its code. No address is in the text.
+    """
+    if isinstance(thing, LayerSpec):
+        tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""
+        return tied + described(thing.typename)
+    if isinstance(thing, functools.partial):
+        return f"partial of {described(thing.func)}"
+    if isinstance(thing, MethodType):
+        return f"{thing.__func__.__qualname__} of {_named(type(thing.__self__))}"
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        return f"{_named(thing)} (code {digest(_contents(code)):010x})"
+    return _named(thing if hasattr(thing, "__qualname__") else type(thing))
+
+
+def _named(thing: Any) -> str:
+    module = str(getattr(thing, "__module__", "")).replace("__mp_main__", "__main__")  # of processes that are spawned
+    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _contents(value: Any) -> object:
+    """Return what a code and its constants say, without the places of files and in one order."""
+    if isinstance(value, CodeType):
+        return value.co_names, [_contents(each) for each in value.co_consts]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    return [_contents(each) for each in value] if isinstance(value, tuple) else repr(value)

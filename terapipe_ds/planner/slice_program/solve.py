@@ -14,7 +14,7 @@ from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, 
 
 @dataclasses.dataclass(frozen=True)
 class SliceSolution:
-    """A plan, its seconds and a proven lower bound."""
+    """Hold a plan, its seconds and a proven lower bound."""
 
     plan: SlicePlan
     predicted_s: float

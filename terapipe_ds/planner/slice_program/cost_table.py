@@ -23,7 +23,7 @@ MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs se
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTable:
-    """Hold the seconds of every slice of one part, [n, n]: row j = granules before it, column k = its granules less one.
+    """Hold the seconds of every slice of one part, [n, n]: row j = granules before, column k = its granules less 1.
 
     They are inf where a slice would pass the end of the sequence. The last granule may be partial.
     """

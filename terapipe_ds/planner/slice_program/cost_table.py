@@ -23,7 +23,7 @@ MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs se
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTable:
-    """Seconds of every slice of one part, [n, n]: row j = granules before the slice, column k = its granules less one.
+    """Hold the seconds of every slice of one part, [n, n]: row j = granules before, column k = its granules less 1.
 
     They are inf where a slice would pass the end of the sequence. The last granule may be partial.
     """
@@ -68,6 +68,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
             f"most {MAX_GRANULES} can be searched: give at least {least}"
         )
     check_methods(costs)
+    # slices that would pass the end stay infinite, so that no program takes them
     starts = np.arange(granules) * granularity_tokens
     row = np.arange(granules)
     valid: Bools = row[:, None] + row[None, :] < granules
@@ -75,6 +76,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     forward_s, backward_s = np.full(valid.shape, np.inf), np.full(valid.shape, np.inf)
     forward_s[valid] = ask(costs.forward_s, "forward_s", starts, sequence_length)
     backward_s[valid] = ask(costs.backward_s, "backward_s", starts, sequence_length)
+    # links depend on tokens alone: one time per size, not per pair
     send = getattr(costs, "send_s", None)
     if send is None:
         return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)

@@ -14,7 +14,7 @@ from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, 
 
 @dataclasses.dataclass(frozen=True)
 class SliceSolution:
-    """A plan, its seconds and a proven lower bound."""
+    """Hold a plan, its seconds and a proven lower bound."""
 
     plan: SlicePlan
     predicted_s: float
@@ -58,6 +58,7 @@ def solve(
     micro_batches = check_count("num_micro_batches", num_micro_batches)
     bubble = check_count("num_stages", num_stages) - 1
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
+    # every slice is asked once; the search sees arrays alone
     band = tabulate(costs, sequence_length, granularity_tokens).band
     search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)
     best = search.best
@@ -74,6 +75,7 @@ def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
             f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
             f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
         )
+    # first the least largest slice, then the least sum among cuts that keep to it
     every = Band(table.total_s, table.total_s, table.total_s)
     largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
     band = every.keep(every.total <= largest)

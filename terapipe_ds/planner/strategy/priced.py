@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.layers.parts import Floats, PartCosts, Wire, spans_of
+from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
+from terapipe_ds.planner.layers.parts import Floats, spans_of
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import Score, owners_of, replay_of
@@ -125,18 +126,20 @@ class Priced(Bounded):
         """Return the costs of the parts, with the links of the machines that they are on; `recompute` is per stage."""
         grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
         sent = self.layers.output_bytes(self.candidate.setting)
-        wires: list[Wire | None] = [None]
+        wires = [NO_WIRE]
         for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
             link = None if one == other else self.cluster.link_between(grid, one, other)
-            wires.append(None if link is None else Wire(link, float(sent[bound - 1])))
-        wires.append(None)
+            wires.append(NO_WIRE if link is None else Wire(link, float(sent[bound - 1])))
+        wires.append(NO_WIRE)
         costs = {again: self._costs(again) for again in set(recompute)}
         kept: dict[Any, PartCosts] = {}
         parts = []
         for part_id, (span, stage_id) in enumerate(zip(itertools.pairwise(bounds), owners, strict=True)):
             layers = costs[recompute[stage_id]][slice(*span)]
-            key = tuple(map(id, layers)), wires[part_id + 1], wires[part_id]
-            parts.append(kept.setdefault(key, PartCosts(layers, wires[part_id + 1], wires[part_id])))
+            send_s, send_gradient_s = wires[part_id + 1], wires[part_id]
+            key = tuple(map(id, layers)), send_s, send_gradient_s
+            part = PartCosts(layers, send_s=send_s, send_gradient_s=send_gradient_s)
+            parts.append(kept.setdefault(key, part))
         return parts
 
     def memory(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> MemoryModel:

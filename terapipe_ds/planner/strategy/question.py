@@ -14,7 +14,7 @@ from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.measured import measured_layers
+from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
@@ -113,7 +113,7 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
     if isinstance(model, LayerChain):
         return model.of_length(sequence_length)
     if (profiles := _profiles_of(model)) is not None:
-        measured = measured_layers(profiles, cluster, sequence_length)
+        measured = MeasuredLayers(profiles, cluster, sequence_length)
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured

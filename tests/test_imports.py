@@ -24,7 +24,7 @@ RINGS = {
     "simulator": 0, "timeline": 0,
     "attention": 1, "dict_batch": 1,
     "runtime": 2, "run": 2,
-    "models": 3, "bench": 3, "integrations": 3,
+    "models": 3, "bench": 3,
     "": 3, "cli": 3, "__main__": 3, "commands": 3, "doctor": 3,
 }  # fmt: skip
 # In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.

@@ -44,23 +44,17 @@ def check_output(path: str, option: str) -> None:
     check_writable(path)
 
 
-def _writable(path: str, info: Any) -> str:
-    check_output(path, flag(info.field_name))
-    return path
+def _file(*suffixes: str, why: str = "") -> AfterValidator:
+    """Return the check of a file that a command writes: its suffix, and whether it can be written."""
 
+    def check(path: str, info: Any) -> str:
+        if suffixes and Path(path).suffix.lower() not in suffixes:
+            allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+            raise CommandError(f"{flag(info.field_name)} {path}: end the name in {allowed}{why}")
+        check_output(path, flag(info.field_name))
+        return path
 
-def _order(path: str, info: Any) -> str:
-    if Path(path).suffix != ".csv":
-        raise CommandError(
-            f"{flag(info.field_name)} {path}: end the name in .csv, as the key terapipe.schedule wants it"
-        )
-    return _writable(path, info)
-
-
-def _drawable(path: str, info: Any) -> str:
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"{flag(info.field_name)} {path}: end the name in .png, .svg or .pdf")
-    return _writable(path, info)
+    return AfterValidator(check)
 
 
 def _names(text: str | list[str]) -> Any:
@@ -81,11 +75,11 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(_names)]
 """Names with commas between them."""
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
 """Integers >= 1, with commas between them or a word each."""
-Output = Annotated[Text, AfterValidator(_writable)]
+Output = Annotated[Text, _file()]
 """A file that can be written, found out before anything is computed for it."""
-OrderFile = Annotated[Text, AfterValidator(_order)]
+OrderFile = Annotated[Text, _file(".csv", why=", as the key terapipe.schedule wants it")]
 """An `Output` for a schedule as CSV."""
-Picture = Annotated[Text, AfterValidator(_drawable)]
+Picture = Annotated[Text, _file(".png", ".svg", ".pdf")]
 """An `Output` that matplotlib can draw to."""
 
 

@@ -135,8 +135,8 @@ class _Bars:
         for event in self._timeline.events:
             if event.kind in COMPUTE_KINDS + _OTHER_KINDS:
                 lines = [f"<b>{escape(event.action)}</b>, stage {event.stage_id}, {title}", *self._words(event)]
-                if (wait := before.get((event.stage_id, event.action))) is not None:
-                    lines.append(f"after a wait of {self._text(wait.duration_s)} for {escape(wait.reason)}")
+                if (gap := before.get((event.stage_id, event.action))) is not None:
+                    lines.append(f"after a wait of {self._text(gap.duration_s)} for {escape(gap.reason)}")
                 self._add(event.kind if event.kind in COMPUTE_KINDS else "other", event, lines)
         return [{"kind": kind, "name": KINDS[kind], **self._columns[kind]} for kind in _ORDER if kind in self._columns]
 

@@ -33,7 +33,7 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed, each with its two best proposals."""
 
-_FINALISTS = 4
+_FINALISTS = 3
 _MOST_SLICES = 64
 _BUDGET = 60_000  # of the slices of the best, as `plan_slices` counts it
 _MOVED = 400_000  # computations replayed while layers move

@@ -17,7 +17,7 @@ from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator.peak_memory import Memory
 from terapipe_ds.simulator.replay import Replay
 
-FEW = 20_000
+FEW = 10_000
 """Computations of a batch up to which all of its micro-batches are replayed."""
 
 FILL_DRAIN = ("terapipe", "gpipe")

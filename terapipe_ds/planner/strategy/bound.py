@@ -56,16 +56,35 @@ class Bounded:
 
         The slowest stage takes no less than the mean of all. A stage k does its share of the work of all
         micro-batches, and then reduces and steps for its layers. Its first part comes after at least k others, which
-        have a layer each: it waits for the first slice to come through the first k layers. Also, of n layers that take
-        some time or more, one stage has at least n / K, rounded up.
+        have a layer each: it waits for the first slice to come through the first k layers.
+
+        Also, of n layers that take some time or more, one stage has at least n / K, rounded up. Where so many do not
+        fit in its memory, it recomputes them.
         """
-        if limit_bytes < np.inf and self._least_peaks(True)[0, -1] > limit_bytes * self.num_stages:
-            return np.inf
         work, first, _ = self._least
         waits = np.cumsum(first)[: self.num_stages - 1].sum()
         mean = (self.num_micro_batches * work.sum() + self._least_ends.sum() + waits) / self.num_stages
+        heaviest = np.argsort(-work, kind="stable")
         counts = -(-np.arange(1, len(work) + 1) // self.num_stages)
-        return float(max(mean, self.num_micro_batches * (counts * -np.sort(-work)).max()))
+        shared_s = counts * work[heaviest]
+        if limit_bytes < np.inf:
+            if self._least_peaks(True)[0, -1] > limit_bytes * self.num_stages:
+                return np.inf
+            off, full = (
+                counts * np.minimum.accumulate(self._least_of_layers(again)[heaviest]) for again in (False, True)
+            )
+            again_s = counts * np.minimum.accumulate(self._forward_again[heaviest])
+            shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again_s, np.inf))
+        return float(max(mean, self.num_micro_batches * shared_s.max()))
+
+    def _least_of_layers(self, recompute: bool) -> Floats:
+        """Return less than each layer adds to what a stage holds, next to others."""
+        rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
+        layers = starts, starts + 1
+        slices = rates["slice"][layers]
+        received = max(0.0, slices[:2].sum() - rates["slice"][0, 2]) if len(starts) > 1 else 0.0  # once per span
+        stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[layers]
+        return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
         """Return the same for one cut."""

@@ -33,7 +33,7 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed, each with its two best proposals."""
 
-_FINALISTS = 4
+_FINALISTS = 3
 _MOST_SLICES = 64
 _BUDGET = 60_000  # of the slices of the best, as `plan_slices` counts it
 _MOVED = 400_000  # computations replayed while layers move
@@ -101,9 +101,9 @@ class Search:
             self.open_s = min([others_s, *(bounds_s[c] for c in small[done + 1 : done + 2])])
         # the rest: the best proposals are replayed, and the best of these improved
         proposals = self._proposals(others, priced, bounds_s)
-        for done, (_, _, candidate, cuts) in enumerate(proposals):
+        for done, (_, _, candidate, counts) in enumerate(proposals):
             self._report("replays", done, len(proposals))
-            self._replay(priced[candidate], cuts)
+            self._replay(priced[candidate], counts)
         self._improve(priced)
         self.open_s = min((bounds_s[candidate] for candidate in others), default=math.inf)
 
@@ -134,24 +134,28 @@ class Search:
             bounds_s[candidate] = max(bounds_s[candidate], self._bound_s(costs, limit_bytes))
             if math.isinf(bounds_s[candidate]):
                 continue
-            # about the seconds of the best cut for each number of slices
-            cuts = [
-                (*proposal, slices)
+            # about the seconds of the best cut, for each number of slices
+            times = [
+                (proposal[0], slices)
                 for slices in self._slice_counts()
                 if (proposal := costs.propose(self._shapes(slices)[0], slices, limit_bytes)) is not None
             ]
-            if not cuts:
+            if not times:
                 continue
-            proposals.append((min(cuts)[0], candidate.rank, candidate, sorted(cuts)[:2]))
-            near_s = min(near_s, 1.05 * min(cuts)[0])
+            counts = [slices for _, slices in sorted(times)[:2]]
+            proposals.append((min(times)[0], candidate.rank, candidate, counts))
+            near_s = min(near_s, 1.05 * min(times)[0])
             if len(proposals) == 1:  # from here on a search that is stopped has an answer
-                self._replay(costs, cuts[:1])
+                self._replay(costs, counts[:1])
         return sorted(proposals, key=lambda proposal: proposal[:2])[:REPLAYED]
 
-    def _replay(self, priced: Priced, cuts: list[_Cut]) -> None:
-        for _, cut, slices in cuts:
+    def _replay(self, priced: Priced, counts: list[int]) -> None:
+        """Replay the best cuts for some numbers of slices, with each schedule that fits by the programs."""
+        for slices in counts:
             for shape in self._shapes(slices):
-                self._score(priced, shape, cut, slices)
+                proposal = priced.propose(shape, slices, self.space.limit_bytes)
+                if proposal is not None:
+                    self._score(priced, shape, proposal[1], slices)
 
     def _score(
         self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None
@@ -165,7 +169,7 @@ class Search:
         self._check_stop()
 
     def _improve(self, priced: dict[Candidate, Priced]) -> None:
-        """Try other schedules, planned slices and moved layers for the finalists; replay the best whole."""
+        """Try other schedules and planned slices for the finalists, and move layers of the best; replay it whole."""
         finalists = sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]
         for done, score in enumerate(finalists):
             self._report("finalists", done, len(finalists))
@@ -174,7 +178,9 @@ class Search:
                 self._try_variants(costs, score)
                 if self.scores[score.candidate].plan.num_slices > 1 and done == 0:
                     self._plan_slices(costs, self.scores[score.candidate])
-            self._move_layers(costs, score.candidate)
+        if self.scores:
+            best = min(self.scores.values(), key=lambda score: score.rank)
+            self._move_layers(priced[best.candidate], best.candidate)
         # few micro-batches stood for many: replay the best whole until the best is one that was
         while self.scores and not (best := min(self.scores.values(), key=lambda score: score.rank)).is_final:
             del self.scores[best.candidate]
@@ -281,11 +287,8 @@ class Search:
             raise _StoppedError
 
 
-_Cut = tuple[float, Bounds, int]
-"""About the seconds, the cut, and slices."""
-
-_Proposal = tuple[float, tuple[object, ...], Candidate, list[_Cut]]
-"""About the seconds, a rank that decides a tie, the candidate, and its two best cuts."""
+_Proposal = tuple[float, tuple[object, ...], Candidate, list[int]]
+"""About the seconds, a rank that decides a tie, the candidate, and its two best numbers of slices."""
 
 
 class _StoppedError(Exception):

@@ -90,8 +90,8 @@ def _search(setup: PlanSetup, progress: Progress) -> tuple[PlanResult, Ranking |
 def _search_recompute(options: PlanOptions) -> PlanResult:
     """Return the best plan with the layers of a measured model that recompute."""
     from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
-    from terapipe_ds.planner.recompute import measured_layers, plan_with_recompute
+    from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+    from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
 
     if options.profile is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
@@ -101,7 +101,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         )
     parts = MeasuredParts.of_profile(Profile.load(options.profile))
     return plan_with_recompute(
-        measured_layers(parts, parts.bounds(options.stages) or ()),
+        recomputable_parts(parts, parts.bounds(options.stages) or ()),
         options.sequence_length,
         options.micro_batches,
         options.granule,

@@ -199,7 +199,7 @@ def _counted(options: PlanOptions) -> PlanSetup:
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
-    from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize
+    from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 
     replicas = options.data_parallel
 
@@ -219,16 +219,16 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
     """Return what is planned for with measured costs; with `bounds` the layers are cut there and nowhere else."""
     from terapipe_ds.costs.fitted import CostModel
-    from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts
+    from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
     if len(models) == 1:  # of which the stages are copies
         parts = parts.copies(stages)
-    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.units)):
+    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.layers)):
         raise CommandError(
             f"terapipe.partition = {list(bounds)} in --config: {options.profile} knows no such layers (it has "
-            f"{many(len(models), 'part')} and {len(parts.units)} to cut); measure with the same config, or take "
+            f"{many(len(models), 'part')} and {len(parts.layers)} to cut); measure with the same config, or take "
             "the key out"
         )
 

@@ -90,12 +90,8 @@ add_arguments = SimulateOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, print, and write the files that are asked for."""
-    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import SEARCH, validate
-    from terapipe_ds.schedule import to_csv as csv_of
     from terapipe_ds.simulator import simulate
-    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
-    from terapipe_ds.timeline.picture import draw_timelines
 
     options = SimulateOptions.read(arguments)
     options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
@@ -111,19 +107,29 @@ def run(arguments: argparse.Namespace) -> None:
         schedule, plans = _schedule_and_plans(options)
         validate(schedule)
         costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
+    timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
+    _write(options, schedule, timeline)
+    if options.as_json:
+        print(json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False))
+    else:
+        print("\n".join([*_lines(timeline, plans), *_found_lines(found, timeline.makespan_s)]))
+
+
+def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
+    """Write the files that the user asks for."""
+    from terapipe_ds.files.atomic import write_text
+    from terapipe_ds.schedule import to_csv as csv_of
+    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+    from terapipe_ds.timeline.picture import draw_timelines
+
     if options.order:
         write_text(options.order, csv_of(schedule))
-    timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     if options.picture:
         draw_timelines([(timeline.name, timeline)], options.picture)
     texts = ((options.trace, to_chrome_trace), (options.csv, to_csv), (options.timeline, type(timeline).to_json))
     for path, make in texts:
         if path:
             write_text(path, make(timeline))
-    if options.as_json:
-        print(json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False))
-    else:
-        print("\n".join([*_lines(timeline, plans), *_found_lines(found, timeline.makespan_s)]))
 
 
 def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, Any, dict[str, Any]]:

@@ -25,7 +25,7 @@ from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
 from .action import Kind, PlacedUnit, ScheduleError, SliceKey
-from .nodes import BACKWARD, FORWARD, WEIGHT, end_of_orders
+from .clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
 from .placement import Placement
 
 Unit = TypeVar("Unit", int, SliceKey)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from terapipe_ds.planner.orders.holdings import Holdings
 from terapipe_ds.planner.orders.priced_nodes import Orders, PricedNodes
 from terapipe_ds.schedule import greedy
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT
 from terapipe_ds.schedule.greedy import Choice, Lane
-from terapipe_ds.schedule.nodes import BACKWARD, FORWARD, WEIGHT
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
-from terapipe_ds.schedule.nodes import end_of_orders
+from terapipe_ds.schedule.clock import end_of_orders
 from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.simulator.costs import (
     BACKWARD,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .nodes import BACKWARD, FORWARD, Nodes, Numbers
+from .clock import BACKWARD, FORWARD
+from .nodes import Nodes, Numbers
 from .schedule import Schedule
 
 OUTSTANDING_SENDS = 8

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Action, Schedule, validate
-from terapipe_ds.schedule import nodes as numbered
+from terapipe_ds.schedule import Action, Schedule, clock, validate
 from terapipe_ds.schedule.lower import message
 from terapipe_ds.schedule.proofs import budget_of_sends, is_ordered
 from terapipe_ds.simulator.costs import (
@@ -166,7 +165,7 @@ class Replay:
         self._parts, self._units = nodes.part[order], nodes.unit[order]
         kinds = nodes.kind[order]
         rows = np.array([FORWARD, BACKWARD, WEIGHT])[kinds]
-        self._rows = np.where((kinds == numbered.BACKWARD) & nodes.is_split[order], SPLIT_BACKWARD, rows)
+        self._rows = np.where((kinds == clock.BACKWARD) & nodes.is_split[order], SPLIT_BACKWARD, rows)
         self._peers: list[int] = nodes.peers[order].tolist()
 
     def _find_links(self) -> None:

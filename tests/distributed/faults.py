@@ -117,7 +117,7 @@ RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
-LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
+LABELS_OF = "runtime.batch.cut_tensors:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."

@@ -9,7 +9,7 @@ from the second slice on, where there is a state to add.
 from __future__ import annotations
 
 from terapipe_ds.messages import text_of
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 
 
 class WrittenInputError(RuntimeError):

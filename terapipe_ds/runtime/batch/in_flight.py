@@ -13,8 +13,8 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
 from terapipe_ds.runtime.batch.loss import SliceLoss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey

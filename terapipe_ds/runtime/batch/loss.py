@@ -15,7 +15,7 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 
 class SliceLossError(ValueError):

@@ -7,7 +7,7 @@ from typing import Any
 
 from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.dict_batch import BatchError
-from terapipe_ds.runtime.batch.sliceable import as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import as_tuple
 
 
 def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:

@@ -24,8 +24,8 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.batch.packed_rows import find_starts
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 
 logger = logging.getLogger("terapipe_ds")

@@ -21,8 +21,8 @@ from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.loss import SliceLoss
-from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layout.parted_module import PartedModule

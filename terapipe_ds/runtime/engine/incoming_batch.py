@@ -13,10 +13,10 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFligh
 from terapipe_ds.runtime.batch.loss import weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.verify import FirstBatchCheck
 
 logger = logging.getLogger("terapipe_ds")

@@ -23,9 +23,9 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
-from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.engine.collaborators import Stage
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule.action import Action, Kind

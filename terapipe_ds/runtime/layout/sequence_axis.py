@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.refusals import shortest_slice, slice_length_multiple
+from terapipe_ds.runtime.layout.slice_lengths import shortest_slice, slice_length_multiple
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)

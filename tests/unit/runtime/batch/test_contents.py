@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.batch.cut_tensors import BatchError
 from terapipe_ds.runtime.batch.source import _require_rows, contents_of
 
 LABELS = torch.arange(12).view(2, 6)

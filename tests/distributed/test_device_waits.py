@@ -26,8 +26,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.engine.batches import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.engine.open_batch import CLOSING
 from terapipe_ds.runtime.engine.refused_calls import problem_of_device_waits
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires

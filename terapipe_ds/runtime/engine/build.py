@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import Stage
-from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
+from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -64,6 +64,7 @@ class EngineSetup:
     layout: Layout
     parameters: Any
     sequence: SequenceRanks
+    own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
@@ -182,6 +183,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         weights,
         BatchResults(engine, config.sequence_dim, setup.sequence),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
+        setup.own_time,
         finite,
         flops,
         setup.sequence,

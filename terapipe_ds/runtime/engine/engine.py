@@ -7,6 +7,7 @@ more micro-batch that is accumulated. Reduction and step come once per batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,13 +19,10 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
+from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
-from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
 from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
-from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
-from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
-from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
@@ -37,9 +35,9 @@ from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
 from terapipe_ds.runtime.links.formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
-from terapipe_ds.runtime.planning.auto_planner import require_profile
-from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.profiling.profiles import require_profile
 from terapipe_ds.schedule.action import Action, Kind
 
 _WITH_GROUPS = (
@@ -74,7 +72,6 @@ class TeraPipeEngine(ModelEndsEngine):
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any
-    __setattr__ = set_at_once
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
@@ -86,6 +83,7 @@ class TeraPipeEngine(ModelEndsEngine):
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
+        self._own_time = setup.own_time
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
         setup.refuse(self)
@@ -113,9 +111,11 @@ class TeraPipeEngine(ModelEndsEngine):
         if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._checkpoints.refuse_half_loaded()
-        train = super().train_batch
         with ErrorsUnwrapped(), self._guarded():
-            return self._steps.run(lambda: train(data_iter))
+            begin_s = time.perf_counter()
+            loss = super().train_batch(data_iter)
+            self._steps.tell(time.perf_counter() - begin_s)
+            return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in slices. Only the last stage returns logits: on each rank those that its own layers give.
@@ -130,10 +130,6 @@ class TeraPipeEngine(ModelEndsEngine):
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
-
-    def own_seconds(self, is_last: bool, between: Callable[[], object], share: float) -> tuple[float, float]:
-        """Return what the engine itself takes of an F and of a B, in seconds; the arguments are those of `own_time`."""
-        return own_seconds(self, is_last, between, share, self.slice_clock)
 
     def reset_activation_shape(self) -> None:
         """Let stages hand on other shapes from the next batch on. As with DeepSpeed's, every rank must call."""
@@ -236,6 +232,10 @@ class TeraPipeEngine(ModelEndsEngine):
         """Seconds that sums of gradients and optimizer took in the last batch, on this rank."""
         return self._batch_end.closing_s
 
+    def own_seconds(self) -> dict[int, tuple[float, float]] | None:
+        """Return what the engine itself takes of an F and a B of each part here; None until it has been measured."""
+        return self._own_time.of_parts()
+
     @property
     def tracer(self) -> ActionTracer:
         """What is told of each computation of this rank; a benchmark may put one of its own here."""
@@ -331,6 +331,24 @@ class TeraPipeEngine(ModelEndsEngine):
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()
+
+    # DeepSpeed calls these four around the layers of an F and around autograd in a B
+
+    def _forward_prologue(self, *args: Any) -> Any:
+        self._own_time.layers_begin()
+        return super()._forward_prologue(*args)
+
+    def _forward_epilogue(self) -> None:
+        super()._forward_epilogue()
+        self._own_time.layers_end()
+
+    def _backward_prologue(self) -> None:
+        super()._backward_prologue()
+        self._own_time.layers_begin()
+
+    def _backward_epilogue(self) -> None:
+        self._own_time.layers_end()
+        super()._backward_epilogue()
 
     steps_per_print = steps_between_prints
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
@@ -13,13 +13,6 @@ from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.schedule_choice import Cuts
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-
-
-class Recomputing(Protocol):
-    """What runs for sequences of one length; None: nothing was chosen for it."""
-
-    @property
-    def recompute(self) -> frozenset[int] | None: ...
 
 
 def best_with_recompute(
@@ -52,14 +45,13 @@ def bounds_of_parts(module: Any, layout: Layout) -> list[int]:
     return [int(bound) for bound in (module.parts if layout.bounds is None else layout.bounds)]
 
 
-def recompute_for(module: PipelineModule, choices: Iterable[Recomputing]) -> None:
-    """Let the layers recompute that a batch needs, which may have sequences of several lengths.
+def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
+    """Let layers recompute that any length in a batch needs: to recompute more of them takes less memory.
 
-    More than one of them needs still fits, so it is all that any of them needs. Where slices were set by hand nothing
-    was chosen, and everything recomputes.
+    `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
+    everything recomputes.
     """
     wanted: set[int] = set()
-    for choice in choices:
-        layers = choice.recompute
+    for layers in choices:
         wanted |= set(range(len(module._layer_specs))) if layers is None else layers
     recompute_layers(module, wanted)

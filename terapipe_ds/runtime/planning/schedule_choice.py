@@ -16,7 +16,6 @@ from terapipe_ds.planner import (
     MemoryModel,
     PlanResult,
     Ranking,
-    best_order,
     best_schedule,
     choose,
     describe_ranking,
@@ -28,7 +27,7 @@ from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts,
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.schedule import SEARCH, placement_for
+from terapipe_ds.schedule import placement_for
 from terapipe_ds.simulator import simulate
 
 WORTH_CHANGING = 0.01  # of the time; a smaller difference cannot be measured
@@ -96,11 +95,8 @@ def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float |
     layout, config = stage.layout, stage.config
     limits: dict[str, Any] = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
+    options["with_order"] = False  # `terapipe plan --order` finds one: it is run from its file
     costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
-    if config.slices != "auto" and config.schedule == SEARCH:
-        return best_order(
-            costs, config.plans_for(length, shape[1]), *shape, chunks_per_stage=layout.chunks_per_stage, **limits
-        )
     if config.slices != "auto":
         return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
     shape_and_name = *shape, config.granularity_for(length), config.schedule
@@ -163,7 +159,7 @@ class Cuts:
         """
         shape = self.layout.num_stages, num_micro_batches
         limits = {"memory_of": self.memory if self.has_memory else None, "memory_limit_bytes": limit_bytes}
-        options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
+        options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, "with_order": False, **limits}
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
         return rank_given(self.costs, config.plans_for(length, num_micro_batches), *shape, **options)

@@ -182,11 +182,8 @@ def _measure_part(
     peers: Peers,
     progress: Callable[[float], None],
 ) -> tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]:
-    engine, config, smallest = stage.engine, stage.config, min(specs)
+    engine, config = stage.engine, stage.config
     activate(engine.module, place.chunk_id)
-    timer.own_s = engine.own_seconds(
-        place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
-    )
     # for costs of another cut: the ranking of all schedules, and readers of the profile's file
     with_layers = "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None
     times = time_part(

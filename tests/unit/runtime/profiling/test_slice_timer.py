@@ -150,17 +150,17 @@ SAMPLES = (CostSample(4, 0, 10.0, 40.0, weight_s=6.0), CostSample(4, 12, 20.0, 5
 
 
 def test_the_layers_of_a_part_take_together_what_it_takes() -> None:
-    """Layers of 1 s and 3 s, both ways, of a part that was measured with 2 s and 8 s of the engine's own."""
+    """Layers of 1 s and 3 s, both ways."""
     clock = Clock()
     linears = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 3.0), strict=True)]
     timer = timer_of(layers, False, False)
     timer.clock = clock
-    timed = time_layers(timer, ["one", "two"], SAMPLES, (2.0, 8.0))
+    timed = time_layers(timer, ["one", "two"], SAMPLES)
     assert timed is not None
     found = [[(s.forward_s, s.backward_s, s.weight_s) for s in layer.samples] for layer in timed]
     # W takes no time by this clock, so that both layers have half of it, but never more than their backwards
-    assert found == [[(2.0, 8.0, 3.0), (4.5, 10.5, 3.0)], [(6.0, 24.0, 3.0), (13.5, 31.5, 3.0)]]
+    assert found == [[(2.5, 10.0, 3.0), (5.0, 12.5, 3.0)], [(7.5, 30.0, 3.0), (15.0, 37.5, 3.0)]]
 
 
 def test_bytes_of_layers_are_those_that_they_keep() -> None:
@@ -183,7 +183,7 @@ def test_frozen_parameters_are_counted_apart() -> None:
     layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers[0].requires_grad_(False)
     layers[1].bias.requires_grad_(False)
-    timed = time_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES, (0.0, 0.0))
+    timed = time_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES)
     assert timed is not None
     assert [(layer.kind, layer.parameters, layer.trained) for layer in timed] == [
         ("a", 272, 0), ("b", 272, 256), ("c", 0, 0)

@@ -1,4 +1,4 @@
-"""What the engine itself takes of an F and a B: it is seen in the second batch, and slices are planned again with it."""
+"""What the engine itself takes of an F and a B: the second batch shows it, and slices are planned again with it."""
 
 from __future__ import annotations
 

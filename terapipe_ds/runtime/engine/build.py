@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_everywhere
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
 from terapipe_ds.runtime.engine.own_time import OwnTime
@@ -33,6 +33,7 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
+from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
@@ -41,7 +42,6 @@ from terapipe_ds.runtime.layout.sequence_axis import (
 )
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.layout.topology import refuse_other_models
 from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
@@ -73,14 +73,25 @@ class EngineSetup:
         config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
         # refuse what does not fit while all layers are where DeepSpeed built them
-        refuse_other_models(module, config)
-        refuse_everywhere(problem_of_sequence_axis(module, config, raw))
-        multiple = token_multiple(module)
-        gather_results(lambda: set_recompute(module, config, raw))
+        require_equal_models(module)
+
+        def check() -> tuple[int, Layout]:
+            refuse_other_grid(module, config)
+            problem = problem_of_sequence_axis(module, config, raw)
+            if problem is not None:
+                raise TeraPipeConfigError(problem)
+            multiple = token_multiple(module)
+            set_recompute(module, config, raw)
+            return multiple, layout_of(config, module)
+
+        multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
-        layout = layout_of(config, module)
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
-        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # which reads an iterator of the program
+
+        def fill() -> Any:
+            return never_none_at_all(module, chosen)  # which reads an iterator of the program
+
+        parameters = everywhere(fill)
         fill_empty_groups(module, optimizer)
         # only now make groups: a refusal leaves none behind
         show_log(rank)

@@ -5,33 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig
 
 logger = logging.getLogger("terapipe_ds")
-
-
-def slice_length_multiple(module: Any) -> int:
-    """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
-
-    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
-    """
-    multiple = getattr(module, "slice_length_multiple", 1)
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise TeraPipeConfigError(
-            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
-            "ranks that the tokens of a slice are divided over"
-        )
-    return multiple
-
-
-def shortest_slice(module: Any) -> int:
-    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
-
-    A module sets it where its layers take a single token for a step of generation.
-    """
-    return int(getattr(module, "shortest_slice", 1))
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:

@@ -280,12 +280,14 @@ class TeraPipeEngine(ModelEndsEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
+        # the first training batch shows what layers change besides gradients
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
             is_whole = self.terapipe_config.is_one_slice
             self._written = None if is_whole else WrittenParameters(self.module)
             trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
             self._outside = OutsideLayers(self.module, self._layout.has_copies, is_whole, trainer)
+        # DeepSpeed reads the losses from here when all actions have run
         self.fwd_outputs = []
         self._place = None  # a check or a measurement may have run another part since
         with self._batch.running():
@@ -357,6 +359,15 @@ class TeraPipeEngine(ModelEndsEngine):
         with tied_copies_left_out(self.module):
             super().clip_fp32_gradients()
 
+    # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
+    #
+    #   stage 0   RG L0  F0.0 SA    RG F0.1 SA                      B0.1         B0.0    RT RD ST
+    #                          \          \                    /            /
+    #   stage 1   RA RA L0        F0.0         F0.1   B0.1  SG   B0.0  SG                RT RD ST
+    #
+    # RA and RG post receives ahead of the F and B that wait for them; SA and SG hand a message to its link and go on.
+    # B0.1 comes before B0.0, because slice 0 gets gradients of its keys and values from slice 1. After the last B the
+    # ranks sum gradients of tied weights (RT) and of replicas (RD), and the optimizer steps (ST).
     _ACTIONS = {
         Kind.LOAD: _load,
         Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post(action),

@@ -48,6 +48,7 @@ class HandedInputs:
         if self._is_known:
             return
         both = [*enumerate(zip(leaves, inputs, strict=True))]
+        # each write raises the version of a tensor; copies begin at 0
         self._written |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
         if is_last:
             self._is_known = True

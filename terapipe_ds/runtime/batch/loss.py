@@ -70,6 +70,7 @@ def slice_counts(
                     "finite number >= 0, the share of the slice in the loss of the whole sequence"
                 )
         return weights
+    # count the valid labels of each token over all rows
     valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
@@ -123,6 +124,7 @@ class SliceLoss:
 
 def slice_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> SliceLoss:
     """Return a slice's share in the loss of its micro-batch. Without `loss_fn` outputs are losses."""
+    # a mean over no labels is NaN, so the loss function is not asked
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(

@@ -98,6 +98,7 @@ class BatchSource:
         shapes: Shapes | None = None
         error: BaseException | None = None
         sums = DataSums()
+        # an error here must not keep the other ranks waiting: they hear of it below
         try:
             self._check()
             drawn = [self._draw_one(index, needs_labels) for index in range(num_micro_batches)]
@@ -111,6 +112,7 @@ class BatchSource:
                 sums = self._sums(drawn, labels)
         except Exception as caught:
             error = caught
+        # tell what this rank has, and learn the shapes
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
         starts = tuple(each.starts for each in drawn)
@@ -144,6 +146,7 @@ class BatchSource:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
+        # stages that draw compare what they were given, though each uses only a part of it
         _require_rows(batch, micro_batch_id, row_dim=1 if self._config.sequence_dim == 0 else 0)
         inputs, labels, starts = self._read(batch, needs_labels)
         if len(self._place.drawing) > 1:

@@ -73,13 +73,16 @@ class IncomingBatches:
 
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
+        # draw, and agree with all ranks on what was drawn
         engine = self._engine
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
+        # every stage comes to the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
+        # what was predicted holds for a step as it was planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
         is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
         predicted = how.predicted if is_planned else None

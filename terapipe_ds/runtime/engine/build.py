@@ -164,17 +164,20 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     as it should.
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
+    # what only some configs ask for
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
+    # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
+    # from here on a stage that hangs is reported
     watchdog = Watchdog(
         engine.global_rank,
         engine.stage_id,

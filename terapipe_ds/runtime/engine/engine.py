@@ -80,17 +80,20 @@ class TeraPipeEngine(ModelEndsEngine):
         wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked. With
         `verify_only` the first batch is checked, and then the process ends.
         """
+        # lay out the layers and settle the config
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         self._own_time = setup.own_time
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
+        # connect the stages
         setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
         wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        # build what the actions work with, then what draws batches for them
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
@@ -98,6 +101,7 @@ class TeraPipeEngine(ModelEndsEngine):
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
         self._batch_end = BatchEnd(self, self._layout, stage)
+        # what reports and saves comes last: it asks all others
         self._steps = StepReport(self, stage, groups, self.terapipe_config)
         allow_pickle = self.terapipe_config.checkpoints.allow_pickle
         self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)

@@ -28,7 +28,6 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
@@ -50,7 +49,6 @@ from terapipe_ds.schedule.action import Action, Kind
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 _NOTHING = nullcontext()
-_NO_ACTIVE: tuple[None, Any] = None, None
 
 
 @dataclass
@@ -149,7 +147,6 @@ class PartRunner:
         self._has_warned = False
         # what comes over a wire is this part's alone; memory that is offloaded goes when nothing else has it
         self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
-        self._actives: dict[tuple[int, int, str], tuple[SlicePlan, ActiveSlice]] = {}
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -174,26 +171,19 @@ class PartRunner:
         return self._slices
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
+        """Return what layers may ask of the slice."""
         micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
         plan, starts = micro_batch.plan, micro_batch.shape.starts
-        if starts is not None:  # which are another batch's next time
-            return self._new_active(action, mode, plan, Documents(starts, *plan.span(action.slice_id)))
-        key = action.micro_batch_id, action.slice_id, mode
-        of, active = self._actives.get(key, _NO_ACTIVE)
-        if of is not plan:  # an equal one of an earlier batch may be another object
-            active = active if of == plan else self._new_active(action, mode, plan, None)
-            self._actives[key] = plan, active
-        return active
-
-    def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
+        start, stop = plan.span(action.slice_id)
         whole = ActiveSlice(
-            *plan.span(action.slice_id),
+            start,
+            stop,
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
-            documents=documents,
+            documents=None if starts is None else Documents(starts, start, stop),
             store=self._stage.store,
         )
         return self._stage.sequence.part_of(whole)

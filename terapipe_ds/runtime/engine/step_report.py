@@ -132,12 +132,14 @@ class StepReport:
 
         All know the order of all, so that times are enough: of each computation its start and its end.
         """
+        # a row for each computation of the longest order, and one for the operations of the model
         orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
         table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
         flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
         table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
         if events is not None and len(events) == len(orders[self._stage.stage_id]):
             table[1 : 1 + len(events)] = torch.tensor([(e.start_s, e.end_s) for e in events], dtype=torch.float64)
+        # gather the tables of all stages, which know each other's orders
         tables = [table]
         if self._groups.control is not None:
             tables = [torch.empty_like(table) for _ in orders] if self._is_first_rank else []
@@ -145,6 +147,7 @@ class StepReport:
                 torch_dist.gather(table, tables or None, dst=0, group=self._groups.control)
         if not self._is_first_rank:
             return None
+        # give the times back to their actions
         model_flops = float(sum(one[0, 0] for one in tables))
         events_of_all: list[TimelineEvent] = []
         for stage_id, (order, one) in enumerate(zip(orders, tables, strict=True)):

@@ -22,6 +22,7 @@ def problem_of_layers(
 
     Where sequence ranks divide the tokens, no layer sees a whole sequence, even if that is one slice.
     """
+    # what counts the tokens of a forward pass
     if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -31,6 +32,7 @@ def problem_of_layers(
     unpatched = problem_of_insertions(module)
     if unpatched is not None or (config.is_one_slice and not has_sequence_ranks):
         return unpatched
+    # what knows nothing of slices
     compiled = _compiled(module)
     if compiled:
         return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
@@ -39,6 +41,7 @@ def problem_of_layers(
         return hooked
     if config.verify == "off":
         _warn_of_unchecked_hooks(module)
+    # torch's own layers that mix tokens
     names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
     if not names:
         return None

@@ -97,6 +97,7 @@ class Plans:
 
         A schedule that needs another layout of the layers is refused: layers stay where they are.
         """
+        # refuse slices that the layers cannot run
         plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
         for one in plans:
             problem = problem_of_lengths("use_slice_plan", one.lengths, self._token_multiple, self._shortest)
@@ -111,6 +112,7 @@ class Plans:
         if schedule == "auto":
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
+        # layers stay where they are
         try:
             wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
         except ScheduleError as error:

@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> None:
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))
-    print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
     if section["schedule"] == _ORDER:
-        print(f"  --order {_ORDER} writes the file of the order")
+        print(f"  --order {_ORDER} writes the order to the file that follows")
+    print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
 def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
@@ -93,6 +93,7 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
         memory_of=setup.memory_of,
         both_ways_s_of=setup.both_ways_s_of,
         chunks_per_stage=options.chunks_per_stage,
+        with_order=options.order is not None,
         **limits,
     )
     return ranking.best, ranking

@@ -338,15 +338,7 @@ class TeraPipeEngine(ModelEndsEngine):
         else:
             super()._exec_reduce_tied_grads()
 
-    # DeepSpeed calls these four around the layers of an F and around autograd in a B
-
-    def _forward_prologue(self, *args: Any) -> Any:
-        self._own_time.layers_begin()
-        return super()._forward_prologue(*args)
-
-    def _forward_epilogue(self) -> None:
-        super()._forward_epilogue()
-        self._own_time.layers_end()
+    # DeepSpeed calls these two around autograd in a B
 
     def _backward_prologue(self) -> None:
         super()._backward_prologue()

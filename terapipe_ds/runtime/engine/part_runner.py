@@ -198,6 +198,7 @@ class PartRunner:
         leaves, is_tuple = self._leaves(action, active)
         inputs = self._handed.inputs(leaves)
         # layers see the slice that is active, so that attention reads and writes its keys and values
+        stage.own_time.layers_begin()
         with push_slice(active), saving:
             try:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
@@ -207,12 +208,10 @@ class PartRunner:
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan
                 self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
-            # the last part has the loss, which is counted to its layers
-            stage.own_time.layers_begin()
             loss = stage.results.add(active, outputs) if self.place.is_last else None
-            stage.own_time.layers_end()
             if stage.finite is not None and training and loss is not None:
                 stage.finite.look_at_loss(loss.value())
+        stage.own_time.layers_end()
         # B needs the leaves and the outputs; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
         if not self._sends_outputs and not self.place.is_last:

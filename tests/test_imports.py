@@ -32,7 +32,7 @@ WINGS = {
         "layout", "failures",
     ),
 }  # fmt: skip
-MOST_NAMES = {"runtime": 14}
+MOST_NAMES = {"runtime": 13}
 LAZY = (
     "",
     "cli",

@@ -32,6 +32,7 @@ EXAMPLES = """\
   terapipe plan --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
                 --out ds.json --picture strategy.svg       (a strategy: stages, tensor and data parallelism, ...)
 """
+_ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
 add_arguments = PlanOptions.add_to
@@ -68,6 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))
+    if section["schedule"] == _ORDER:
+        print(f"  --order {_ORDER} writes the order to the file that follows")
     print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
@@ -90,6 +93,7 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
         memory_of=setup.memory_of,
         both_ways_s_of=setup.both_ways_s_of,
         chunks_per_stage=options.chunks_per_stage,
+        with_order=options.order is not None,
         **limits,
     )
     return ranking.best, ranking
@@ -155,12 +159,15 @@ def _write_order(result: PlanResult, setup: PlanSetup, path: str) -> None:
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
 
-    The order is the one in the file of `--order`, where there is one; that of "search" is else found again.
+    The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """
     from terapipe_ds.plan import SlicePlan
 
     options = setup.options
-    plan, section = result.plan, {"enabled": True, "schedule": options.order or result.schedule}
+    plan, section = (
+        result.plan,
+        {"enabled": True, "schedule": options.order or (result.schedule if result.order is None else _ORDER)},
+    )
     lists = [list(each.lengths) for each in result.plans]
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage

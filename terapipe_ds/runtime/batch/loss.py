@@ -15,7 +15,7 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 
 class SliceLossError(ValueError):
@@ -70,6 +70,7 @@ def slice_counts(
                     "finite number >= 0, the share of the slice in the loss of the whole sequence"
                 )
         return weights
+    # count the valid labels of each token over all rows
     valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
@@ -123,6 +124,7 @@ class SliceLoss:
 
 def slice_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> SliceLoss:
     """Return a slice's share in the loss of its micro-batch. Without `loss_fn` outputs are losses."""
+    # a mean over no labels is NaN, so the loss function is not asked
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_everywhere
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import Stage
-from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
+from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
@@ -28,28 +29,23 @@ from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compi
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.offload import ActivationOffload
+from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
+from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
     take_sequence_axis,
     token_multiple,
 )
+from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.layout.topology import refuse_other_models
 from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.refusals import (
-    check_checkpointing,
-    problem_of_device_waits,
-    problem_of_layers,
-    problem_of_lengths,
-    with_multiple,
-)
 
 NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
 
@@ -68,6 +64,7 @@ class EngineSetup:
     layout: Layout
     parameters: Any
     sequence: SequenceRanks
+    own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
@@ -76,14 +73,25 @@ class EngineSetup:
         config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
         # refuse what does not fit while all layers are where DeepSpeed built them
-        refuse_other_models(module, config)
-        refuse_everywhere(problem_of_sequence_axis(module, config, raw))
-        multiple = token_multiple(module)
-        gather_results(lambda: set_recompute(module, config, raw))
+        require_equal_models(module)
+
+        def check() -> tuple[int, Layout]:
+            refuse_other_grid(module, config)
+            problem = problem_of_sequence_axis(module, config, raw)
+            if problem is not None:
+                raise TeraPipeConfigError(problem)
+            multiple = token_multiple(module)
+            set_recompute(module, config, raw)
+            return multiple, layout_of(config, module)
+
+        multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
-        layout = layout_of(config, module)
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
-        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # which reads an iterator of the program
+
+        def fill() -> Any:
+            return never_none_at_all(module, chosen)  # which reads an iterator of the program
+
+        parameters = everywhere(fill)
         fill_empty_groups(module, optimizer)
         # only now make groups: a refusal leaves none behind
         show_log(rank)
@@ -156,17 +164,20 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     as it should.
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
+    # what only some configs ask for
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
+    # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
+    # from here on a stage that hangs is reported
     watchdog = Watchdog(
         engine.global_rank,
         engine.stage_id,
@@ -186,6 +197,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         weights,
         BatchResults(engine, config.sequence_dim, setup.sequence),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
+        setup.own_time,
         finite,
         flops,
         setup.sequence,

@@ -1,0 +1,92 @@
+"""Refuse models that ranks have built differently, or on another grid than that of their strategy."""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType, MethodType
+from typing import Any
+
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.planner.cluster import Coordinate
+from terapipe_ds.runtime.agreement import by_text, digest, gather
+from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
+
+
+def require_equal_models(module: Any) -> None:
+    """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
+
+    The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
+    """
+    layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
+    facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
+    if len(set(gather(digest(facts)))) == 1:
+        return
+    everyone = gather(facts)
+    other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
+    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
+    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)}, 'ranks')}" for key in shown]
+    raise TeraPipeConfigError(
+        "\n  ".join(["the ranks have built different models:", *lines])
+        + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
+    )
+
+
+def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
+    """Raise TeraPipeConfigError where `module` was built on another grid than that of the strategy of `config`."""
+    strategy = config.planned
+    if strategy is None:
+        return
+    shown = f"terapipe.strategy = {config.strategy!r}"
+    refuse_other_world(strategy, shown)
+    wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
+    if wanted != there:
+        place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
+        names = dict(zip(("pipe", "data", "model"), place, strict=True))
+        raise TeraPipeConfigError(
+            f"{shown}: it has the axes {strategy.axes} of sizes {strategy.dims}, and the topology of the module "
+            f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
+            f"{there.get(place)} there; {BUILD_ON_IT}"
+        )
+
+
+def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
+    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) where the topology has no model axis."""
+    return {
+        (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
+        for place, rank in topology.mapping.items()
+    }
+
+
+def described(thing: Any) -> str:
+    """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
+
+    A function is told from others of its name by the names and constants in its code. No address is in the text.
+    """
+    if isinstance(thing, LayerSpec):
+        tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""
+        return tied + described(thing.typename)
+    if isinstance(thing, functools.partial):
+        return f"partial of {described(thing.func)}"
+    if isinstance(thing, MethodType):
+        return f"{thing.__func__.__qualname__} of {_named(type(thing.__self__))}"
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        return f"{_named(thing)} (code {digest(_contents(code)):010x})"
+    return _named(thing if hasattr(thing, "__qualname__") else type(thing))
+
+
+def _named(thing: Any) -> str:
+    module = str(getattr(thing, "__module__", "")).replace("__mp_main__", "__main__")  # of processes that are spawned
+    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _contents(value: Any) -> object:
+    """Return what a code and its constants say, without the places of files and in one order."""
+    if isinstance(value, CodeType):
+        return value.co_names, [_contents(each) for each in value.co_consts]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    return [_contents(each) for each in value] if isinstance(value, tuple) else repr(value)

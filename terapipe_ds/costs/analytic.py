@@ -31,12 +31,12 @@ OPTIMIZER_BYTES_PER_PARAMETER = 28
 
 
 class AnalyticCostError(ValueError):
-    """A model that cannot be cut as asked."""
+    """Refuse a cut or a division that the model does not have."""
 
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Costs of one part of a model on one of `tensor_parallel` ranks; what planner and simulator ask for.
+    """Count the costs of one part of a model on one of `tensor_parallel` ranks, for planner and simulator.
 
     `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting).
     """

@@ -33,12 +33,12 @@ _CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear con
 
 
 class CostModelError(ValueError):
-    """Samples that no model can be fitted to, or a question outside of what was measured."""
+    """Refuse samples that no model fits, or a question beyond what was measured."""
 
 
 @dataclass(frozen=True)
 class FitErrors:
-    """Relative errors of one fitted function, by sample. Samples without a prefix are met exactly."""
+    """Hold the relative errors of one fitted function, by sample. The fit meets samples without a prefix exactly."""
 
     in_sample: tuple[float, ...]  # of the samples with a prefix
     held_out: tuple[float, ...]  # of each sample with a prefix, in a fit without it
@@ -72,7 +72,7 @@ class FitErrors:
 
 @dataclass(frozen=True)
 class Curve:
-    """One fitted function of (tokens, prefix)."""
+    """Give the seconds of (tokens, prefix) by one fitted function."""
 
     base_tokens: Array  # ascending
     base_s: Array
@@ -123,7 +123,7 @@ class Curve:
 
 
 class CostModel:
-    """Measured costs of one part, with the interface that planner and simulator ask for.
+    """Give the measured costs of one part to planner and simulator.
 
     Below the smallest measured slice, time is constant: launches, and reading the weights, do not depend on tokens.
     Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or,

@@ -10,7 +10,6 @@ from .ranking.report import describe, describe_ranking
 from .result import PlanResult, Ranking, Refusal, choose
 from .search.found_orders import best_order
 from .search.search import granularity_for, plan_slices
-from .slice_program.solve import SliceSolution, solve
 
 __all__ = [
     "MemoryLimitError",
@@ -20,7 +19,6 @@ __all__ = [
     "PlannerError",
     "Ranking",
     "Refusal",
-    "SliceSolution",
     "best_order",
     "best_schedule",
     "choose",
@@ -31,5 +29,4 @@ __all__ = [
     "plan_slices",
     "rank_schedules",
     "ranked_schedules",
-    "solve",
 ]

@@ -137,7 +137,6 @@ class Grid:
         if self.data == 1:
             return 0.0
         places = self._nodes(cluster)
-        # replicas on one node need no network
         counts = Counter(places[stage_id, :, 0].tolist())
         hop = cluster.within
         if len(counts) > 1:
@@ -147,7 +146,6 @@ class Grid:
                 streams = _most_alike(places[np.broadcast_to(spread, places.shape)])
             one = cluster.shared(streams)
             rate = min(counts.values()) * one.bandwidth_bytes_per_s
-            # a ring through several devices of a node is no faster than their own links
             if max(counts.values()) > 1:
                 rate = min(rate, cluster.within.bandwidth_bytes_per_s)
             hop = LinkCard(rate, one.latency_s)

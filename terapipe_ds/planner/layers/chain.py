@@ -16,7 +16,7 @@ from terapipe_ds.planner.memory import PartMemory
 
 
 class LayerChain:
-    """A model as numbers per layer, of one sequence on one device.
+    """Describe a model by numbers per layer, of one sequence on one device.
 
     Args:
         forward_s: of a whole sequence, in seconds.
@@ -68,7 +68,7 @@ class LayerChain:
 
 
 class _ChainLayers(Layers):
-    """A `LayerChain` for sequences of one length."""
+    """Give a `LayerChain` to the planner, for sequences of one length."""
 
     dtype, whole_is_least = "float32", False
 

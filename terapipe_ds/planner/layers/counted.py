@@ -19,7 +19,7 @@ _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfl
 
 
 class CountedLayers(Layers):
-    """The layers of a model size, with costs counted for a cluster's devices."""
+    """Count the costs of the layers of a model size for a cluster's devices."""
 
     is_sliceable = whole_is_least = True
 

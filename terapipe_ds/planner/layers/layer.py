@@ -22,7 +22,7 @@ from terapipe_ds.planner.memory import PartMemory
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer on one rank, or a part whose layers were not timed. None, or 0, is what nobody measured.
+    """Hold a layer on one rank, or a part whose layers were not timed. None or 0: nobody measured it.
 
     Its memory is in bytes per token of a slice with all rows, as that of a part.
     """

@@ -11,7 +11,7 @@ from terapipe_ds.costs.devices import LinkCard
 
 
 class Costs(Protocol):
-    """Seconds of a slice of a layer, of a part or of a stage.
+    """Give the seconds of a slice of a layer or a part.
 
     Costs may also have `weight_s(tokens, prefix)`, `send_s(tokens)`, `send_gradient_s(tokens)`, `step_s()` and a true
     `vectorized`. A method that is absent stands for a time that nobody knows.
@@ -32,7 +32,7 @@ def known(costs: Costs, name: str) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class Wire:
-    """A link between two stages, and how many bytes go over it per token."""
+    """Time the messages of a link between two stages that carries so many bytes per token."""
 
     link: LinkCard
     bytes_per_token: float

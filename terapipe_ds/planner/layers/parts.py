@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the costs of a layer depend on, besides the model and the cluster."""
+    """Hold what the costs of a layer depend on, besides the model and the cluster."""
 
     tensor: int
     micro_batch: int  # sequences
@@ -32,7 +32,7 @@ class Setting:
 
 
 class TiedCopy(NamedTuple):
-    """Bytes of the copy on the last stage: both stages sum it, and the last one reduces and steps it as well."""
+    """Hold the bytes of the copy on the last stage. Both stages sum it; the last one reduces and steps it as well."""
 
     exchanged: float  # between the two stages
     summed: float  # over replicas
@@ -41,7 +41,7 @@ class TiedCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The layers of a part: those in [start, stop), where the part is among `num_parts`, and what it keeps of them."""
+    """Name the layers of a part, those in [start, stop), and say whether they recompute."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Span:
 
 
 class Layers(abc.ABC):
-    """What the planner asks of a model, whose times are kept by its identity."""
+    """Answer what the planner asks of a model. Searches keep its times by identity."""
 
     num_layers: int
     is_sliceable: bool
@@ -87,7 +87,7 @@ class Layers(abc.ABC):
 
 @dataclass(frozen=True)
 class WholeCosts:
-    """Times of a layer that is not sliced: a slice takes its share of the tokens of a whole sequence."""
+    """Time a layer that is not sliced: a slice takes its share of the tokens of a whole sequence."""
 
     forward: float
     backward: float

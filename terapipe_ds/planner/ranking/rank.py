@@ -121,7 +121,7 @@ def best_schedule(
 
 @dataclass(frozen=True)
 class _Layout:
-    """A number of parts and a number of parts per stage that some schedule can have."""
+    """Hold a number of parts, and of parts per stage, that some schedule can have."""
 
     chunks_per_stage: int
     num_parts: int

@@ -26,7 +26,7 @@ _SECONDS = 10**12
 
 
 class Subset(NamedTuple):
-    """Layers that recompute, and what comes of it: in 1e-12 s, and in 1/1024 bytes per token."""
+    """Hold layers that recompute, with their time in 1e-12 s and their memory in 1/1024 bytes per token."""
 
     again: int
     kept: int

@@ -28,7 +28,7 @@ from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search
 from terapipe_ds.planner.slice_program.dynamic_programs import Band, Floats
 
 MANY_GRANULES = 512  # above, one bound, and a limit on its work
-MAX_WORK = 400_000_000  # of one search, as `solve` counts it; about a second
+MAX_WORK = 400_000_000  # of one search, in array elements; about a second
 
 
 def searches(

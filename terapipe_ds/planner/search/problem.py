@@ -24,8 +24,7 @@ from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_
 from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
-from terapipe_ds.planner.slice_program.cost_table import CostTable
-from terapipe_ds.planner.slice_program.solve import equal_time
+from terapipe_ds.planner.slice_program.cost_table import CostTable, equal_time
 from terapipe_ds.schedule import SEARCH, placement_for
 
 # What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.

@@ -47,7 +47,7 @@ WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
 
 @dataclasses.dataclass(frozen=True)
 class WeighedPlan:
-    """A plan in granules and what its time is made of; `sum_s` is of one micro-batch."""
+    """Hold a plan in granules and the terms of its time; `sum_s` is of one micro-batch."""
 
     lengths: tuple[int, ...]
     sum_s: float
@@ -76,7 +76,7 @@ class Objective:
 
 @dataclasses.dataclass
 class Box:
-    """Plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below `sum_s`."""
+    """Hold the plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below `sum_s`."""
 
     f_low: float = 0.0
     f_high: float = math.inf
@@ -98,7 +98,7 @@ class Box:
 
 
 class Bottlenecks:
-    """The slices that may still be used, sorted by f' and by b': the only values that F and B can have."""
+    """Sort the slices that may still be used by f' and by b': the only values that F and B can have."""
 
     def __init__(self, forward: Floats, backward: Floats) -> None:
         self.forward, self.least_b, self.largest_b = self._ordered(forward, backward)
@@ -128,7 +128,7 @@ class Bottlenecks:
 
 
 class Search:
-    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
+    """Search by branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
 
     def __init__(
         self, band: Band, objective: Objective, num_slices: int | None = None, max_work: float | None = None

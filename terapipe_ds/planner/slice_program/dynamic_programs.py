@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache betwe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The slices that may be used, [n, w]: row = granules before it, column c = slices of `shortest + c` granules."""
+    """Hold the slices that may be used, [n, w]: row = granules before, column c = slices of `shortest + c` granules."""
 
     total: Floats  # seconds that a slice adds to the sum; inf where it would pass the end or is ruled out
     forward: Floats  # what the limits are on

@@ -18,7 +18,7 @@ WireEnds = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
+    """Say where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
 
     part_id: int
     chunk_id: int = 0
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement[(stage_id, chunk_id)]`: the part there, as in `Schedule.placement`.
+    """Say with `placement[(stage_id, chunk_id)]` which part is where, as in `Schedule.placement`.
 
     A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
     there the part is saved, and there evaluation runs it.
@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
+        """Return whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
         return all(stage_id == part_id and chunk_id == 0 for (stage_id, chunk_id), part_id in self.placement.items())
 
     @property
     def has_copies(self) -> bool:
-        """Whether parts live at several places."""
+        """Return whether parts live at several places."""
         return self.num_parts < len(self.placement)
 
     def places(self, stage_id: int) -> tuple[Place, ...]:
@@ -79,7 +79,7 @@ class Layout:
 
     @cached_property
     def loss_stage(self) -> int:
-        """The stage that knows the loss of a batch: the owner of the last part."""
+        """Return the stage that knows the loss of a batch: the owner of the last part."""
         return self.owner(self.num_parts - 1)
 
     def stages_with_end(self, first: bool) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
-        """The stages that draw data."""
+        """Return the stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:

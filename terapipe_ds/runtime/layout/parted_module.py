@@ -20,7 +20,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_grad
 
 @dataclass
 class HeldPart:
-    """The layers of one part on this stage, as `PipelineModule` keeps those of its only part."""
+    """Hold the layers of one part on this stage, as `PipelineModule` holds those of its only part."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class HeldPart:
 
 
 class PartedModule(PipelineModule):
-    """The class of a module that was laid out, in front of its own; `forward` runs one part at a time."""
+    """Run one part at a time: the class that a module gets when it is laid out, in front of its own."""
 
     terapipe_layout: Layout
     held_parts: list[HeldPart]  # by chunk

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import CHUNKED, Costs, brute_force_s, every_plan, parts_of, split_parts
 
+from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
     MemoryLimitError,
@@ -21,7 +22,6 @@ from terapipe_ds.planner import (
     granularity_for,
     plan_slices,
     ranked_schedules,
-    solve,
 )
 from terapipe_ds.planner.search import problem
 from terapipe_ds.schedule import build

@@ -10,9 +10,9 @@ import torch
 
 from studies import attention, compiled, hugging_face, planner, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
+from studies.slice_program import solve
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
-from terapipe_ds.planner import solve
 
 SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
 

@@ -93,11 +93,13 @@ class BatchResults:
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
         engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
+        # as the stock engine does for a micro-batch: its loss, and the sum of the batch so far
         if losses:
             engine.loss = losses[-1]
             engine.fwd_outputs.append(sum_of_slices(losses))
         if batch.training:
             engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
+        # logits of slices, and of the sequence ranks' shares of them, become those of whole sequences
         outputs = self._outputs.pop(micro_batch_id, [])
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]

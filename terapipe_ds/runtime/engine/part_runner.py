@@ -276,6 +276,7 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         self._begin(action)
+        # the products that B kept back: what went in, and the gradient of what came out
         with push_slice(self._active(action, "weight")):
             self._num_weights += 1
             self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)

@@ -14,7 +14,6 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
-from terapipe_ds.runtime.batch.loss import SliceLoss
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
@@ -48,7 +47,7 @@ class SliceInFlight:
 
     inputs: Tensors
     outputs: Any
-    loss: SliceLoss | None = None
+    loss: Any = None
 
 
 @dataclass
@@ -166,7 +165,7 @@ class PartInFlight:
         """Return the live slice that `action` works on."""
         return self.batch.get(self.key(action))
 
-    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: SliceLoss | None) -> None:
+    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
         """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
         if not self._place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))

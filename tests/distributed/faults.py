@@ -409,10 +409,10 @@ fault(
     "loss",
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
-    "runtime.engine.batch_results:slice_loss",
+    "runtime.engine.batch_results:weighted_loss",
 )(
-    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: replace(
-        share(outputs, labels, 1.0, loss_fn), weight=weight
+    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: (
+        share(outputs, labels, 1.0, loss_fn) * weight
     )
 )
 fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(

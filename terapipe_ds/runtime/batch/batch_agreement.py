@@ -255,6 +255,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     failed = [message for message in messages if message.problem]
     if not failed:
         return _disagreement(messages)
+    # an end of the data is an error only where not all stages of a pipeline have come to it
     ended = {(message.place.pipeline_id, message.place.stage_id) for message in failed if message.is_at_end}
     texts = [message.problem for message in failed if not message.is_at_end] + [
         f"the data iterator of stage {at.stage_id} is at its end, but not that of the others. {_SAME_DATA}"

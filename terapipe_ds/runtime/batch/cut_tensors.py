@@ -104,6 +104,7 @@ class SliceableTensors:
     @classmethod
     def of_labels(cls, labels: Any, dim: int) -> SliceableTensors:
         """Return the labels. The first that has `dim` gives the sequence length; those of that length are sliced."""
+        # the labels decide how long the sequences are
         tensors = as_tuple(labels, "the labels")
         sizes = [_size(t, dim) for t in tensors]
         length = next((size for size in sizes if size is not None), None)

@@ -14,7 +14,6 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
-from terapipe_ds.runtime.batch.loss import SliceLoss
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
@@ -48,7 +47,7 @@ class SliceInFlight:
 
     inputs: Tensors
     outputs: Any
-    loss: SliceLoss | None = None
+    loss: Any = None
 
 
 @dataclass
@@ -93,9 +92,9 @@ class BatchInFlight:
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return what decides which kernels run: the schedule, the slices of each micro-batch, whether it is packed."""
-        how, all_ = (self.training, self.schedule.name), [(each.shape, each.plan) for each in self.micro_batches]
-        return frozenset((how, of.rows, of.length, of.starts is not None, plan.lengths) for of, plan in all_)
+        """Return what decides which kernels run, apart from lengths: mode, schedule, and whether rows are packed."""
+        how = self.training, self.schedule.name
+        return frozenset((*how, micro_batch.shape.starts is not None) for micro_batch in self.micro_batches)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return what the shapes of activations depend on: (mode, rows, sequence length, slice length)."""
@@ -166,7 +165,7 @@ class PartInFlight:
         """Return the live slice that `action` works on."""
         return self.batch.get(self.key(action))
 
-    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: SliceLoss | None) -> None:
+    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
         """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
         if not self._place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))

@@ -153,9 +153,11 @@ class BatchSource:
             is_dict = isinstance(batch, Mapping)
             drawn.dicts = checksum(batch["input_ids"]) if is_dict else 0
             drawn.contents = 0 if is_dict else contents_of(labels)
+        # the last part needs the labels, which decide on the shapes
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
             drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
+        # the first part needs the inputs, and checks them as early as it can
         if self._is_first:
             drawn.inputs, drawn.starts = _copied(inputs), starts
             self._accept(drawn.inputs, starts)

@@ -144,6 +144,7 @@ class OpenBatch:
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
+        # each collaborator forgets the batch before, and learns of this one
         self._set(batch)
         stage.deepspeed.open_batch()
         stage.links.open_batch(batch)
@@ -171,6 +172,7 @@ class OpenBatch:
     def close(self, peak_live_slices: int, step: int) -> None:
         """Close the batch, and check that its books are closed: nothing of it is left anywhere."""
         stage, batch = self._stage, self.current
+        # sends are complete, no weight gradient is left, and no slice is live
         stage.links.close_batch()
         stage.weights.assert_done()
         for part in self._parts:
@@ -226,6 +228,7 @@ class BatchEnd:
             raise SliceLossError(f"step {engine.global_steps + 1}: {problem}. Nothing was updated in this step")
         if problem is not None:  # DeepSpeed skips the step
             logger.warning("step %d: %s", engine.global_steps + 1, problem)
+        # each copy of a part has seen other micro-batches
         if self._layout.has_copies:
             complete_gradients(engine.module, engine.optimizer)
         before_reduce = getattr(engine.module, "before_reduce", None)

@@ -23,6 +23,13 @@ from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.engine.trained_parameters import (
+    fill_empty_groups,
+    never_none_at_all,
+    problem_of_foreign_parameters,
+    remembering,
+    tensors_of,
+)
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
@@ -47,22 +54,23 @@ from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
 
-NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
-
 
 @dataclass(frozen=True)
 class EngineSetup:
     """What is settled before DeepSpeed builds its engine.
 
     `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
-    `deepspeed.initialize`, of the layers that this stage holds now. `sequence` are the ranks that divide the tokens of
-    each slice; their number divides `slice_length_multiple`.
+    `deepspeed.initialize`, of the layers that this stage holds now. `trained` are these and the tensors that
+    `optimizer` got by hand, complete once it is made. `sequence` are the ranks that divide the tokens of each slice;
+    their number divides `slice_length_multiple`.
     """
 
     config: TeraPipeConfig
     slice_length_multiple: int
     layout: Layout
     parameters: Any
+    optimizer: Any
+    trained: list[torch.Tensor]
     sequence: SequenceRanks
     own_time: OwnTime = field(default_factory=OwnTime)
 
@@ -93,10 +101,12 @@ class EngineSetup:
 
         parameters = everywhere(fill)
         fill_empty_groups(module, optimizer)
+        trained = tensors_of(() if parameters is None else parameters)
+        optimizer = remembering(optimizer, trained)
         # only now make groups: a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
-        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, sequence)
+        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, optimizer, trained, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
@@ -105,7 +115,8 @@ class EngineSetup:
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
+            problem_of_foreign_parameters(engine.module, self.trained)
+            or problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
@@ -117,44 +128,6 @@ class EngineSetup:
         if engine.global_rank == 0:
             warn_of_links(config)
             tell_of_schedules(config)
-
-
-def never_none_at_all(module: Any, parameters: Any) -> Any:
-    """Return `parameters`; on a stage where nothing is trained, or in a group, a number that never gets a gradient.
-
-    Optimizers take no empty list, and ZeRO no empty group. The number is a parameter of the module, so that it has the
-    dtype and the device of all others, but of no layer, so that no checkpoint has it.
-    """
-    listed = list(module.parameters() if parameters is None else parameters)
-    if any(isinstance(each, Mapping) for each in listed):
-        return [_with_some(module, group, f"{NOTHING_TRAINED}_{index}") for index, group in enumerate(listed)]
-    if any(each.requires_grad for each in listed):
-        return parameters if parameters is None else listed
-    return [_number(module, NOTHING_TRAINED)]
-
-
-def fill_empty_groups(module: Any, optimizer: Any) -> None:
-    """Put a number into each empty group of an optimizer: DeepSpeed would remove the group, and a scheduler counts it.
-
-    Which groups are empty depends on the layers of a stage.
-    """
-    for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
-        if not group["params"]:
-            group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
-
-
-def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = group["params"]
-    listed = [given] if isinstance(given, torch.Tensor) else list(given)
-    is_trained = any(each.requires_grad for each in listed)
-    return {**group, "params": listed if is_trained else [*listed, _number(module, name)]}
-
-
-def _number(module: Any, name: str) -> torch.nn.Parameter:
-    first = next(module.parameters(), None)
-    number = torch.nn.Parameter(torch.zeros(1) if first is None else first.detach().new_zeros(1))
-    module.register_parameter(name, number)
-    return number
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:

@@ -31,7 +31,6 @@ from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
-from terapipe_ds.runtime.batch.loss import SliceLoss
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.engine.own_time import OwnTime
@@ -96,9 +95,9 @@ class DeepSpeedCalls:
             ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
         return outputs
 
-    def backward_of_loss(self, share: SliceLoss) -> None:
+    def backward_of_loss(self, loss: Any) -> None:
         """Run the backward of the last part, from a slice's share of the loss."""
-        loss, scale = share.weighted(), missing_loss_scale(self._engine.optimizer)
+        scale = missing_loss_scale(self._engine.optimizer)
         DeepSpeedEngine.backward(self._engine, loss if scale == 1.0 else loss.float() * scale)
 
     def backward_of_outputs(self, outputs: Any, gradients: Tensors) -> None:
@@ -210,7 +209,7 @@ class PartRunner:
                 self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
-                stage.finite.look_at_loss(loss.value())
+                stage.finite.look_at_loss(loss)
         stage.own_time.layers_end()
         # B needs the leaves and the outputs; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
@@ -261,7 +260,6 @@ class PartRunner:
         deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
         with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
-                assert slice_.loss is not None
                 stage.deepspeed.backward_of_loss(slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
@@ -276,6 +274,7 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         self._begin(action)
+        # the products that B kept back: what went in, and the gradient of what came out
         with push_slice(self._active(action, "weight")):
             self._num_weights += 1
             self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)

@@ -68,8 +68,10 @@ class Profiles:
         (size, path), self._measured_last = self._measured_last, None
         # ranks that run the same part differ little: any of them will do
         own_s = {part_id: seconds for rank in gather(taken, self._groups.world) for part_id, seconds in rank.items()}
+        if not own_s:  # beside devices
+            return 0.0
         profile = self._known[size] = with_own_time(self._known[size], own_s)
-        most_s = max((forward_s + backward_s for forward_s, backward_s in own_s.values()), default=0.0)
+        most_s = max(forward_s + backward_s for forward_s, backward_s in own_s.values())
         if self._engine.global_rank == 0:
             logger.info("the engine itself takes %.3g ms of the F and B of a slice", 1e3 * most_s)
             _keep(path, profile)

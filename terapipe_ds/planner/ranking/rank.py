@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from terapipe_ds.costs.interface import method_of
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
@@ -141,7 +142,7 @@ def _replay_each(
     """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
-    knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
+    knows_weights = all(method_of(part, "weight_s") for part in parts)
     # a schedule with W cannot be timed where nobody knows what W takes
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)

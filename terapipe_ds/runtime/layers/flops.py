@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.profiling.flops_profiler.profiler import number_to_string
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds.compat import has_flash_attn
@@ -63,6 +64,13 @@ def _formulas() -> dict[object, Callable[..., int]]:
     return formulas
 
 
+class _Undecomposed(dict[object, Callable[..., int]]):
+    """Formulas that torch takes for complete: it decomposes operations without one, which gives other last bits."""
+
+    def __contains__(self, operation: object) -> bool:
+        return isinstance(operation, OpOverload) or super().__contains__(operation)
+
+
 class StageFlops:
     """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`.
 
@@ -105,7 +113,9 @@ class StageFlops:
         if not self._is_counting or action.kind not in _COUNTED or action.micro_batch_id:
             yield
             return
-        with FlopCounterMode(display=False, custom_mapping=self._formulas) as counter:
+        counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
+        counter.flop_registry = _Undecomposed(counter.flop_registry)
+        with counter:
             yield
         self.totals[action.kind] += counter.get_total_flops()
         if action.kind is Kind.FORWARD:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 logger = logging.getLogger("terapipe_ds")
@@ -29,9 +28,8 @@ def problem_of_layers(
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
-    unpatched = problem_of_insertions(module)
-    if unpatched is not None or (config.is_one_slice and not has_sequence_ranks):
-        return unpatched
+    if config.is_one_slice and not has_sequence_ranks:
+        return None
     # what knows nothing of slices
     compiled = _compiled(module)
     if compiled:

@@ -10,9 +10,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.planner.cluster import Coordinate
 from terapipe_ds.runtime.agreement import by_text, digest, gather
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
+from terapipe_ds.strategy import Coordinate
 
 
 def require_equal_models(module: Any) -> None:

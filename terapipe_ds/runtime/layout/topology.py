@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import sizes_of
-from terapipe_ds.planner.strategy import Strategy
+from terapipe_ds.strategy import Strategy
 
 BUILD_ON_IT = "build the module with topology=terapipe_ds.topology_of(strategy)"
 

@@ -70,14 +70,15 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         )
     # remember what was here, before the layers of this stage become others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
-    method = _method_of(module) if layout.bounds is None else None
+    method = _method_of(module, layout) if layout.bounds is None else None
+    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, layout.num_parts)
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
     names = [layer_name(module._layer_specs, layer_id) for layer_id in range(len(module._layer_specs))]
     # building layers draws random numbers, which a script without stages would not have drawn
     with random_states_kept():
         module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
-        _cut(module, layout, method)
+        _cut(module, bounds, method)
         module.__class__ = module_class
         module.terapipe_layout = layout
         _build(module, built, names)
@@ -157,7 +158,12 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     return "either" if every == trained else "all" if ids == every else "trained"
 
 
-def _method_of(module: Any) -> str:
+def _method_of(module: Any, layout: Layout) -> str:
+    if len(module._layer_specs) < layout.num_parts:
+        raise TeraPipeConfigError(
+            f"{len(module._layer_specs)} layers cannot be cut in {layout.num_parts} parts ({layout.num_stages} stages, "
+            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
+        )
     method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
     if method is None:
         raise TeraPipeConfigError(
@@ -168,20 +174,13 @@ def _method_of(module: Any) -> str:
     return str(method)
 
 
-def _cut(module: Any, layout: Layout, method: str | None) -> None:
+def _cut(module: Any, bounds: list[int], method: str | None) -> None:
     """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
-    num_stages, num_parts = module.num_stages, layout.num_parts
-    if len(module._layer_specs) < num_parts:
-        raise TeraPipeConfigError(
-            f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
-            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
-        )
-    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, num_parts)
     # uneven layers may leave a part with none, which no stage could run
-    empty = [part_id for part_id in range(num_parts) if bounds[part_id] == bounds[part_id + 1]]
+    empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
     if empty:
         raise TeraPipeConfigError(
-            f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
+            f"partition_method {method!r} leaves parts {empty} of {len(bounds) - 1} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
     module.parts = bounds

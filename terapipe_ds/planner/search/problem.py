@@ -116,6 +116,7 @@ class Problem:
         starts = {plan.num_slices: plan for result in reversed(good) for plan in result.plans[:1]}
         if not starts:  # no named schedule has these parts without W
             starts = {count: self._cut(count) for count in candidates.slice_counts(min(4, self.max_slices))}
+        # no order takes less than the work of the busiest stage
         finder = OrderFinder(pipeline, budget=share)
         works_s = least_works_s(pipeline.parts, pipeline.num_micro_batches, self.max_slices)
         bound_s = most_work_s(works_s, placement_for(SEARCH, *self._stages_and_chunks), pipeline.num_stages)

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
@@ -41,6 +40,7 @@ from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import SEARCH, build
 from terapipe_ds.simulator import simulate
+from terapipe_ds.version import __version__
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")

@@ -81,18 +81,6 @@ def hook_activations(_: Any, x: Tensor) -> Tensor:
     return x
 
 
-class Clipping(torch.autograd.Function):
-    """Clips where the gradients of a first batch are not clipped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return clipped(gradient, 30.0)
-
-
 def attend_rarely(_: Any, x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, -1)).transpose(1, 2)
     mixed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)[0]

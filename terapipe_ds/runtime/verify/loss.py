@@ -15,7 +15,7 @@ from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values, tolerance_of
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -143,10 +143,10 @@ class LossCheck:
         cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
         size = max(whole.size, float(sliced.values.abs().sum()))
         least = size if float(whole.values.abs()) < cancels * size else 0.0
-        differences = [compare_values("the loss", sliced.values.sum()[None], whole.values, tolerance, least)]
+        differences = [compare("the loss", sliced.values.sum()[None], whole.values, tolerance, least_norm=least)]
         for layout, a, b in zip(self.outputs.layouts, sliced.gradients, whole.gradients, strict=True):
             if isinstance(layout, TokenDim):
-                differences.append(compare_tokens("the gradient of the loss", a, b, tolerance))
+                differences.append(compare("the gradient of the loss", a, b, tolerance, by_token=True))
         return self.slicing.ranks.first(next(filter(None, differences), None))
 
     def losses(self, slicing: Slicing) -> Losses:

@@ -237,20 +237,16 @@ class StageCheck:
 
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
-
-        def run() -> str | None:
-            problem = check.run()
-            return problem if problem or not check.is_finite else compare_everywhere(check, everyone, self.note)
-
-        problem, failure = self._try(run, "verifying the loss")
+        result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
+        problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
             self.found.notes.append(f"the loss was not compared: {failure.text}")
         elif failure is not None:
             self._find(layer_id, "loss_fn", failure.text, failure.kind)
         elif problem is not None:
             self._find(layer_id, "loss_fn", problem)
-        elif not check.is_finite:
-            self.found.notes.append("the loss is not finite on whole sequences, so that it was not compared")
+        elif waits:
+            self.found.notes.append(f"the loss was not compared: {waits}")
             self.found.loss_waits = True
         else:
             self.found.num_losses += 1
@@ -286,7 +282,7 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
     last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
     if adds_loss:
         meaning = f"the layer adds a loss of its own in the backward, of the tokens of one forward pass, {_NO_SHARE}"
-    elif not difference.what.startswith("output"):
+    elif not difference.is_of_outputs:
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
             "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "

@@ -70,12 +70,8 @@ class KeptState:
             names = ("get_state", "set_state") if is_torch else ("__getstate__", "__setstate__")
             read, write = (getattr(value, each) for each in names)
             self._generators.append((read, write, read()))
-        elif _holds_numbers(value):
-            self._keep(value, name, value.nbytes, lambda: value.detach().to("cpu", copy=True))
-        elif isinstance(value, Tensor):
-            self._texts.append((name, lambda: str(value._version), str(value._version)))
-        elif isinstance(value, np.ndarray):
-            self._keep(value, name, _MOST_BYTES + 1 if isinstance(value, np.memmap) else value.nbytes, value.copy)
+        elif isinstance(value, (Tensor, np.ndarray)):
+            self._look_at_numbers(value, name)
         elif isinstance(value, (dict, list, tuple, set, deque)):
             self._look_at_entries(value, name, partial(dict.get, value) if isinstance(value, dict) else None)
         elif isinstance(value, (MethodType, BuiltinMethodType, partial, np.random.Generator)):
@@ -83,15 +79,20 @@ class KeptState:
                 self._remember(getattr(value, attribute, None), name)
         elif isinstance(value, FunctionType):
             self._look_at_function(value)
-        elif isinstance(value, type) and is_the_users(value):
-            self._look_at_entries(value, value.__qualname__, lambda key: getattr(value, key, None))
-            functions = (getattr(each, "__func__", each) for each in vars(value).values())
-            self._remember(tuple(each for each in functions if isinstance(each, FunctionType)), name)
-        elif isinstance(value, (nn.Module, SimpleNamespace, Namespace)) or is_the_users(type(value)):
-            self._look_at_object(value, name)
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             text = repr(value)  # where it shows no place, the iterator counts as moved
             self._texts.append((name, lambda: repr(value), "" if " at 0x" in text else text))
+        else:
+            self._look_at_object(value, name)
+
+    def _look_at_numbers(self, value: Any, name: str) -> None:
+        """Keep a copy of a tensor or an array; of a parameter that is trained or large, how often it was written to."""
+        if _holds_numbers(value):
+            self._keep(value, name, value.nbytes, lambda: value.detach().to("cpu", copy=True))
+        elif isinstance(value, Tensor):
+            self._texts.append((name, lambda: str(value._version), str(value._version)))
+        else:
+            self._keep(value, name, _MOST_BYTES + 1 if isinstance(value, np.memmap) else value.nbytes, value.copy)
 
     def _keep(self, value: Any, name: str, num_bytes: int, copied: Callable[[], Any]) -> Any:
         """Keep a copy to put back, where there is room."""
@@ -110,16 +111,24 @@ class KeptState:
             self._remember(each, _inner(name, key), read and partial(read, key))
 
     def _look_at_object(self, value: Any, name: str) -> None:
+        """Look at the attributes of a module, of a class or object of the user's, and at the classes of an object."""
+        if isinstance(value, type):
+            if is_the_users(value):
+                self._look_at_entries(value, value.__qualname__, lambda key: getattr(value, key, None))
+                functions = (getattr(each, "__func__", each) for each in vars(value).values())
+                self._remember(tuple(each for each in functions if isinstance(each, FunctionType)), name)
+            return
+        if not (isinstance(value, (nn.Module, SimpleNamespace, Namespace)) or is_the_users(type(value))):
+            return
         held = getattr(value, "__dict__", {})
         kinds = (type(each).__module__.split(".")[0] for each in held.values())
+        # a thread may change its owner meanwhile: a loader that reads ahead
         if not isinstance(value, nn.Module) and not _CONCURRENT.isdisjoint(kinds):
-            self.passed_over.append(name)  # a thread may change it meanwhile: a loader that reads ahead
+            self.passed_over.append(name)
             return
         self._remember(held, name)
         for kind in filter(is_the_users, type(value).__mro__):
             self._remember(kind, kind.__qualname__)
-        if not held:  # it may have slots
-            self._texts.append((name, lambda: repr(value), repr(value)))
 
     def _look_at_function(self, function: FunctionType) -> None:
         """Remember what a function closes over, and the globals that it names; not classes and functions elsewhere."""

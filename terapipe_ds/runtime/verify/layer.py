@@ -106,6 +106,7 @@ class LayerCheck:
 
     def keep(self) -> None:
         self._kept = KeptState({"": self.layer.module, "function": self.layer.function})
+        self._kept.renew()
 
     def _beyond_rounding(self, difference: Difference) -> Difference | None:
         return difference
@@ -163,7 +164,7 @@ class LayerCheck:
     def _begin_anew(self) -> None:
         """Let the layer forget what it was run for."""
         self.slicing.store.reset()
-        self._kept.put_back()
+        self._kept.renew()
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
@@ -195,8 +196,8 @@ class LayerCheck:
         of_slices, tolerance, plan = self._kept.values(), self._tolerance(()), self.slicing.plan
         saved = {} if self.layer.module is None else self.layer.module.state_dict(keep_vars=True)
         outputs_differ = difference is not None and difference.is_of_outputs
-        for name, old in sorted(before.items()):
-            whole, sliced = of_whole[name], of_slices[name]
+        for name in sorted(before.keys() & of_whole.keys() & of_slices.keys()):
+            old, whole, sliced = before[name], of_whole[name], of_slices[name]
             if name not in saved or not all(map(torch.is_tensor, (whole, sliced))):
                 if not outputs_differ and _is_updated_per_call(old, whole, sliced, plan.num_slices, tolerance):
                     self.counters.append(name)

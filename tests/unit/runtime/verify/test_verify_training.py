@@ -19,7 +19,7 @@ from tests.zoo.layers import WIDTH
 from tests.zoo.members import BACKWARD
 from tests.zoo.training import COUNTED, DRAWN, ONCE, ZERO, Keeping, clipped, generator, keeping, then
 
-NUMPY, TORCH = np.random.default_rng(0), torch.Generator()
+TORCH = torch.Generator()
 
 
 def outside(it: Any, x: Tensor) -> Tensor:
@@ -117,7 +117,6 @@ NAMED = {
     **{name: (spec, says) for name, (spec, lost, says) in COUNTED.items() if not lost},
     "drop by Python": (keeping(lambda _, x: x if random.random() < 0.9 else 0 * x), DRAWN),
     "drop by NumPy": (keeping(lambda _, x: x if np.random.rand() < 0.9 else 0 * x), DRAWN),
-    "drop by a variable": (keeping(lambda _, x: x if NUMPY.random() < 0.9 else 0 * x), DRAWN),
     "log now and then": (keeping(then(lambda _, x: random.random() < 1e-9)), DRAWN),
 }
 

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
@@ -99,13 +99,13 @@ class KeptState:
         if isinstance(value, _PLAIN) or id(value) in self._shared:
             return value
         if not _is_large(value):
-            trial = {**memo, **self._shared}  # of a copy that fails nothing remains
+            trial = ChainMap({}, memo, self._shared)  # of a copy that fails nothing remains
             try:
-                result = copy.deepcopy(value, trial)
+                result = copy.deepcopy(value, trial)  # type: ignore[arg-type]
             except Exception:  # methods of the user's may do anything
                 result = value
             else:
-                memo.update(trial)
+                memo.update(trial.maps[0])
                 return result
         self._shared[id(value)] = self.stuck[name] = value
         return value
@@ -133,7 +133,8 @@ class KeptState:
 
     def values(self, with_entries: bool = False) -> dict[str, Any]:
         """Return the numbers, tensors and lengths of lists by name, as they are now; or all that can be compared."""
-        seen, values = set(self._shared), {}
+        seen = set(self._shared)
+        values: dict[str, Any] = {}
         for name, held, _ in self._scopes:
             for key in list(held):
                 values |= leaves(_inner(name, key), held[key], seen, with_entries)

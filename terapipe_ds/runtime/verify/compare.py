@@ -106,6 +106,7 @@ def compare_results(
 
     Each may differ by its `rounding`, as in `allowed`. `unable` gets those for which torch has no operator.
     """
+    # a small gradient is measured by the largest one of any parameter
     norms = [0.0]
     for name, gradient in (*a.items(), *b.items()):
         if name.startswith(OF_PARAMETER):
@@ -140,6 +141,7 @@ def compare_output(
         for layout in layouts:  # all: tensor-parallel ranks do the same
             joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
             pairs.append((layout, compare("output", joined, expected, tolerance, by_token=True)))
+        # several dimensions may have the sizes of slices: one that agrees is right
         if pairs:
             return next((pair for pair in pairs if pair[1] is None), pairs[0])
         if not any(compare("output", part, whole, tolerance) for part in parts):
@@ -176,6 +178,7 @@ def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each if each.dim() > 1 else each.reshape(-1, 1) for each in map(_numbers, (a, b)))
     sizes = []
+    # in pieces, for fp64 takes several times the memory
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))
     for pair in zip(a.split(rows), b.split(rows), strict=True):
         x, y = (part.reshape(len(part), -1).double() for part in pair)

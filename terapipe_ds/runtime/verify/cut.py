@@ -93,10 +93,12 @@ def window_plan(
     length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
     tokens = length * rows // cut_rows
     allowed = min(max(min(tokens // _SHARE, tokens * micro_batches // (4 * stages)), LEAST_TOKENS), most)
+    # a layer may rely on slices of whole blocks, as the plan has them
     common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
     divisors = [n for n in range(multiple, allowed // _MOST_SLICES + 1, multiple) if common % n == 0]
     unit = max(divisors, key=lambda n: (n % granularity == 0, n), default=multiple)
     units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
+    # a sequence that is short enough is compared whole
     if length <= max(allowed, units * unit):
         if plan.num_slices <= _MOST_SLICES:
             return plan

@@ -80,18 +80,21 @@ class FirstBatchCheck:
             VerifyError: on every rank, where slices give another result than whole sequences on any of them.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
+        # an evaluation before the first step needs to know only how labels weigh
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
         sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
         self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
             return
+        # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
         with layers_as_they_are():  # the check looks at each operation of a layer, and runs it in fp64
             result = self._check(sliced, micro_batches, with_layers, ends)
         text = result.text(time.monotonic() - begin_s, only_loss=again)
+        # the check alone was asked for: its report is the result of the process
         if ends:
             if is_first_rank:
                 print(text, flush=True)
@@ -149,6 +152,7 @@ class FirstBatchCheck:
         ends: bool,
     ) -> Findings:
         """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
+        # layers may bear the slices of one plan and not those of another
         same_plans = same_plan(sliced)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
@@ -156,6 +160,7 @@ class FirstBatchCheck:
             copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
+            # what cannot run on so few tokens is tried on all
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
         if not get_accelerator().is_synchronized_device():
@@ -176,6 +181,7 @@ class FirstBatchCheck:
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, is_whole: bool
     ) -> tuple[Cut, list[Finding]]:
         """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
+        # the first stage has the inputs: whether rows and tokens may be cut depends on both
         tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
         choice: list[Any] = [None]
@@ -225,15 +231,18 @@ class FirstBatchCheck:
             if engine.fp16_auto_cast():
                 batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
             inputs = inputs_of(batch)
+        # every layer would be measured with a hook that steps once for each slice
         problem = problem_of_gradient_hooks(module)  # some come after the engine was built
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
             return
+        # what layers leave for a report shows by its value before they run
         at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
             for part_id in range(layout.num_parts):
                 owner, chunk_id = layout.homes(part_id)[0]
                 outputs = None
+                # one part after the other: a stage has the inputs only when its turn comes
                 if owner == engine.stage_id and inputs is not None:
                     activate(module, chunk_id)
                     starts = cut.of_starts(micro_batch.shape.starts)
@@ -263,6 +272,7 @@ class FirstBatchCheck:
             of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
             layer_id, everyone = self._module._local_stop, self._labels
             loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
+            # kinds of labels first: their message names the key to set
             probe = LabelProbe.of(loss)
             if probe is not None and not check.check_labels(probe, everyone, layer_id):
                 return

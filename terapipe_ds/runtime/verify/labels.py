@@ -60,8 +60,10 @@ class LabelProbe:
         kinds = _kinds(labels)
         fresh = ~np.isin(kinds, self._seen)
         values, first, counts = np.unique(kinds[fresh], return_index=True, return_counts=True)
+        # the most frequent first; a later batch may cost one call only
         order = np.argsort(-counts, kind="stable")[: self._tokens if is_later else _MOST_KINDS]
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
+        # tensor-parallel ranks try the same labels, for loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
         self._seen = np.union1d(self._seen, values[order])
         holder = nn.Module()
@@ -103,6 +105,7 @@ class LabelProbe:
 
     def _compare(self, special: SliceableTensors) -> str | None:
         """Compare two slices: of tokens that get a gradient and a weight, and of as many such tokens as others."""
+        # unequal slices, in which special labels are spread unevenly, tell the means apart
         first = self._tokens // 3
         plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
         if self._regular is not None:
@@ -161,6 +164,7 @@ def _windows(
     check: LossCheck, everyone: Sequence[SliceableTensors], note: Callable[[str], None]
 ) -> Iterator[tuple[LossCheck, str]]:
     """Return the check with the labels of each window, and where that is."""
+    # the outputs have the size of a window: labels of any place fit them
     rows, device, plan = num_rows(check.labels), check.outputs.tensors[0].device, check.slicing.plan
     for micro_batch_id, labels in enumerate(everyone):
         of_rows = num_rows(labels)
@@ -232,6 +236,7 @@ def _with_labels(
 
     Values of slices, all different, come to the values of the whole by these weights, or by `shares`.
     """
+    # values per slice, all different, so that wrong weights show
     weights = weights_of(labels, plan, check.config, check.loss_fn)
     total = sum(weight * number for number, weight in enumerate(shares or weights, 1)) or 1.0
     parts = [number / total for number in range(1, plan.num_slices + 1)]

@@ -99,6 +99,7 @@ class LayerCheck:
         outputs_differ = difference is not None and difference.is_of_outputs
         if not self.with_gradients or outputs_differ or not any(self.slicing.ranks.exchange(self._may_add)):
             return difference
+        # without output gradients nothing but its own loss has a gradient
         largest = compare.largest_of(self.gradients or {})
         added = self._compare_again(0.0)
         self.adds_loss = added is not None and _NOTHING * largest < added.largest < math.inf
@@ -148,6 +149,7 @@ class LayerCheck:
 
     def _forward_whole(self) -> tuple[_Forward, Draws]:
         """Run the whole sequence; in evaluation mode where the layer draws in a way that is not known."""
+        # generators that move without a known operation: some kernel draws
         before = random_states(self.stage)
         [run], [drawn] = self._forwards(self.slicing.whole())
         has_moved = not all(map(torch.equal, before, random_states(self.stage)))
@@ -155,6 +157,7 @@ class LayerCheck:
         has_unknown = bool(self._constant.unknown) and (has_moved or any(drawn.moved))
         is_random = has_unknown or (has_moved and not drawn.sizes)
         self.is_random = any(self.slicing.ranks.exchange(is_random))
+        # in evaluation mode it may draw nothing at all
         if not self.is_random or self.in_evaluation_mode or self.layer.module is None:
             return run, drawn
         self._constant, self.in_evaluation_mode = ConstantDraws(), True
@@ -198,6 +201,7 @@ class LayerCheck:
         outputs_differ = difference is not None and difference.is_of_outputs
         for name in sorted(before.keys() & of_whole.keys() & of_slices.keys()):
             old, whole, sliced = before[name], of_whole[name], of_slices[name]
+            # a checkpoint does not hold it: as meant, perhaps
             if name not in saved or not all(map(torch.is_tensor, (whole, sliced))):
                 if not outputs_differ and _is_updated_per_call(old, whole, sliced, plan.num_slices, tolerance):
                     self.counters.append(name)
@@ -238,6 +242,7 @@ class LayerCheck:
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """Take the parameters' gradients, summed over tensor-parallel ranks: each may have a share of the tokens."""
+        # of all layers of the stage: a tied one may have its weight elsewhere
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:

@@ -29,6 +29,7 @@ class PreciseLayerCheck(LayerCheck):
         Gradients may cancel out, and then what is left is mostly rounding. How much that is shows the whole sequence,
         in the layer's own dtype against the wider one. A layer that does not run in a wider one keeps its difference.
         """
+        # fp64 has no wider dtype: a difference there is a fault
         dtype = wider(self._dtypes(()))
         if dtype is None:
             return difference
@@ -47,6 +48,7 @@ class PreciseLayerCheck(LayerCheck):
             return difference
         if not all(self.slicing.ranks.exchange(agrees)):
             return difference
+        # the wider dtype sees no difference: measure how much of this one is rounding
         for scale in _SCALES:
             self._measure(reference, scale)
         return self._compare_again(1.0)

@@ -76,7 +76,7 @@ class KeptState:
             self._scopes.append((name, registry, dict(registry)))  # type: ignore[arg-type]
         # a parameter that is trained or large is no statistic: it is only watched
         for key, parameter in module._parameters.items():
-            if parameter is not None and (parameter.requires_grad or parameter.nbytes > _MOST_BYTES_OF_STATISTICS):
+            if parameter is not None and (parameter.requires_grad or _bytes_of(parameter) > _MOST_BYTES_OF_STATISTICS):
                 self._shared[id(parameter)] = parameter
                 self._versions[_inner(name, key)] = parameter, parameter._version
         inner = {**module._modules, **({"loss_fn": held["loss_fn"]} if "loss_fn" in held else {})}
@@ -143,8 +143,10 @@ class KeptState:
 
 def leaves(name: str, value: Any, seen: set[int], with_entries: bool) -> dict[str, Any]:
     """Return what a value holds that can be compared, by name, tensors as copies; nothing that was `seen`."""
-    if isinstance(value, Tensor) and value.nbytes <= _MOST_BYTES and id(value) not in seen:
-        return {name: value.detach().clone()}
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
+        is_kept = is_dense and _bytes_of(value) <= _MOST_BYTES and id(value) not in seen
+        return {name: value.detach().clone()} if is_kept else {}
     if isinstance(value, _PLAIN):
         return {name: value} if with_entries or type(value) in (int, float) else {}
     if id(value) in seen:
@@ -187,9 +189,13 @@ def _is_large(value: Any) -> bool:
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
     for each in entries if len(entries) <= _MOST_BYTES else ():
         tensors = (each, *each.parameters()) if isinstance(each, nn.Module) else (each,)
-        if isinstance(each, np.memmap) or sum(getattr(tensor, "nbytes", 0) for tensor in tensors) > _MOST_BYTES:
+        if isinstance(each, np.memmap) or sum(map(_bytes_of, tensors)) > _MOST_BYTES:
             return True
     return False
+
+
+def _bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else getattr(value, "nbytes", 0)
 
 
 def _is_space(value: Any) -> bool:

@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
-from terapipe_ds.runtime.links.formats import packed_wires
+from terapipe_ds.runtime.links.compression import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile
@@ -86,7 +86,8 @@ class TeraPipeEngine(ModelEndsEngine):
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         with neighbours_staged():
-            super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
+            by_setup = {"model_parameters": setup.parameters, "optimizer": setup.optimizer}
+            super().__init__(*args, **{**kwargs, **by_setup})
         setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)

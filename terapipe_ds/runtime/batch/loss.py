@@ -76,6 +76,11 @@ def slice_counts(
     return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
 
 
+def counts_any(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> bool:
+    """Return whether any label counts, whatever the reduction."""
+    return sum(slice_counts(labels, plan, config.ignore_index, getattr(loss_fn, "slice_weight", None))) > 0.0
+
+
 class _ExactZero(torch.autograd.Function):
     """A zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
 

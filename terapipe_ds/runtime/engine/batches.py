@@ -205,6 +205,7 @@ class BatchEnd:
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
         self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
         self._engine, self._layout, self._stage = engine, layout, stage
+        self._had_nan = False  # a loss of the training batch before
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -223,17 +224,28 @@ class BatchEnd:
             with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 stage.links.close_batch()  # a caller may go on after the error
                 stage.finite.agree(engine.global_steps + 1)
-        problem = stage.results.problem_of_losses()
-        if problem is not None and not may_overflow(engine):
-            raise SliceLossError(f"step {engine.global_steps + 1}: {problem}. Nothing was updated in this step")
-        if problem is not None:  # DeepSpeed skips the step
-            logger.warning("step %d: %s", engine.global_steps + 1, problem)
+        self._refuse_losses_of_nan(engine.global_steps + 1)
         # each copy of a part has seen other micro-batches
         if self._layout.has_copies:
             complete_gradients(engine.module, engine.optimizer)
         before_reduce = getattr(engine.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(engine)
+
+    def _refuse_losses_of_nan(self, step: int) -> None:
+        """Raise an error for a loss of NaN; warn where a large input may have overflowed in fp16.
+
+        The loss scale has no part in a loss. So under a dynamic one as well NaN is an error where `loss_fn` makes it of
+        finite outputs, or where it comes in two steps on end: DeepSpeed would skip all steps without a word.
+        """
+        had_nan, found = self._had_nan, self._stage.results.loss_of_nan()
+        self._had_nan = found is not None
+        if found is None:
+            return
+        if had_nan or found.is_of_loss_fn or not may_overflow(self._engine):
+            again = ". The step before had such a loss as well" if had_nan else ""
+            raise SliceLossError(f"step {step}: {found.problem}{again}. Nothing was updated in this step")
+        logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)
 
     def before_step(self) -> None:
         """Mark gradients for the norm, and report the operations of the batch."""

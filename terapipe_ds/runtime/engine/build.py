@@ -168,7 +168,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         store,
         watchdog,
         weights,
-        BatchResults(engine, config.sequence_dim, setup.sequence),
+        BatchResults(engine, config.sequence_dim, setup.sequence, sums_outputs=may_overflow(engine)),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
         setup.own_time,
         finite,

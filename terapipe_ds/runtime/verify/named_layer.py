@@ -96,6 +96,7 @@ def _is_own(layer: Any) -> bool:
 
 def _is_as_built(module: nn.Module) -> bool:
     """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
+    # functions in attributes are activations, for example
     own = vars(module)
     functions = [value for value in own.values() if callable(value)]
     hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]

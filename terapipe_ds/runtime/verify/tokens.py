@@ -139,6 +139,7 @@ class Slicing:
         for shared_by in sorted({1, self.ranks.size}):
             layouts = []
             for dim in range(whole.dim()):
+                # rows and tokens may be flattened into one dimension, in either order
                 rows, rest = divmod(whole.size(dim) * shared_by, self.plan.sequence_length)
                 shapes = [(*whole.shape[:dim], rows * n, *whole.shape[dim + 1 :]) for n in self.plan.lengths]
                 sizes = [(*p.shape[:dim], p.size(dim) * shared_by, *p.shape[dim + 1 :]) for p in parts if p.dim() > dim]

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 
 from terapipe_ds.plan import split_evenly
-
-from .action import Kind, PlacedUnit, ScheduleError, Unit
-from .list_schedule import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
-from .one_f_one_b import backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
-from .placement import bidirectional, v_shape
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.greedy import SPLIT, UNSPLIT, Slots, length, list_schedule
+from terapipe_ds.schedule.one_f_one_b import (
+    backwards,
+    forwards,
+    on_chunk_0,
+    one_f_one_b,
+    seq1f1b,
+    slices_of,
+    with_leads,
+)
+from terapipe_ds.schedule.placement import bidirectional, v_shape
 
 # -- a loop: a unit goes round the stages v times
 
@@ -180,8 +187,8 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(_peak(whole[stage_id], chunk) <= limit for (stage_id, chunk), limit in limits.items())
-    (times,) = UNSPLIT
-    return whole if fits and num_slots(whole, placement, times) < num_slots(found, placement, times) else found
+    both = (length(orders, placement, num_slices, UNSPLIT) for orders in (whole, found))
+    return whole if fits and next(both) < next(both) else found
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:

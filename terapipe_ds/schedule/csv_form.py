@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from terapipe_ds.files.bounded import read_bytes
-
-from .action import Action, Kind, ScheduleError
-from .placement import Placement, loop
-from .schedule import Schedule
-from .validate import validate
+from terapipe_ds.schedule.action import Action, Kind, ScheduleError
+from terapipe_ds.schedule.placement import Placement, loop
+from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.validate import validate
 
 Entry = TypeVar("Entry")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .action import Action, Kind
+from terapipe_ds.schedule.action import Action, Kind
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}
@@ -127,7 +127,11 @@ class Nodes:
 
     def slots(self) -> list[list[int]]:
         """Return per stage the slot in which each node starts, where each takes one. Nodes that never run have none."""
-        inputs, stages = self.inputs.tolist(), self.stage.tolist()
+        return self.run((1, 1, 1))[0]
+
+    def run(self, lengths: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+        """Return per stage when each node starts and when the last one ends, where F, B and W take such `lengths`."""
+        inputs, stages, kinds = self.inputs.tolist(), self.stage.tolist(), self.kind.tolist()
         ends = [0] * (self.num_nodes + 1)
         starts: list[list[int]] = [[] for _ in range(len(self.first) - 1)]
         free = [0] * len(starts)
@@ -135,8 +139,8 @@ class Nodes:
             stage_id = stages[node]
             start = max(free[stage_id], ends[inputs[node]])
             starts[stage_id].append(start)
-            free[stage_id] = ends[node] = start + 1
-        return starts
+            free[stage_id] = ends[node] = start + lengths[kinds[node]]
+        return starts, free
 
     def _of_part(self, step: Numbers) -> Numbers:
         part = self.part + step

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from .action import Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
 
 AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
 """A unit, or one with its chunk."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .schedule import Schedule
-from .validate import replay
+from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.validate import replay
 
 
 class SlotCount(NamedTuple):

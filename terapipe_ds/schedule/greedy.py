@@ -1,4 +1,4 @@
-"""List scheduling: orders written down while a clock of unit slots runs.
+"""Write orders down while a clock of unit slots runs and each stage starts the best of what it can (list scheduling).
 
 Where no closed form suits every shape, the stages are played: in each slot a free stage starts the best of what it can
 run, and its order is what it ran. Such an order cannot deadlock, for it has just been run.
@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from .action import Kind, PlacedUnit, ScheduleError, SliceKey
-from .placement import Placement
+from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError, SliceKey
+from terapipe_ds.schedule.placement import Placement
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Slots = tuple[int, int, int]
@@ -112,40 +112,25 @@ def list_schedule(
         _play(_lanes(placement, num_slices, limits, directions), _clock(slots), rule)
         for slots, rule in product(clocks, rules)
     ]
-
-    def length(orders: list[list[PlacedUnit]]) -> float:
-        return sum(num_slots(orders, placement, slots) / sum(slots) for slots in times)
-
-    return min(plays, key=length)
+    return min(plays, key=lambda orders: length(orders, placement, num_slices, times))
 
 
 def _clock(slots: Slots) -> dict[Kind, int]:
     return {kind: length for kind, length in zip(_KINDS, slots, strict=True) if length}
 
 
-def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
-    """Return how long orders take."""
-    lengths, last_part_id = dict(zip(_KINDS, slots, strict=True)), max(placement.values())
-    ends: dict[tuple[Kind, int, int, int], int] = {}  # (kind, part, micro-batch, slice)
-    at, free_at = [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for stage_id, order in enumerate(orders):
-            while at[stage_id] < len(order):
-                kind, m, s, chunk = order[at[stage_id]]
-                part_id, ready = placement[stage_id, chunk], 0
-                if kind is Kind.FORWARD and part_id > 0:
-                    ready = ends.get((kind, part_id - 1, m, s), -1)
-                elif kind is Kind.BACKWARD and part_id < last_part_id:
-                    ready = ends.get((kind, part_id + 1, m, s), -1)
-                if ready < 0:
-                    break  # what it needs has not run yet
-                free_at[stage_id] = max(free_at[stage_id], ready) + lengths[kind]
-                ends[kind, part_id, m, s] = free_at[stage_id]
-                at[stage_id] += 1
-                moved = True
-    return max(free_at)
+def length(
+    orders: list[list[PlacedUnit]], placement: Placement, num_slices: Sequence[int], times: Sequence[Slots]
+) -> float:
+    """Return how long orders take, summed over some times of F, B and W, each in units of its own sum."""
+    from terapipe_ds.schedule.nodes import Nodes  # numpy: commands that only name schedules do without
+
+    actions = [
+        [Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order]
+        for stage_id, order in enumerate(orders)
+    ]
+    nodes = Nodes(actions, 1 + max(placement.values()), num_slices)
+    return sum(max(nodes.run(slots)[1]) / sum(slots) for slots in times)
 
 
 def _play(

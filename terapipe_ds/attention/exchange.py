@@ -65,7 +65,7 @@ class HeadExchange:
 
     def attend(
         self,
-        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        attention: Callable[..., Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -89,7 +89,7 @@ class HeadExchange:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)
         with push_slice(self.whole):
-            out = attention(q, k, v, sinks)
+            out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, layer: Hashable) -> None:
@@ -115,14 +115,14 @@ class HeadExchange:
 
 def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:
     """Return [B, H / N, T, D] for each [B, H, T / N, D]: all tokens of this rank's heads, in one message per rank."""
-    given: tuple[Tensor, ...] = _ToHeads.apply(ranks, *tensors)
-    return given
+    exchanged: tuple[Tensor, ...] = _ToHeads.apply(ranks, *tensors)
+    return exchanged
 
 
 def to_tokens(out: Tensor, ranks: SequenceRanks) -> Tensor:
     """Return [B, H, T / N, D] for [B, H / N, T, D]: all heads of this rank's tokens."""
-    given: Tensor = _ToTokens.apply(ranks, out)
-    return given
+    exchanged: Tensor = _ToTokens.apply(ranks, out)
+    return exchanged
 
 
 class _ToHeads(torch.autograd.Function):

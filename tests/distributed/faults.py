@@ -171,7 +171,7 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     target[1].copy_(first[1])
 
 
-fault("attention", SUNK, "a window is one token longer", "attention.sliced:reach_of", "attention.slice_store:reach_of")(
+fault("attention", SUNK, "a window is one token longer", "attention.call:reach_of", "attention.slice_store:reach_of")(
     window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
 )
 fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(

@@ -21,8 +21,8 @@ from terapipe_ds import compat
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
+from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.refusals import (
     ModelRefusedError,
     check_arguments,

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
-from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 

@@ -33,9 +33,9 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
 from terapipe_ds.models.positions import check_learned_positions, first_position
 
 

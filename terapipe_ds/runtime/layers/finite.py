@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.carry.states import CarriedEntry
@@ -73,27 +74,16 @@ class FiniteCheck:
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
         self._looks.clear()
-        parts, handles = [], []
-        owners: list[tuple[str, Any]] = []
-        names: dict[nn.Module, str] = {}  # a module at several places has several
+        parts, owners = [], []
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
             own = [(layer_title(layer, start + index), layer) for index, layer in enumerate(layers)]
-            for name, layer in own:
-                if isinstance(layer, nn.Module):
-                    names[layer] = f"{names[layer]} or {name}" if layer in names else name
             parts.append(layers)
             owners += own
             replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
-        for module, name in names.items():
-            before, after = self._hooks(name, any(module is part[-1] for part in parts))
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        self._parameters = {}
-        for owner, layer in [*owners, ("the pipeline module", self._module)]:
-            of_layer = module_of(layer)
-            for name, parameter in () if of_layer is None else of_layer.named_parameters():
-                if parameter.requires_grad:
-                    self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
+        handles = self._hook_modules(owners, [part[-1] for part in parts])
+        self._parameters = _places_of_parameters([*owners, ("the pipeline module", self._module)])
+        # what the store gathers, and what an optimizer takes away at once, is met where it arises
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             self._store.carried.on_gradient = self._look_at_state
@@ -108,6 +98,18 @@ class FiniteCheck:
             for handle in handles:
                 handle.remove()
             self._looks.clear()
+
+    def _hook_modules(self, owners: Sequence[tuple[str, Any]], last: Sequence[Any]) -> list[RemovableHandle]:
+        """Put hooks on the layers that are modules; one at several places has several titles."""
+        names: dict[nn.Module, str] = {}
+        for name, layer in owners:
+            if isinstance(layer, nn.Module):
+                names[layer] = f"{names[layer]} or {name}" if layer in names else name
+        handles = []
+        for module, name in names.items():
+            before, after = self._hooks(name, any(module is each for each in last))
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        return handles
 
     def _watched(self, layer: Any, name: str, is_last: bool) -> Any:
         """Return a module as it is, and a function with what hooks do around it."""
@@ -200,6 +202,17 @@ class FiniteCheck:
             "error may go on with the next batch."
         )
         raise RaisedEverywhere(NonFiniteError(text))
+
+
+def _places_of_parameters(owners: Sequence[tuple[str, Any]]) -> dict[nn.Parameter, tuple[str, str]]:
+    """Return for each trained parameter the first layer that has it, and what its gradient is called."""
+    places: dict[nn.Parameter, tuple[str, str]] = {}
+    for owner, layer in owners:
+        of_layer = module_of(layer)
+        for name, parameter in () if of_layer is None else of_layer.named_parameters():
+            if parameter.requires_grad:
+                places.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
+    return places
 
 
 def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:

@@ -97,26 +97,19 @@ class WeightGradients:
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
-        if not count:
-            return 0
         for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
+        # sums of the optimizer come first: they need neither hooks nor a gradient in between
         products = [product for product in products if not self._is_in_sum(product)]
-        if self.is_watched or any(_has_hooks(product.weight) for product in products):
-            if products:
-                with around():
-                    _in_autograd(products)
+        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+            with around():
+                _in_autograd(products)
         else:
-            with torch.no_grad():
-                for product in products:
-                    weight = product.weight
-                    fresh = _add_product(weight, product.rows, product.all_inputs())
-                    if fresh is not None:  # added as autograd does
-                        weight.grad = fresh if weight.grad is None else weight.grad + fresh
+            _without_autograd(products)
         return count
 
     @torch.no_grad()
@@ -215,6 +208,16 @@ def _in_autograd(products: list[_Product]) -> None:
             gradient = product.rows.t() @ product.all_inputs()
         del product
         torch.autograd.backward([weight], [gradient])
+
+
+@torch.no_grad()
+def _without_autograd(products: list[_Product]) -> None:
+    """Add to the gradients as autograd does, where no hook is called."""
+    for product in products:
+        weight = product.weight
+        fresh = _add_product(weight, product.rows, product.all_inputs())
+        if fresh is not None:
+            weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:

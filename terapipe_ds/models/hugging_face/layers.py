@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +26,10 @@ from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
 
+if TYPE_CHECKING:  # peft takes seconds to import
+    from terapipe_ds.models.hugging_face.weights.adapters import Adapters
+
 TIED = "embedding"  # the key of the tied layers
-
-
-class Adapters(Protocol):
-    """Adapters beside frozen weights; `beside` names the model's own weights that are trained nevertheless."""
-
-    beside: list[str]
-
-    def put_into(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the module with its weights frozen, and with what is trained."""
-
-    def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what is trained on all stages; a collective over all ranks."""
-
-    def save(self, tensors: dict[str, Tensor], source: Path | None, folder: Path) -> None:
-        """Write what is trained."""
 
 
 class Blueprint:

@@ -61,39 +61,32 @@ class WeightGradients:
     def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
         self.is_watched, self.sums = is_watched, sums
         self._split: frozenset[Key] = frozenset()
-        self._running: list[_Product] | None = None
-        self._waiting: dict[Key, list[_Product]] = {}
+        self.running: list[_Product] | None = None
+        self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; the engine passes it where parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
 
     def open_batch(self, split: Iterable[Key]) -> None:
         """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
-        self._split, self._running, self._waiting = frozenset(split), None, {}
+        self._split, self.running, self.waiting = frozenset(split), None, {}
 
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
     def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice that has a W, which keeps what W needs."""
+        """Return a context for the B of a slice that has a W, which keeps what W needs.
+
+        It is an InFlightError if that of an earlier B waits.
+        """
         return _Deferred(self, key)
-
-    def begin_keeping(self, key: Key) -> None:
-        """Keep what W needs from now on. It is an InFlightError if that of an earlier B waits."""
-        if key in self._waiting:
-            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
-        self._running = self._waiting[key] = []
-
-    def end_keeping(self) -> None:
-        """Keep nothing more: the B is over."""
-        self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
 
         It is an InFlightError if its B has not run, its W has, or a layer has changed in place what was kept.
         """
-        products, what = self._waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
+        products, what = self.waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
@@ -128,13 +121,13 @@ class WeightGradients:
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
-        kept = [t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)]
+        kept = [t.untyped_storage() for product in self.waiting.get(key, ()) for t in (product.rows, product.inputs)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
-        if self._waiting:
-            missing = sorted(self._waiting)
+        if self.waiting:
+            missing = sorted(self.waiting)
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
@@ -175,9 +168,9 @@ class WeightGradients:
         anything of which `gather` makes that when W runs. It may use collectives, since W has its products in the order
         of `keep`. It is an InFlightError in any other backward, where the gradient would get lost.
         """
-        if self._running is None:
+        if self.running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
-        self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
 
 
 class _Deferred:
@@ -189,10 +182,13 @@ class _Deferred:
         self._gradients, self._key = gradients, key
 
     def __enter__(self) -> None:
-        self._gradients.begin_keeping(self._key)
+        key, waiting = self._key, self._gradients.waiting
+        if key in waiting:
+            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
+        self._gradients.running = waiting[key] = []
 
     def __exit__(self, *error: object) -> None:
-        self._gradients.end_keeping()
+        self._gradients.running = None
 
 
 def _has_hooks(weight: Tensor) -> bool:

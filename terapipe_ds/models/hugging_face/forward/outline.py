@@ -116,6 +116,7 @@ class Outline:
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
+        self._device = torch.device("cpu")
         self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()
 
@@ -202,6 +203,9 @@ class Outline:
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast
+        if inputs.device == self._device:  # the walk over all modules would come once per layer and slice
+            return
+        self._device = inputs.device
         for each in self.model.modules():
             if isinstance(each, StandIn):
                 each.device = inputs.device

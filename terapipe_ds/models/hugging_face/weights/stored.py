@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as torch_dist
@@ -33,16 +33,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class Weights(Protocol):
-    """Where weights come from."""
-
-    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Set all parameters of `module`, a copy of `original`, which has the name `name` in the model.
-
-        They may be set later, when somebody looks at them.
-        """
-
-
 class DrawnWeights:
     """Random weights, as the family draws them.
 
@@ -55,7 +45,7 @@ class DrawnWeights:
 
     @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Draw the parameters; see `Weights`."""
+        """Draw all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
         with torch.random.fork_rng([]):
@@ -114,7 +104,7 @@ class StoredWeights:
             self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
 
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Let parameters and saved buffers be read when they are needed; see `Weights`."""
+        """Let parameters and saved buffers be read when they are needed."""
         leave_unread(module, functools.partial(self._read, name))
 
     def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -168,10 +158,14 @@ class HeldWeights:
 
     @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Copy the parameters and saved buffers; see `Weights`."""
+        """Copy the parameters and saved buffers."""
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()
             value.data = held.to(value.device, held.dtype if self._dtype is None else value.dtype, copy=True)
+
+
+Weights: TypeAlias = DrawnWeights | StoredWeights | HeldWeights
+"""Where a stage's weights come from."""
 
 
 class _Header(NamedTuple):

@@ -4,6 +4,10 @@ DeepSpeed builds the layers of a stage before any config is read, and an engine 
 then they have memory that nothing has touched. Under each engine values are read when the engine is built: ours asks
 for all of them (`HuggingFaceModule.laid_out`), and DeepSpeed's own looks at each to cast it and to bring it to its
 device. Whoever looks earlier (a norm, a copy, a `state_dict`) finds the values too.
+
+Parameters on the device "meta" would not do: what a user changes before the engine is there (`weight.mul_(2)`) would be
+lost without a word, and peft could not compute initial values from them. torch's `UninitializedParameter` has no shape,
+which DeepSpeed asks for.
 """
 
 from __future__ import annotations

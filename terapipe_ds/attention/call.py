@@ -38,6 +38,7 @@ def prepare(
     """Return the call that `sliced_attention` makes, and q, k, v as the backend takes them. Raises what it raises."""
     q, k, v = autocast(q, k, v)
     active = active_slice()
+    # outside of the engine
     if active is None:  # the tokens are a sequence of their own
         tokens = q.shape[2] if q.dim() == 4 else 1
         active = ActiveSlice(0, tokens, tokens)
@@ -139,6 +140,7 @@ class Call:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Append k and v to the store and attend; return the output and the log-sum-exp, with that of the sinks."""
         self.entry = self.store.write(self.active, self.layer, k, v, self.options.window)
+        # one call where the backend takes all rows and documents at once, which is the usual case
         results = [(span, self.backend.forward(queries)) for span, queries in self._spans(q, self.entry)]
         self.states = [attended.state for _, attended in results]
         out, lse, _ = results[0][1]
@@ -155,6 +157,7 @@ class Call:
         assert self.entry is not None
         start, stop = self.active.start, self.active.stop
         self.store.begin_backward(self.entry, start, stop)
+        # the same spans in the same order as in the forward: each finds the state that its kernel left
         parts = [
             (span, self._backward_of(span, state, queries, (grad, out, lse)))
             for (span, queries), state in zip(self._spans(q, self.entry), self.states, strict=True)
@@ -176,6 +179,7 @@ class Call:
         """Return what takes the gradients of a span, whose keys and rows count from its own first ones."""
         entry, first = self.entry, span.rows.start
         assert entry is not None
+        # without a limit pieces are those of the sequence, and no wrapper costs time in the hot path
         if not self.is_limited:
             return entry.add_grads
 
@@ -193,9 +197,11 @@ class Call:
             queries = Queries(q, keys, values, start, options.scale_of(q), options.dropout_p, None, options.softcap)
             yield Span(slice(0, batch), 0, start, stop), queries
             return
+        # each document of each row sees keys of its own
         spans = of_documents = self.reach.spans(start, stop, batch)
         if len(spans) > 1 and self.backend.takes_documents:
             spans = (Span(slice(0, batch), self.reach.first_key(start), start, stop),)
+        # keys count from the first one in reach, as if the sequence began there
         for span in spans:
             first, window = span.first_key, self.reach.window
             keys, values = (x[span.rows] for x in entry.keys_values(first, span.stop))

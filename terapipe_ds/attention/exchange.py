@@ -80,14 +80,17 @@ class HeadExchange:
         Raises:
             ValueError: shapes that do not fit, or H no multiple of N.
         """
+        # shapes are checked on each rank before the first message: a rank alone in a collective would hang
         size, rank = self.ranks.size, self.ranks.rank
         self._check(q, k, v, layer)
         repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        # each rank has the sinks of its heads; their gradients are summed with those of other parameters
         if sinks is not None:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)
+        # the store and the kernels see all tokens, and know nothing of ranks
         with push_slice(self.whole):
             out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
@@ -150,6 +153,7 @@ class _ToTokens(torch.autograd.Function):
 def _exchange(tensors: Sequence[Tensor], ranks: SequenceRanks, split: int, join: int) -> tuple[Tensor, ...]:
     """Send share r of dimension `split` to rank r, and join along `join` what the ranks send, in their order."""
     with torch.no_grad():
+        # one message per rank for all tensors: latency counts more than the copy
         shares = [x.chunk(ranks.size, dim=split) for x in tensors]
         sent = torch.stack([torch.cat([x[to].flatten() for x in shares]) for to in range(ranks.size)])
         received = torch.empty_like(sent)

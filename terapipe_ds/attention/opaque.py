@@ -26,6 +26,7 @@ from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sinks, prepare
 
 
+# The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.
 class _Running:
     """The compiled layer that runs now, and the calls of attention that were counted in this run."""
 
@@ -64,6 +65,7 @@ def refuse_outside_of_graph(layer: Hashable) -> None:
 
 def attend_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> Tensor:
     """Attend while torch's compiler traces: by the operator below, whose call gets the next number of the layer's."""
+    # an operator sees no autocast: the graph has the casts
     q, k, v = autocast(q, k, v)
     kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     needs_grad = kv_needs_grad or (
@@ -100,6 +102,7 @@ def attend(
 
     The output lies in memory as [B, T, H, D_v]. `number_of_call` tells the calls of one layer apart.
     """
+    # without a name two layers would write to one entry of the store
     if running.name is None:
         raise SliceStoreError(
             "sliced_attention runs in a layer that was compiled outside of the engine, so that its name is "
@@ -115,6 +118,7 @@ def attend(
         k, v = k.clone(), v.clone()
     with torch.set_grad_enabled(needs_grad):  # which the store asks; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
+    # the backward finds its call by this number, which the graph saves as it saves any tensor
     number = torch.full((1,), -1, dtype=torch.int64)
     if needs_grad:
         call.record(kv_needs_grad)
@@ -145,6 +149,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, number: Tensor, sinks: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the queries, of the slice's keys and values, and of the sinks (none: of no number)."""
+    # taken out: a second backward of the same forward would add its gradients twice
     call = _calls.pop(int(number), None)
     if call is None:
         raise SliceStoreError("a compiled layer ran its backward twice, or after its forward had run again")
@@ -152,6 +157,7 @@ def attend_backward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         d_q, *d_kv = call.backward(grad, q, out, lse)
         d_sinks = q.new_empty(0) if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+    # the compiler has planned with these shapes and strides, whatever the kernel gives
     results = [q.new_empty(q.shape), q.new_empty(batch, heads, tokens, dim)]
     results.append(q.new_empty(batch, heads, tokens, out.shape[3]))
     for result, gradient in zip(results, (d_q, *d_kv), strict=True):

@@ -66,6 +66,7 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
     `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
     whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
     """
+    # guards may be nested: what is there now comes back, whoever put it there
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
     fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception()
     if intercept:
@@ -143,6 +144,7 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # cross-attention and whole sequences are none of ours
         active = active_slice()
         is_plain = active is None or active.is_whole or _allowed
         if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
@@ -168,6 +170,7 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         active = active_slice()
         if active is None or active.is_whole or _allowed:
             return multi_head(*args, **kwargs)
+        # it has some 25 arguments, which callers give by place or by name
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         query, key = given.arguments["query"], given.arguments["key"]
@@ -254,6 +257,7 @@ class Interception:
         return out.squeeze(1) if without_heads else out
 
     def _next_name(self, module: nn.Module, active: ActiveSlice) -> CallName:
+        # counting begins anew with each forward, so that a recomputed one finds its own names
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(lambda *_: self._begin_run(module))
         of_slice, calls = self._calls.get(module, (None, 0))
@@ -287,6 +291,7 @@ def _running_module() -> nn.Module | None:
     """Return the module whose method runs, the innermost one."""
     frame = inspect.currentframe()
     while frame is not None:
+        # the first argument of a running method is its object
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):

@@ -62,18 +62,22 @@ def sliced_attention(
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
     where slices run in an order that cannot give the right result, or without a store.
     """
+    # while torch traces nothing of this slice may become a constant of the graph
     if torch.compiler.is_compiling():  # `layer` is not read here: each one would have a graph of its own
         return opaque.attend_in_graph(q, k, v, sinks, Options(scale, dropout_p, window, softcap))
     opaque.refuse_outside_of_graph(layer)
     active = active_slice()
+    # the call that the ranks make together runs with the whole slice as the active one, so that it ends up below
     if active is not None and active.exchange is not None:
         options: Any = {"layer": layer, "scale": scale, "dropout_p": dropout_p, "window": window, "softcap": softcap}
         return active.exchange.attend(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)
+    # torch's own function is the fastest where nothing has to be kept for other slices
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     if asks_nothing and (active is None or (active.is_whole and reach_of(active, window).starts is None)):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
+    # checks come before anything is written, so that an error leaves the store as it was
     call, q, k, v = prepare(q, k, v, layer, Options(scale, dropout_p, window, softcap), sinks)
     with torch.autocast(q.device.type, enabled=False):
         needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
@@ -85,6 +89,7 @@ def sliced_attention(
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+        # what is saved here lives until the backward, beside all other slices in flight
         q = _own_memory(q)
         out, lse = call.forward(q, k, v, sinks)
         call.record(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
@@ -103,11 +108,13 @@ class _SlicedAttention(torch.autograd.Function):
                 raise
             what = f"layer {ctx.call.layer!r}: an input or output of sliced_attention() was changed in place before its"
             raise SliceStoreError(f"{what} backward, which needs it: work on a copy (out = out * gate)") from error
+        # a checkpoint, or an offload to the host, may have made other tensors of them meanwhile
         if keys_values:
             ctx.call.hold(*keys_values)
         with torch.autocast(grad.device.type, enabled=False):
             grads = list(ctx.call.backward(grad, q, out, lse))
             d_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        # autograd takes None, and nothing else, for what needs no gradient
         grads = [g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:3], strict=True)]
         return *grads, d_sinks, None
 

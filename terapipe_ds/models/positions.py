@@ -41,8 +41,10 @@ def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[Val
         problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
         raise error(f"{problem}, and no more, got {shapes}: leave other inputs out")
     active = active_slice()
+    # the engine has read the documents of the same ids
     if active is not None and (active.documents is not None or active.mode == "probe"):
         return
+    # ids that only begin later in the row are no new document
     offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
     if bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
         raise error(
@@ -74,6 +76,7 @@ def turns_of_slice(head_dim: int, base: float, like: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return rotary_turns(head_dim, base, first_position(), like)
+    # an operator gives them when the graph runs; the table of turns would be a constant of the graph
     positions: Tensor = torch.ops.terapipe_ds.row_positions(like)
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim)
     angles = positions.to(torch.float64)[:, None] * frequencies

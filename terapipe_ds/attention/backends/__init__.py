@@ -80,6 +80,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
+    # each layer and slice comes by here: the log says it once
     key = (chosen.name, q.device.type, q.dtype, need)
     if key not in _logged:
         _logged.add(key)

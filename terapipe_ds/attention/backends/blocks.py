@@ -96,12 +96,14 @@ class BlockKernel:
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = (self.expanded(x[:, :, own], heads) for x in (keys, values))
+            # the diagonal first: every query has a key there, so the log-sum-exp is finite
             *diagonal, state = self.attend(Block(rows, own_k, own_v, True, scale))
             target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
             if own.start == 0:
                 target[0].copy_(diagonal[0])
                 target[1].copy_(diagonal[1])
                 continue
+            # all earlier keys are seen by all queries: grouped heads become further queries, and keys are not repeated
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
             dense = self.attend(Block(self.folded(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
@@ -146,6 +148,7 @@ class _BlockBackward:
         k, v = self._keys_values(column, column_stop)
         grad, q, out = (self.kernel.folded(x[:, :, row:row_stop], k.shape[1]) for x in self.rows)
         lse = self.attended.lse[:, :, row:row_stop].reshape(q.shape[:3])
+        # queries gather gradients from every block, keys from this one alone
         dq, dk, dv = self._run(grad, Block(q, k, v, False, self.queries.scale), out, lse)
         self.dq[:, :, row:row_stop].add_(unfold_groups(dq, self.dq.shape[1], row_stop - row))
         self.add_grads(column, dk, dv, again)

@@ -191,6 +191,7 @@ def wrong_result(
     window: int | None = None,
 ) -> str | None:
     """Return in which shape a kernel differs from plain torch, or what it raises; None where it does neither."""
+    # a wrong result is worse than a slow one: each way through the kernel is tried once
     for shape in shapes:
         try:
             grad, queries = random_queries(shape, head_dim, device, dtype)

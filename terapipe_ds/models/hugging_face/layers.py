@@ -44,6 +44,7 @@ class Blueprint:
 
         Raises ModelRefusedError where it does not.
         """
+        # one trial per kind: it costs three forwards and backwards of a few tokens
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
         kind = kinds[index], _described(layer)
         if kind not in self._ways:
@@ -57,6 +58,7 @@ class Blueprint:
         module = self.outline.copy_of(original)
         if torch.get_default_device().type == "meta":
             return module
+        # parameters that modules share stay shared
         new: dict[int, nn.Parameter] = {}
         for each in module.modules():
             for key, old in each._parameters.items():
@@ -94,6 +96,7 @@ class Piece(nn.Module):
     def outline(self) -> Outline:
         """Return the model's forward, in the mode of this piece."""
         outline = self.blueprint.outline
+        # what runs around the held modules, dropout for one, is in the outline
         if outline.model.training != self.training:
             outline.model.train(self.training)
         return outline
@@ -169,6 +172,7 @@ class DecoderLayer(Piece):
 
     def forward(self, hidden: Tensor) -> Tensor:
         active, way = active_slice(), self.find_way()
+        # models take a single token for a step of generation, with other code
         if active is not None and not active.is_whole and active.num_tokens < way.shortest_slice:
             raise ModelRefusedError(
                 f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
@@ -211,6 +215,7 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
     """Return the model as `PipelineModule(layers=...)` takes it."""
     decoder = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(blueprint.outline.layers))]
     norm = LayerSpec(Norm, blueprint)
+    # DeepSpeed sums the gradients of layers with one key over their stages
     if blueprint.outline.tied is None:
         return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
     weight = "held.0.weight"
@@ -244,6 +249,7 @@ def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
 
 def places(of: Tensor) -> Tensor:
     """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
+    # positions count from each document's start, as on the document alone
     in_documents = places_in_documents()
     if in_documents is not None:
         return in_documents.to(of.device)

@@ -48,6 +48,7 @@ class HuggingFaceModule(PipelineModule):
         loss_fn: Loss | None = None,
         **options: Any,
     ) -> None:
+        # all that is refused comes before the base class makes groups and layers
         if blueprint.outline.tied is not None and _ties_over_sequence_ranks(topology):
             raise ModelRefusedError(
                 "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
@@ -59,6 +60,7 @@ class HuggingFaceModule(PipelineModule):
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
                 "the layers are cut: give one of them"
             )
+        # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
@@ -104,6 +106,7 @@ class HuggingFaceModule(PipelineModule):
 
     def _agree(self) -> None:
         """Let all stages know what the layers of some do not take."""
+        # layers differ, and so do stages: the first stage checks the inputs for all
         mixing, shortest = zip(*gathered((self._mixing, self.shortest_slice)), strict=True)
         self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
 
@@ -158,6 +161,7 @@ class HuggingFaceModule(PipelineModule):
         if self.partition is None:
             super()._partition_layers(method)
             return
+        # stages that hold several parts get whole runs of them here; the engine cuts these once more
         chunks, rest = divmod(len(self.partition) - 1, self.num_stages)
         if rest:
             raise ValueError(
@@ -171,6 +175,7 @@ class HuggingFaceModule(PipelineModule):
 
 def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
     """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
+    # a packed batch without position ids gets them from its edges
     is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
     read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
     if read.labels is None:

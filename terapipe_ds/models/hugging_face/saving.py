@@ -66,6 +66,7 @@ def _publish(saving: Path) -> None:
 
 def _put_in_place(publishing: Path) -> None:
     folder, replacing, replaced = publishing.parent, *map(publishing.with_suffix, (".replacing", ".replaced"))
+    # else another process came as far as this, and the old files are already set aside
     if not replaced.exists():
         replacing.mkdir(exist_ok=True)
         names = {path.name for path in publishing.iterdir()}
@@ -73,6 +74,7 @@ def _put_in_place(publishing: Path) -> None:
             if _is_replaced(path.name, names):
                 path.replace(replacing / path.name)
         replacing.rename(replaced)
+    # what makes a whole of the others comes last: no reader takes half a model for one
     for path in sorted(publishing.iterdir(), key=lambda path: path.name in _HEADS):
         path.replace(folder / path.name)
     sync(folder)
@@ -113,6 +115,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
             f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "
             "hold them: pass merge=True, which writes the whole model"
         )
+    # one name for all ranks, drawn by the first
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
@@ -131,6 +134,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
 
 
 def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
+    # of tied weights and data-parallel copies the first rank that has them writes
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -145,6 +149,7 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
             own = {name: held for name, held in pieces.items() if writers[name] == me}
             sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
             sync(saving / shards[me])
+    # the index names all shards, so rank 0 needs the keys of each
     sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
     with _on_all_ranks(saving):
         if me == 0:
@@ -215,6 +220,7 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
 
 def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
+    # the config says what the files hold, not what the engine computes in
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
     config.architectures = [type(model).__name__]

@@ -59,6 +59,7 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
     Raises:
         RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.
     """
+    # where the optimizer reads them, which is not `.grad` with bf16 or ZeRO
     partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
     gradients = dict(zip(partial, map(gradient_reader(optimizer), partial.values()), strict=True))
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -91,6 +92,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     Raises:
         ReplicatedGradientError: on all of these ranks, with the parameters that differ.
     """
+    # norm and sum of each in one small collective, and not the gradients themselves
     replicated = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_split(p)}
     if not replicated:
         return True
@@ -99,6 +101,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     zero = torch.zeros((), dtype=torch.float32, device=device)
     floats = [zero if g is None else g.float() for g in gradients]
     here = torch.stack([g.norm() for g in floats] + [g.sum() for g in floats])
+    # all ranks get all numbers, so that all of them raise
     everyone = [torch.empty_like(here) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(everyone, here, group=group)
     if not all(torch.isfinite(row).all() for row in everyone):

@@ -57,12 +57,14 @@ class MegatronGPT(PipelineModule):
         activation_checkpoint_interval: int = 0,
         **options: Any,
     ) -> None:
+        # on every rank alike, before anything is built
         check_config(config)
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
         _check_sizes(config, vocab_size, blueprint.position_embedding_type)
         _check_rotary(blueprint)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
+        # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
@@ -76,6 +78,7 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
+        # the layers are there now
         log_dist(describe_kernels(config), ranks=[0])
         self.laid_out()
         seed_dropout(blueprint.seed, self._grid)

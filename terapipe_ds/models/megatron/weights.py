@@ -66,6 +66,7 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
 
     DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
     """
+    # a rank knows its own stage; the description is of the whole model
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     stages: list[dict[str, list[str]]] = [here] * grid.get_pipe_parallel_world_size()
     if len(stages) > 1:
@@ -84,6 +85,7 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
     }
     for kind in (_ROW, _GATED, _VOCAB, _AVERAGE, _ONE_STAGE):
         info[kind] = _patterns(name for name, kinds in kinds_of.items() if kind in kinds)
+    # alone a rank has all experts, in order
     if grid.get_slice_parallel_world_size() > 1:
         grouped = _patterns(name for name in kinds_of if name.endswith(("experts.weight1", "experts.weight2")))
         info[constants.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS] = dict.fromkeys(grouped, _GROUPED_REASON)

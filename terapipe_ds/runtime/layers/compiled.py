@@ -75,6 +75,7 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
             "terapipe.compile = true with a 'sequence' axis of the topology: heads are exchanged between operations of "
             "attention, which a compiled layer does not show; set compile to false, or leave the axis out"
         )
+    # a stage without such layers runs beside others that have some
     layers = [each for each in layers_run_by(module) if compiled_parts(each)]
     if any(gather(bool(layers))):
         return None
@@ -117,6 +118,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
     """
     from torch._dynamo import config as of_compiler  # seconds, which only those who compile shall wait
 
+    # lengths change from slice to slice: a graph per length would never end
     options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, "recompile_limit": _MOST_GRAPHS}
     compiled = torch.compile(layer.forward, dynamic=True, **options)
     traced: set[tuple[bool, bool]] = set()
@@ -127,6 +129,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
         own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
         # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
         tracing = nullcontext() if case in traced else of_compiler.patch(specialize_float=True)
+        # hooks run around it as ever: torch's own call does the rest
         vars(layer)["forward"] = compiled
         try:
             with running_layer(name), tracing:

@@ -74,6 +74,7 @@ class FiniteCheck:
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
         self._looks.clear()
+        # functions have no hooks, so others that look take their places
         parts, owners = [], []
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
@@ -81,7 +82,8 @@ class FiniteCheck:
             parts.append(layers)
             owners += own
             replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
-        handles = self._hook_modules(owners, [part[-1] for part in parts])
+        # modules are hooked once, however many places they have
+        handles = self._hook_modules(owners, [part[-1] for part in parts if part])
         self._parameters = _places_of_parameters([*owners, ("the pipeline module", self._module)])
         # what the store gathers, and what an optimizer takes away at once, is met where it arises
         if self._gradients:
@@ -183,6 +185,7 @@ class FiniteCheck:
 
     def agree(self, step: int) -> None:
         """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""
+        # the device is waited for here, once per batch
         texts = zip(self._looks, _problems(self._looks), strict=True)
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
         own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
@@ -190,6 +193,7 @@ class FiniteCheck:
         firsts = [own]
         if self._world is not None:
             firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
+        # the order puts causes first, also over ranks
         ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
         if not ranks:
             return

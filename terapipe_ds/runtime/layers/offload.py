@@ -86,6 +86,7 @@ class Offloaded:
 
     def leave(self) -> None:
         """Give the memory of the device back, once the copy is done."""
+        # a backward that came early has given the buffer back, and the memory stays
         if self._buffer is not None:
             self.lane.wait_on_host(self._leaves)
             self._on_device = None
@@ -196,6 +197,7 @@ class ActivationOffload:
         self._fixed: frozenset[int] = frozenset()
         if batch is None or not batch.training:
             return
+        # the order of the stage says when each slice is needed again, before anything runs
         order = batch.schedule.orders[batch.stage_id]
         for (part_id, unit), until in offloaded_until(order).items():
             self._until[part_id, *unit] = until
@@ -203,16 +205,18 @@ class ActivationOffload:
         self._fixed = frozenset(_memory_of([*self._module.parameters(), *self._module.buffers()]))
 
     def begin(self, action: Action) -> None:
-        """Note that a computation begins: memory whose copy had one to be done goes, and what is due comes back."""
+        """Note that a computation begins: free memory whose copy out had a whole one to finish, bring back what is due."""
         if not self._until:
             return
         self._step += 1
+        # one whole computation has hidden the copies of the slice before
         while self._leaving and self._leaving[0][0] < self._step - 1:
             _, made = self._leaving.pop(0)
             for (_, version), (memory, tensor) in made.items():
                 _check_version(tensor, version)
                 memory.leave()
             made.clear()  # autograd keeps `pack` with what it has made
+        # early enough that this computation hides the way back
         for key in self._due.get(self._step, ()):
             for reference in self._away.pop(key, ()):
                 memory_back = reference()
@@ -228,9 +232,11 @@ class ActivationOffload:
         away = self._away.setdefault(key, [])
 
         def pack(tensor: Tensor) -> _View | _Stays:
+            # autograd calls this for each tensor that it saves
             if not self._goes(tensor):
                 return _Stays(tensor, tensor._version)
             storage = tensor.untyped_storage()
+            # views of one memory go once
             of = storage.data_ptr(), tensor._version
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()

@@ -31,6 +31,7 @@ class OutsideLayers:
     def __init__(self, module: Any, has_copies: bool, is_whole: bool, trainer: Iterable[object]) -> None:
         self._module, self._sees_parts = module, has_copies or not is_whole
         self._buffers = {name: each.detach().clone() for name, each in _outside(module.named_buffers())}
+        # the layers, and what DeepSpeed writes into the module itself, may change
         layers = (each for name, each in module.named_modules() if not name or layer_of_parameter(name) is not None)
         stock = (each for name, each in vars(module).items() if name in _OF_DEEPSPEED)
         self._state = KeptState({"": vars(module)} if has_copies else {}, apart=(*trainer, *layers, *stock))
@@ -46,6 +47,7 @@ class OutsideLayers:
             )
         now = dict(self._module.named_buffers())
         changed = [n for n, each in self._buffers.items() if n not in now or not same_bytes(each, now[n])]
+        # statistics of a whole batch in one place are as good as in any training
         if changed and self._sees_parts:
             return (
                 f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "

@@ -140,8 +140,10 @@ class WeightGradients:
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
         """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
         active = active_slice()
+        # vmap and the like see operations, and no products of ours
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
+        # in the order of what saves most: W, the optimizer's sum, `.grad` in one pass
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
             add = self.keep
@@ -259,6 +261,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # the gradient of the inputs comes first: the stage before waits for it
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
     rows = grad.reshape(-1, grad.shape[-1])

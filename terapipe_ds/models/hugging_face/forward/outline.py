@@ -97,18 +97,21 @@ class Outline:
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
+        # asked before modules become stand-ins
         self.tied = _tied_matrix(model)
         self.cache = SliceCache(self.config.num_hidden_layers)
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
         self._places_of = [StandIn(layer) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
+        # decoder layers are stand-ins by now, so what is left with weights runs before or after them
         self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
         if left := [name for name, _ in model.named_parameters()]:
             raise ModelRefusedError(f"it has parameters beside those of its layers ({', '.join(left)})")
+        # forwards name their cache differently, and some take no positions
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = next(filter(parameters.get, compat.cache_arguments(transformers.__version__)), "")
         if not self._cache_name:
@@ -179,6 +182,7 @@ class Outline:
     def _run(
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
+        # for this run alone, and put back after it: a closure holds the activations of a slice
         stand_ins = list(zip(self._places_of, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
@@ -199,6 +203,7 @@ class Outline:
 
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
         """Let attention go the way that the layer wants, and buffers be where its inputs are."""
+        # the model reads this name whenever it makes a mask or attends
         way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
@@ -224,6 +229,7 @@ class Outline:
             except Exception as error:  # of the model's own code, which got a form that it does not know
                 problems.append(error)
                 continue
+            # calls up to the first decoder layer, and from the last one on
             before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
             after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
             unknown = {*self._others, head} - {*before, *after, head}
@@ -241,6 +247,7 @@ class Outline:
 
         Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
         """
+        # twice, with other hidden states: what differs in the other arguments depends on the tokens
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
         trial = _Trial(self._form)
         self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)

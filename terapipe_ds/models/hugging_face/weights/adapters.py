@@ -62,6 +62,7 @@ class Adapters:
         self._changes, self._keeps_dtypes = Changes(), False
         self.beside: list[str] = []
         self.config = whole.peft_config[_NAME]
+        # peft knows by which keys it saves; here they are asked for on the whole model, without values
         key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
@@ -99,11 +100,13 @@ class Adapters:
         if name not in self._owners:
             self._changes.put_onto(module, name)
             return module
+        # peft goes by names in the whole model, of which a stage has one module
         whole = module
         for part in reversed(name.split(".")):  # so that its parts have the names that the config speaks of
             whole, inner = nn.Module(), whole
             whole.add_module(part, inner)
         whole.config = self._outline.config  # type: ignore[assignment]
+        # peft writes into the config that it injects
         config = copy.deepcopy(self.config)
         if not any(key.startswith(f"{name}.") and ".lora_" in key for key in self._trained):
             config.target_modules = DUMMY_TARGET_MODULES  # a whole module, or a bias, is trained and nothing beside it
@@ -155,6 +158,7 @@ def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model:
         raise ModelRefusedError(
             f"init_lora_weights {config.init_lora_weights!r} changes the weights that are not saved: give True"
         )
+    # an option of a newer peft that stages do not serve is refused unless it has its default
     plain = vars(LoraConfig())
     for name in sorted(vars(config).keys() - {*_SERVED.split()}):
         value = getattr(config, name)

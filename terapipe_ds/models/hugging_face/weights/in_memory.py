@@ -81,7 +81,9 @@ def _of_modules(
     if isinstance(ours, nn.ModuleList) and isinstance(fresh, nn.ModuleList) and len(ours) != len(fresh):
         yield name, f"has {len(ours)} layers, in a fresh model {len(fresh)}"
         return
+    # what both modules are, by the same names; peft puts a name of its own before them
     prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(IN_PEFT)
+    # settings that stages can have are noted, all else is a difference
     for key in sorted(facts.keys() | others.keys()):
         one, other = facts.get(key), others.get(key)
         if _form(one) == _form(other):

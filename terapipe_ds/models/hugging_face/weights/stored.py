@@ -48,6 +48,7 @@ class DrawnWeights:
         """Draw all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
+        # other random numbers of the process stay as they are
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))
             for each in reversed(list(module.modules())):
@@ -80,6 +81,7 @@ class StoredWeights:
         self._conversions = _conversions(model)
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
         self._keys_of: dict[str, list[str]] = {name: [] for name in names}
+        # headers alone: a wrong folder is refused before gigabytes are read
         state, stored = model.state_dict(), _headers(self._folder, self._file_of)
         found, without_place = set[str](), list[str]()
         for key, header in stored.items():
@@ -91,6 +93,7 @@ class StoredWeights:
             header.check(key, state[target], is_converted)
             self._keys_of[owner].append(key)
             found.add(target)
+        # buffers may be missing: they have real values in the model
         missing = [key for key in state if key not in found and key.startswith(tuple(f"{name}." for name in names))]
         ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
         missing = [key for key in missing if state[key].is_meta or not re.search(ignored, key)]
@@ -117,6 +120,7 @@ class StoredWeights:
                 file = self._file_of[key]
                 if file not in opened:
                     opened[file] = stack.enter_context(_opened(self._folder / file))
+            # the files are mapped: what no stage asks for is never read
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict()
@@ -133,6 +137,7 @@ class StoredWeights:
 
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelRefusedError where embedding and output matrix are both stored, and differ."""
+        # once, by one rank: the rest holds one of the two
         both = [key for key in self._file_of if self._conversions.target(key, state)[0] in targets]
         with contextlib.ExitStack() as stack:
             tensors = [stack.enter_context(_opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]

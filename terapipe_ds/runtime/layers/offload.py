@@ -205,7 +205,7 @@ class ActivationOffload:
         self._fixed = frozenset(_memory_of([*self._module.parameters(), *self._module.buffers()]))
 
     def begin(self, action: Action) -> None:
-        """Note that a computation begins: free memory whose copy out had a whole one to finish, bring back what is due."""
+        """Free memory whose copy out had a whole computation to finish; begin to copy back what is needed next."""
         if not self._until:
             return
         self._step += 1

@@ -192,10 +192,10 @@ attend.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("terapipe_ds::position_ids", mutates_args=())
-def position_ids(like: Tensor, known: int) -> Tensor:
+def position_ids(like: Tensor, table_size: int) -> Tensor:
     """Return the place of each token of `like` [B, T, ...] in its document, int64 [B, T].
 
-    Raises ValueError where a place is `known` or more, unless that is 0.
+    Raises ValueError where a place is `table_size` or more, unless that is 0.
     """
     active = active_slice()
     batch, tokens = like.shape[:2]
@@ -204,14 +204,14 @@ def position_ids(like: Tensor, known: int) -> Tensor:
     else:
         start = 0 if active is None else active.start
         places = torch.arange(start, start + tokens).expand(batch, tokens)
-    if known and int(places.max()) >= known:
-        problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {known}"
+    if table_size and int(places.max()) >= table_size:
+        problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {table_size}"
         raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")
     return places.to(like.device, copy=True).contiguous()
 
 
 @position_ids.register_fake
-def _(like: Tensor, known: int) -> Tensor:
+def _(like: Tensor, table_size: int) -> Tensor:
     return like.new_empty(like.shape[:2], dtype=torch.int64)
 
 

@@ -98,8 +98,8 @@ class GuardCapturedNames(TorchFunctionMode):
     ) -> Any:
         token_dim = _TOKEN_DIMS.get(func)
         if token_dim is not None and not _intercepted:
-            given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            _check(given["query"], given["key"], token_dim)
+            arguments = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            _check(arguments["query"], arguments["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
             q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
             _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
@@ -171,14 +171,14 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         if active is None or active.is_whole or _allowed:
             return multi_head(*args, **kwargs)
         # it has some 25 arguments, which callers give by place or by name
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        query, key = given.arguments["query"], given.arguments["key"]
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        query, key = bound.arguments["query"], bound.arguments["key"]
         if query.shape[0] != key.shape[0]:
             return multi_head(*args, **kwargs)
-        if given.arguments["need_weights"]:
+        if bound.arguments["need_weights"]:
             raise _error(query, key, "it returns weights, of which a slice has a part: pass need_weights=False")
-        if not given.arguments["is_causal"]:
+        if not bound.arguments["is_causal"]:
             raise _error(query, key, "is_causal is False: pass is_causal=True beside the causal attn_mask")
         _intercepted += 1
         try:  # it calls F.scaled_dot_product_attention, without the mask

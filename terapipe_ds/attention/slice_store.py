@@ -300,11 +300,11 @@ class SliceStore:
 
     def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
         """Return what each layer of a part takes for all tokens of a micro-batch, whatever is in reach."""
-        found = []
+        layers = []
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
-            found.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
-        return found
+            layers.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
+        return layers
 
     def live_bytes(self) -> int:
         """Return the bytes of keys, values, their gradients and carried states in use now."""

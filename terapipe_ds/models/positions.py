@@ -24,10 +24,10 @@ def places_in_documents() -> Tensor | None:
     return None if active is None or active.documents is None else active.documents.position_ids()
 
 
-def check_learned_positions(stop: int, known: int, error: type[ValueError]) -> None:
+def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:
     """Raise `error` where a sequence of `stop` tokens or more needs learned positions that a table has not."""
-    if stop > known:
-        problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
+    if stop > table_size:
+        problem = f"a sequence of at least {stop} tokens, with learned positions for {table_size}"
         raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
 
 

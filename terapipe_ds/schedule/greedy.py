@@ -140,7 +140,7 @@ def _play(
     splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
-    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * len(slots)
+    left = sum(len(lane.ahead) for of_stage in lanes for lane in of_stage) * len(slots)
     woken: dict[int, set[int]] = {0: set(range(len(lanes)))}  # stages that may find something new, by when
     times = [0]
     while left:
@@ -170,9 +170,9 @@ def _lanes(
     lanes: list[list[_Lane]] = [[] for _ in range(1 + max(stage_id for stage_id, _ in placement))]
     places: dict[tuple[int, int], _Lane] = {}  # (direction, part)
     for (stage_id, chunk_id), part_id in sorted(placement.items()):
-        mine = [m for m in range(len(num_slices)) if directions is None or directions[m] == chunk_id]
-        ahead = [(m, s) for m in mine for s in range(num_slices[m])]
-        back = [(m, s) for m in mine for s in reversed(range(num_slices[m]))]
+        own = [m for m in range(len(num_slices)) if directions is None or directions[m] == chunk_id]
+        ahead = [(m, s) for m in own for s in range(num_slices[m])]
+        back = [(m, s) for m in own for s in reversed(range(num_slices[m]))]
         lane = _Lane(stage_id, chunk_id, part_id, limits[stage_id, chunk_id], ahead, back)
         lanes[stage_id].append(lane)
         places[0 if directions is None else chunk_id, part_id] = lane

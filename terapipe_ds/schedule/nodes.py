@@ -57,9 +57,9 @@ class Nodes:
     @cached_property
     def at(self) -> Numbers:
         """Return the nodes as an array [kinds, parts, units]."""
-        found = np.full((len(CODES), self.num_parts, self._starts[-1]), self.num_nodes)
-        found[self.kind, self.part, self.unit] = np.arange(self.num_nodes)
-        return found
+        nodes = np.full((len(CODES), self.num_parts, self._starts[-1]), self.num_nodes)
+        nodes[self.kind, self.part, self.unit] = np.arange(self.num_nodes)
+        return nodes
 
     @cached_property
     def inputs(self) -> Numbers:
@@ -84,8 +84,8 @@ class Nodes:
     @cached_property
     def is_split(self) -> Bools:
         """Return per node whether the backward of its slice is split in B and W."""
-        found: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
-        return found
+        split: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
+        return split
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

@@ -45,8 +45,8 @@ def set_backend(name: str | None) -> None:
     global _forced
     backends = {backend.name: backend for backend in _BACKENDS}
     if name is not None and name not in backends:
-        known = ", ".join(backends)
-        raise ValueError(f"unknown attention backend {name!r}; use one of {known}, or None for the automatic choice")
+        names = ", ".join(backends)
+        raise ValueError(f"unknown attention backend {name!r}; use one of {names}, or None for the automatic choice")
     if name is not None and not backends[name].is_available():
         available = ", ".join(available_backends())
         raise ValueError(f"attention backend {name!r} cannot run on this machine; available here: {available}")

@@ -117,6 +117,6 @@ def _times_ms(
     # in turns: the clock of a device drifts while it warms up
     pairs = [(once(kernel), once(flash)) for _ in range(2 + _TIMED_RUNS)][2:]
     own_ms, other_ms = (statistics.median(times) for times in zip(*pairs, strict=True))
-    found = "sliced attention: a slice of %d tokens takes %.3f ms by %s and %.3f ms by %s (%s, %d heads of %d)"
-    _log.info(found, _TIMED_TOKENS, own_ms, kernel.name, other_ms, flash.name, dtype, heads, head_dim)
+    message = "sliced attention: a slice of %d tokens takes %.3f ms by %s and %.3f ms by %s (%s, %d heads of %d)"
+    _log.info(message, _TIMED_TOKENS, own_ms, kernel.name, other_ms, flash.name, dtype, heads, head_dim)
     return own_ms, other_ms

@@ -255,9 +255,9 @@ def _problem_of_version() -> str:
 
 def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:
     """Return the model with real buffers, and with parameters on the device "meta"."""
-    given = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
 
 
 @contextlib.contextmanager

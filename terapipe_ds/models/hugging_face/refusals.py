@@ -74,12 +74,12 @@ def check_arguments(dtype: object, options: Collection[str]) -> None:
             "takes that of the config or of the model in memory"
         )
     # what DeepSpeed takes goes through to it
-    known = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
-    known |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
+    arguments = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
+    arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
     for name in options:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(known))}"
+        if name not in arguments:
+            nearest = difflib.get_close_matches(name, arguments, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(arguments))}"
             advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
             raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
 

@@ -104,14 +104,14 @@ def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
     return sinks
 
 
-def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
+def layer_specs(config: TransformerConfig, of_user: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
     """Return one spec for each of the `config.num_layers` decoder layers, with sliced attention.
 
-    `given` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
+    `of_user` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
     Raises MegatronConfigError on specs of another number, or of layers whose attention cannot be replaced.
     """
     # megatron-core's own follow from the config: which layers have experts, whose kernels
-    specs = [given] * config.num_layers if isinstance(given, ModuleSpec) else given
+    specs = [of_user] * config.num_layers if isinstance(of_user, ModuleSpec) else of_user
     if specs is None:
         specs = get_gpt_decoder_layer_specs(
             config,

@@ -58,11 +58,11 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
     given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if given_tensor != tensor:
-        given = f"TransformerConfig has tensor_model_parallel_size={given_tensor}"
-        return f"{given}, but the topology has {tensor} tensor-parallel ranks; give both the same number"
+        config_has = f"TransformerConfig has tensor_model_parallel_size={given_tensor}"
+        return f"{config_has}, but the topology has {tensor} tensor-parallel ranks; give both the same number"
     if given_stages not in (1, stages):
-        given = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
-        return f"{given} stages; give the same number, or 1 to leave stages to DeepSpeed"
+        config_has = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
+        return f"{config_has} stages; give the same number, or 1 to leave stages to DeepSpeed"
     order = _ORDERS.get(tuple(topology.get_axis_names()), _ORDERS[_AXES])
     megatron = parallel_state.RankGenerator(
         tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=order

@@ -49,10 +49,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _require_known_labels(ranks_with_label: Tensor) -> None:
     """Refuse labels that are not in the share of exactly one rank, on all ranks alike; do not wait for a GPU."""
-    known = (ranks_with_label == 1).all()
-    if known.device.type != "cpu":
-        torch._assert_async(known)
-    elif not known:
+    is_inside = (ranks_with_label == 1).all()
+    if is_inside.device.type != "cpu":
+        torch._assert_async(is_inside)
+    elif not is_inside:
         raise ValueError(
             f"labels outside of the vocabulary, for {int((ranks_with_label != 1).sum())} tokens that count: mask them "
             f"(label {IGNORE_INDEX}, or 0 in the loss mask), or give the model the tokenizer's vocab_size"

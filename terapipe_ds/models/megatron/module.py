@@ -172,9 +172,9 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         if size % tensor:
             problem = f"{name}={size} does not divide by tensor_model_parallel_size={tensor}"
             raise MegatronConfigError(f"{problem}: {fix}")
-    known = ("learned_absolute", "rope", "none")
-    if positions not in known:
-        raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")
+    kinds = ("learned_absolute", "rope", "none")
+    if positions not in kinds:
+        raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(kinds)}")
 
 
 def _check_rotary(blueprint: Blueprint) -> None:

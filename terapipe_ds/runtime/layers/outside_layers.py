@@ -55,8 +55,8 @@ class OutsideLayers:
                 'or set terapipe.slices to 1 and schedule to "1f1b"'
             )
         reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
-        told = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
-        changed = [name for name in self._state.changed() if told.isdisjoint(name.split("."))]
+        reported = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
+        changed = [name for name in self._state.changed() if reported.isdisjoint(name.split("."))]
         if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
             return (
                 f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "

@@ -58,8 +58,8 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     functions = [*hooks, *(each for part in getattr(module, "held_parts", ()) for each in part.forward_funcs)]
     before = KeptState({"": module, **{f"function {index}": each for index, each in enumerate(functions)}})
     if before.passed_over:
-        told = "not put back after trials (too large, too many, with threads, or raising): %s"
-        logger.info(told, ", ".join(before.passed_over))
+        message = "not put back after trials (too large, too many, with threads, or raising): %s"
+        logger.info(message, ", ".join(before.passed_over))
     module.train()
     try:
         yield

@@ -298,8 +298,8 @@ class _Trial:
             )
         self._note("", hidden)
         self.hidden.append(hidden)
-        given = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
-        self.others.append({name: each for name, each in given.items() if not isinstance(each, SliceCache)})
+        arguments = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
+        self.others.append({name: each for name, each in arguments.items() if not isinstance(each, SliceCache)})
         return self._form(hidden)
 
     def _note(self, name: str, x: Tensor) -> None:
@@ -343,13 +343,13 @@ def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
 
 def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
-    found: list[tuple[str, nn.Module]] = []
+    modules: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList) or any(isinstance(each, StandIn) for each in child.modules()):
-            found += _with_weights(child, f"{prefix}{name}.")
+            modules += _with_weights(child, f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
-            found.append((f"{prefix}{name}", child))
-    return found
+            modules.append((f"{prefix}{name}", child))
+    return modules
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

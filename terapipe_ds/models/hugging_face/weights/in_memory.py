@@ -160,10 +160,10 @@ _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
 
 def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
     """Yield what `activation_checkpoint_interval`, which computes each decoder layer again, does not do."""
-    asked = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    on = [module for module in asked if module.gradient_checkpointing]
-    if len(on) not in (0, len(asked)):
-        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and must be in all or none"
+    able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    on = [module for module in able if module.gradient_checkpointing]
+    if len(on) not in (0, len(able)):
+        yield "gradient checkpointing", f"is on in {len(on)} of {len(able)} modules, and must be in all or none"
     for function in {getattr(module, "_gradient_checkpointing_func", checkpoint) for module in on}:
         options = {k: v for k, v in getattr(function, "keywords", {}).items() if k != "use_reentrant"}
         if getattr(function, "func", function) is not checkpoint or options:

@@ -83,7 +83,7 @@ class StoredWeights:
         self._keys_of: dict[str, list[str]] = {name: [] for name in names}
         # headers alone: a wrong folder is refused before gigabytes are read
         state, stored = model.state_dict(), _headers(self._folder, self._file_of)
-        found, without_place = set[str](), list[str]()
+        filled, without_place = set[str](), list[str]()
         for key, header in stored.items():
             target, is_converted = self._conversions.target(key, state)
             owner = next((name for name in names if target.startswith(f"{name}.")), None)
@@ -92,9 +92,9 @@ class StoredWeights:
                 continue
             header.check(key, state[target], is_converted)
             self._keys_of[owner].append(key)
-            found.add(target)
+            filled.add(target)
         # buffers may be missing: they have real values in the model
-        missing = [key for key in state if key not in found and key.startswith(tuple(f"{name}." for name in names))]
+        missing = [key for key in state if key not in filled and key.startswith(tuple(f"{name}." for name in names))]
         ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
         missing = [key for key in missing if state[key].is_meta or not re.search(ignored, key)]
         if missing:
@@ -195,7 +195,7 @@ class _Header(NamedTuple):
 
 def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
     """Return what the files of a folder say of each key. Raises ModelRefusedError where the index says otherwise."""
-    found: dict[str, _Header] = {}
+    headers: dict[str, _Header] = {}
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise ModelRefusedError(f"{folder / INDEX} names {name}, which is not there: download or copy it again")
@@ -206,8 +206,8 @@ def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
                 raise ModelRefusedError(f"{folder / name} lacks {named(absent)}, which {INDEX} says it has")
             for key in keys:
                 entry = file.get_slice(key)
-                found[key] = _Header(entry.get_dtype(), entry.get_shape())
-    return found
+                headers[key] = _Header(entry.get_dtype(), entry.get_shape())
+    return headers
 
 
 def _opened(path: Path) -> Any:
@@ -250,11 +250,11 @@ class _RegisteredConversions(_Conversions):
     def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
         from transformers.core_model_loading import rename_source_key
 
-        known = dict(state)
-        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
+        targets = dict(state)
+        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, targets)
         if target in state:
             return target, pattern is not None
-        return rename_source_key(key, [], [], self._prefix, known)[0], False
+        return rename_source_key(key, [], [], self._prefix, targets)[0], False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model

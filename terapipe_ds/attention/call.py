@@ -199,7 +199,8 @@ class Call:
             return
         # each document of each row sees keys of its own
         spans = of_documents = self.reach.spans(start, stop, batch)
-        if len(spans) > 1 and self.backend.takes_documents:
+        at_once = len(spans) > 1 and self.backend.takes_documents
+        if at_once:
             spans = (Span(slice(0, batch), self.reach.first_key(start), start, stop),)
         # keys count from the first one in reach, as if the sequence began there
         for span in spans:
@@ -214,7 +215,7 @@ class Call:
                 options.dropout_p,
                 window if window is not None and window < span.stop - first else None,  # else all see all
                 options.softcap,
-                tuple(each.counted_from(first) for each in of_documents) if len(spans) < len(of_documents) else (),
+                tuple(document.counted_from(first) for document in of_documents) if at_once else (),
             )
             yield span, queries
 

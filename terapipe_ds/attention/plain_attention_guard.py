@@ -101,7 +101,7 @@ class GuardCapturedNames(TorchFunctionMode):
             arguments = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
             _check(arguments["query"], arguments["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
-            q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
+            q, k, *_ = (argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor))
             _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
         return func(*args, **(kwargs or {}))
 
@@ -295,7 +295,7 @@ def _running_module() -> nn.Module | None:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):
-            of_runner = any(each.__module__.startswith(_RUNNERS) for each in type(owner).__mro__)
+            of_runner = any(base.__module__.startswith(_RUNNERS) for base in type(owner).__mro__)
             return None if of_runner else owner
         frame = frame.f_back
     return None

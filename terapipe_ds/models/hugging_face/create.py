@@ -114,9 +114,9 @@ def from_pretrained(
         return _from_model(folder, dtype, adapter, seed, options)
     with refused_on_all_ranks():
         if torch_dist.get_rank() == 0:  # a save that was killed in the moment of its moves
-            for each in (folder, adapter):
-                if isinstance(each, str | os.PathLike):
-                    finish_saving(Path(each))
+            for source in (folder, adapter):
+                if isinstance(source, str | os.PathLike):
+                    finish_saving(Path(source))
     with refused_on_all_ranks():  # each may have a disk of its own
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)

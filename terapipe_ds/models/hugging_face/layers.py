@@ -60,11 +60,11 @@ class Blueprint:
             return module
         # parameters that modules share stay shared
         new: dict[int, nn.Parameter] = {}
-        for each in module.modules():
-            for key, old in each._parameters.items():
+        for part in module.modules():
+            for key, old in part._parameters.items():
                 if old is not None:
                     like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-                    each._parameters[key] = new.setdefault(id(old), like)
+                    part._parameters[key] = new.setdefault(id(old), like)
         self.weights.fill(name, original, module)
         return module if self.adapters is None else self.adapters.put_into(name, module)
 

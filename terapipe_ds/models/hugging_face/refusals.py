@@ -148,5 +148,5 @@ def check_config(config: Any) -> None:
 def _rope_types(config: Any) -> set[str]:
     config = config.get_text_config()
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_types = [each for each in scaling.values() if isinstance(each, dict)]  # one for each type of layer
-    return {str(each.get("rope_type", each.get("type", "default"))) for each in (of_types or [scaling])}
+    of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
+    return {str(of_type.get("rope_type", of_type.get("type", "default"))) for of_type in (of_types or [scaling])}

@@ -40,7 +40,7 @@ _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_t
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
     """Return whether files of these names replace another: a whole model replaces all weights, adapters as well."""
-    is_whole = any(each in new for each in _WHOLE)
+    is_whole = any(head in new for head in _WHOLE)
     return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 
 
@@ -150,7 +150,7 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
             sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
             sync(saving / shards[me])
     # the index names all shards, so rank 0 needs the keys of each
-    sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
+    sizes_of = {shards[rank]: of_rank for rank, of_rank in enumerate(gathered(sizes)) if rank in shards}
     with _on_all_ranks(saving):
         if me == 0:
             _write_the_rest(module, saving)
@@ -173,7 +173,7 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
         yield
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    lines = [f"rank {rank}: {each}" for rank, each in enumerate(gathered(problem)) if each]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(problem)) if text]
     if lines:
         shutil.rmtree(saving, ignore_errors=True)
         with contextlib.suppress(OSError):  # the first error is told

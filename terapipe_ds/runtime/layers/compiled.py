@@ -51,8 +51,8 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
             if isinstance(layer, nn.Module):
                 parts = compiled_parts(layer)
                 (kinds if parts else others).add(type(layer).__name__)
-                for number, each in enumerate(parts):
-                    compile_layer(each, f"layer {index} of chunk {chunk_id}, part {number}", backend)
+                for number, piece in enumerate(parts):
+                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}", backend)
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
@@ -76,10 +76,10 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
             "attention, which a compiled layer does not show; set compile to false, or leave the axis out"
         )
     # a stage without such layers runs beside others that have some
-    layers = [each for each in layers_run_by(module) if compiled_parts(each)]
+    layers = [layer for layer in layers_run_by(module) if compiled_parts(layer)]
     if any(gather(bool(layers))):
         return None
-    kinds = ", ".join(sorted({type(each).__name__ for each in layers_run_by(module)}))
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers_run_by(module)}))
     return (
         f"terapipe.compile = true: no layer can be compiled, of {kinds} here. A layer may be where it asks for the "
         "slice by sliced_attention and carry alone, and its class then says compile_safe = True (docs/compile.md). "
@@ -100,7 +100,7 @@ def tell_of_schedules(config: TeraPipeConfig) -> None:
 def layers_run_by(module: nn.Module) -> list[nn.Module]:
     """Return the layers that `module` runs, of all parts that the stage holds."""
     parts = getattr(module, "held_parts", (module,))
-    return [each for part in parts for each in getattr(part, "forward_funcs", ()) if isinstance(each, nn.Module)]
+    return [layer for part in parts for layer in getattr(part, "forward_funcs", ()) if isinstance(layer, nn.Module)]
 
 
 def compiled_parts(layer: nn.Module) -> list[nn.Module]:

@@ -109,7 +109,7 @@ class FiniteCheck:
                 names[layer] = f"{names[layer]} or {name}" if layer in names else name
         handles = []
         for module, name in names.items():
-            before, after = self._hooks(name, any(module is each for each in last))
+            before, after = self._hooks(name, any(module is other for other in last))
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
         return handles
 
@@ -143,7 +143,7 @@ class FiniteCheck:
             active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
             for index, (which, tensor) in enumerate(results.items()):
                 # what is handed on is not computed here; what is behind the first and has no gradient may be a mask
-                is_own = tensor.is_floating_point() and not any(tensor is each for each in inputs.values())
+                is_own = tensor.is_floating_point() and not any(tensor is other for other in inputs.values())
                 if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
                     self.look(name, f"its output{which}", tensor)
             if is_last:
@@ -231,8 +231,8 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     problems = [""] * len(looks)
     kinds = [(look.extremes[0].dtype, look.extremes[0].device) for look in looks]
     for kind in set(kinds):
-        indices = [index for index, each in enumerate(kinds) if each == kind]
-        extremes = torch.stack([each for index in indices for each in looks[index].extremes]).view(-1, 2).cpu()
+        indices = [index for index, entry in enumerate(kinds) if entry == kind]
+        extremes = torch.stack([entry for index in indices for entry in looks[index].extremes]).view(-1, 2).cpu()
         for row in (~torch.isfinite(extremes)).any(dim=1).nonzero().flatten().tolist():
             problems[indices[row]] = "has NaN" if extremes[row].isnan().any() else "is infinite somewhere"
     return problems

@@ -89,7 +89,7 @@ class GradientSums:
 
         It is for measurements between steps, when all sums are zero.
         """
-        self._lent = {id(each): self._places[key] for key, each in stand_ins.items() if key in self._places}
+        self._lent = {id(stand_in): self._places[key] for key, stand_in in stand_ins.items() if key in self._places}
         try:
             yield
         finally:

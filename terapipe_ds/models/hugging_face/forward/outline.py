@@ -105,7 +105,7 @@ class Outline:
         self._places_of = [StandIn(layer) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
         # decoder layers are stand-ins by now, so what is left with weights runs before or after them
-        self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
+        self._others = {name: StandIn(module) for name, module in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
@@ -124,7 +124,7 @@ class Outline:
         self.before, self.after, self.head = self._find_pieces()
 
     def _name_of(self, stand_in: nn.Module | None) -> str:
-        name = next((name for name, each in self._others.items() if each is stand_in), None)
+        name = next((name for name, other in self._others.items() if other is stand_in), None)
         if name is None:
             raise ModelRefusedError("its embedding, or its output matrix, is not a module with weights of its own")
         return name
@@ -211,12 +211,12 @@ class Outline:
         if inputs.device == self._device:  # the walk over all modules would come once per layer and slice
             return
         self._device = inputs.device
-        for each in self.model.modules():
-            if isinstance(each, StandIn):
-                each.device = inputs.device
-            for name, buffer in each._buffers.items():
+        for module in self.model.modules():
+            if isinstance(module, StandIn):
+                module.device = inputs.device
+            for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
-                    each._buffers[name] = buffer.to(inputs.device)
+                    module._buffers[name] = buffer.to(inputs.device)
 
     # -- what runs when ----------------------------------------------------------------------------------------------
 
@@ -238,8 +238,8 @@ class Outline:
             if unknown or set(before) & set(after) or runs != len(self.layers):
                 raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
             return before, after, head
-        refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
-        in_this_form = [each for each in problems if not isinstance(each, _OtherFormError)]
+        refusals = [problem for problem in problems if isinstance(problem, ModelRefusedError)]
+        in_this_form = [problem for problem in problems if not isinstance(problem, _OtherFormError)]
         raise ModelRefusedError(str((refusals or in_this_form or problems)[-1])) from problems[0]
 
     def _calls(self, head: str) -> list[str]:
@@ -288,7 +288,7 @@ class _Trial:
             self._note(head, x)
             _finish(x)
 
-        return {name: noted(name, each.skip) for name, each in others.items()} | {head: end}
+        return {name: noted(name, other.skip) for name, other in others.items()} | {head: end}
 
     def layer(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
         if torch.is_tensor(hidden) and hidden.dim() > 3:
@@ -298,8 +298,10 @@ class _Trial:
             )
         self._note("", hidden)
         self.hidden.append(hidden)
-        arguments = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
-        self.others.append({name: each for name, each in arguments.items() if not isinstance(each, SliceCache)})
+        arguments = {f"argument {place}": argument for place, argument in enumerate(args, 1)} | named
+        self.others.append(
+            {name: argument for name, argument in arguments.items() if not isinstance(argument, SliceCache)}
+        )
         return self._form(hidden)
 
     def _note(self, name: str, x: Tensor) -> None:
@@ -335,9 +337,9 @@ def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter |
 
 def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder layers and its name."""
-    for name, each in model.named_modules():
-        if isinstance(each, nn.ModuleList) and len(each) == number:
-            return name, each
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return name, module
     raise ModelRefusedError(f"it has no list of {number} decoder layers")
 
 
@@ -345,7 +347,7 @@ def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]
     """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
     modules: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList) or any(isinstance(each, StandIn) for each in child.modules()):
+        if isinstance(child, nn.ModuleList) or any(isinstance(inner, StandIn) for inner in child.modules()):
             modules += _with_weights(child, f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
             modules.append((f"{prefix}{name}", child))

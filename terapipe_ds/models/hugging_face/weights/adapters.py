@@ -176,7 +176,7 @@ def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> Peft
     if isinstance(adapter, PeftModel):
         if list(adapter.peft_config) != [_NAME]:
             raise ModelRefusedError(f"its adapters are named {list(adapter.peft_config)}: give one, named {_NAME!r}")
-        if any(isinstance(each, BaseTunerLayer) and each.merged for each in adapter.modules()):
+        if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in adapter.modules()):
             raise ModelRefusedError("its adapters are merged into its weights: call model.unmerge_adapter() before")
         return adapter.peft_config[_NAME]
     if isinstance(adapter, PeftConfig):
@@ -209,9 +209,9 @@ def without_adapters(model: PeftModel) -> dict[str, Tensor]:
 def merged(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a module with its adapters added to them, by the names that they have without adapters."""
     module = copy.deepcopy(module)
-    for each in module.modules():
-        if isinstance(each, BaseTunerLayer):
-            each.merge()
+    for layer in module.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
     return _plain(module.state_dict(), f"modules_to_save.{_NAME}.", "original_module.")
 
 

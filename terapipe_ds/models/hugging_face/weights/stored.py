@@ -51,8 +51,8 @@ class DrawnWeights:
         # other random numbers of the process stay as they are
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))
-            for each in reversed(list(module.modules())):
-                self._outline.initialize(each)
+            for part in reversed(list(module.modules())):
+                self._outline.initialize(part)
         for key, parameter in module.named_parameters():
             if parameter.isnan().any():
                 initial = getattr(original.get_parameter(key), "initial", None)
@@ -113,7 +113,7 @@ class StoredWeights:
     def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read what is stored of the module `name` into the tensors of a copy of it."""
         holder = self._model.get_submodule(name)
-        meta = [(each, key, value) for each in holder.modules() for key, value in each._parameters.items()]
+        meta = [(part, key, value) for part in holder.modules() for key, value in part._parameters.items()]
         with contextlib.ExitStack() as stack:
             opened: dict[str, Any] = {}
             for key in self._keys_of[name]:
@@ -132,8 +132,8 @@ class StoredWeights:
                 )
             for key, value in tensors.items():
                 value.copy_(loaded[key])  # out of the file, whose memory is mapped
-        for each, key, value in meta:
-            each._parameters[key] = value
+        for part, key, value in meta:
+            part._parameters[key] = value
 
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelRefusedError where embedding and output matrix are both stored, and differ."""
@@ -230,9 +230,9 @@ class _Conversions:
         return key, False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
-        for key, each in slices.items():
+        for key, stored in slices.items():
             owner, _, last = key.rpartition(".")
-            setattr(model.get_submodule(owner), last, nn.Parameter(each[...], False))
+            setattr(model.get_submodule(owner), last, nn.Parameter(stored[...], False))
 
 
 class _RegisteredConversions(_Conversions):
@@ -244,8 +244,8 @@ class _RegisteredConversions(_Conversions):
 
         self._prefix = model.base_model_prefix
         self._all = get_model_conversion_mapping(model)
-        self._renamings = [each for each in self._all if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in self._all if isinstance(each, WeightConverter)]
+        self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
 
     def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
         from transformers.core_model_loading import rename_source_key

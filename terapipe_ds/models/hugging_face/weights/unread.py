@@ -50,7 +50,7 @@ class Unread(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _WITHOUT_VALUES:
-            read(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            read(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -71,22 +71,22 @@ def leave_unread(module: nn.Module, how: Read) -> None:
     def read_all() -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             how(tensors)
-        for each in parameters:
-            del each.read  # type: ignore[attr-defined]
-            each.__class__ = nn.Parameter
+        for parameter in parameters:
+            del parameter.read  # type: ignore[attr-defined]
+            parameter.__class__ = nn.Parameter
 
-    for each in parameters:
-        each.read = read_all  # type: ignore[attr-defined]
-        each.__class__ = Unread
+    for parameter in parameters:
+        parameter.read = read_all  # type: ignore[attr-defined]
+        parameter.__class__ = Unread
 
 
 def read(tensors: Iterable[Tensor]) -> None:
     """Read the values of those that have none yet."""
-    for each in tensors:
-        if isinstance(each, Unread):
-            each.read()
+    for tensor in tensors:
+        if isinstance(tensor, Unread):
+            tensor.read()
 
 
 def is_unread(module: nn.Module) -> bool:
     """Return whether some parameter of the module has no values yet."""
-    return any(isinstance(each, Unread) for each in module.parameters())
+    return any(isinstance(parameter, Unread) for parameter in module.parameters())

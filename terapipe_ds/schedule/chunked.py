@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
-from terapipe_ds.schedule.greedy import SPLIT, UNSPLIT, Slots, length, list_schedule
+from terapipe_ds.schedule.greedy import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
 from terapipe_ds.schedule.one_f_one_b import (
     backwards,
     forwards,
@@ -187,8 +187,8 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     by_slices = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(_peak(whole[stage_id], chunk) <= limit for (stage_id, chunk), limit in limits.items())
-    both = (length(orders, placement, num_slices, UNSPLIT) for orders in (whole, by_slices))
-    return whole if fits and next(both) < next(both) else by_slices
+    (times,) = UNSPLIT
+    return whole if fits and num_slots(whole, placement, times) < num_slots(by_slices, placement, times) else by_slices
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:

@@ -57,9 +57,9 @@ class Nodes:
     @cached_property
     def at(self) -> Numbers:
         """Return the nodes as an array [kinds, parts, units]."""
-        nodes = np.full((len(CODES), self.num_parts, self._starts[-1]), self.num_nodes)
-        nodes[self.kind, self.part, self.unit] = np.arange(self.num_nodes)
-        return nodes
+        found = np.full((len(CODES), self.num_parts, self._starts[-1]), self.num_nodes)
+        found[self.kind, self.part, self.unit] = np.arange(self.num_nodes)
+        return found
 
     @cached_property
     def inputs(self) -> Numbers:
@@ -84,8 +84,8 @@ class Nodes:
     @cached_property
     def is_split(self) -> Bools:
         """Return per node whether the backward of its slice is split in B and W."""
-        split: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
-        return split
+        found: Bools = self.at[WEIGHT, self.part, self.unit] < self.num_nodes
+        return found
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -127,11 +127,7 @@ class Nodes:
 
     def slots(self) -> list[list[int]]:
         """Return per stage the slot in which each node starts, where each takes one. Nodes that never run have none."""
-        return self.run((1, 1, 1))[0]
-
-    def run(self, lengths: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-        """Return per stage when each node starts and when the last one ends, where F, B and W take such `lengths`."""
-        inputs, stages, kinds = self.inputs.tolist(), self.stage.tolist(), self.kind.tolist()
+        inputs, stages = self.inputs.tolist(), self.stage.tolist()
         ends = [0] * (self.num_nodes + 1)
         starts: list[list[int]] = [[] for _ in range(len(self.first) - 1)]
         free = [0] * len(starts)
@@ -139,8 +135,8 @@ class Nodes:
             stage_id = stages[node]
             start = max(free[stage_id], ends[inputs[node]])
             starts[stage_id].append(start)
-            free[stage_id] = ends[node] = start + lengths[kinds[node]]
-        return starts, free
+            free[stage_id] = ends[node] = start + 1
+        return starts
 
     def _of_part(self, step: Numbers) -> Numbers:
         part = self.part + step
@@ -154,3 +150,45 @@ class Nodes:
 
 def _numbers(values: list[int]) -> Numbers:
     return np.array(values, np.int64)
+
+
+def end_of_orders(
+    orders: Sequence[Sequence[int]],
+    inputs: Sequence[int],
+    seconds: Sequence[float],
+    sends: Sequence[float],
+    links: Sequence[int],
+) -> float:
+    """Return when the last node of some orders ends; infinity where stages wait for one another for ever.
+
+    Per node: the node that it takes the result of (`len(seconds)`: none), its seconds, those of its message, and the
+    link that carries it, one message at a time (-1: none).
+    """
+    arrivals = [-1.0] * len(seconds) + [0.0]
+    link_free = [0.0] * (1 + max(links))
+    free, at = [0.0] * len(orders), [0] * len(orders)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(orders)))
+    left = sum(map(len, orders))
+    while ready:
+        stage_id = ready.pop()
+        order, now = orders[stage_id], free[stage_id]
+        index = first = at[stage_id]
+        while index < len(order):
+            node = order[index]
+            arrival = arrivals[inputs[node]]
+            if arrival < 0:  # the stage waits until another one has come that far
+                waiting.setdefault(inputs[node], []).append(stage_id)
+                break
+            now = (arrival if arrival > now else now) + seconds[node]
+            link = links[node]
+            if link >= 0:
+                link_free[link] = arrivals[node] = max(now, link_free[link]) + sends[node]
+            else:
+                arrivals[node] = now
+            if node in waiting:
+                ready += waiting.pop(node)
+            index += 1
+        left -= index - first
+        free[stage_id], at[stage_id] = now, index
+    return max(free) if not left else float("inf")

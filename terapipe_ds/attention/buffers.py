@@ -108,11 +108,6 @@ class TokenBuffer:
         return self._pair is not None
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes that are taken now."""
-        return self.room * self.bytes_per_token
-
-    @property
     def bytes_per_token(self) -> int:
         """Return the bytes of one token in both tensors."""
         return sum(math.prod(shape) for shape in self._shapes) * self._dtype.itemsize

@@ -113,12 +113,12 @@ class CudaFlash(BlockKernel):
         return self.backward_at_once(grad, queries, attended, add_grads)
 
     def forward_at_once(self, queries: Queries) -> Attended:
-        """Attend in one call."""
-        return self.attend(_whole_slice(queries))
+        """Attend in one call: the kernel aligns its causal mask bottom-right."""
+        return self.attend(Block(*queries[:3], True, queries.scale))
 
     def backward_at_once(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ of a forward in one call."""
-        dq, dk, dv = self.attend_backward(grad, _whole_slice(queries), attended)
+        dq, dk, dv = self.attend_backward(grad, Block(*queries[:3], True, queries.scale), attended)
         add_grads(0, dk, dv)
         return dq
 
@@ -163,11 +163,6 @@ class CudaFlash(BlockKernel):
             *tensors, *sizes, 0.0, is_causal, seed, offset, scale=scale
         )
         return dq, dk, dv
-
-
-def _whole_slice(queries: Queries) -> Block:
-    """Return the slice as one causal block, for a kernel that aligns its mask bottom-right."""
-    return Block(queries.q, queries.keys, queries.values, True, queries.scale)
 
 
 @functools.cache

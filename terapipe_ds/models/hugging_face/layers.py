@@ -49,12 +49,13 @@ class Blueprint:
         kind = kinds[index], _described(layer)
         if kind not in self._ways:
             if is_unread(layer):
-                layer = self.filled(f"{self.outline.layers_name}.{index}", self.outline.layers[index])
+                layer = self.filled(self.outline.layer_name(index))
             self._ways[kind] = find_way(self.outline, index, layer)
         return self._ways[kind]
 
-    def filled(self, name: str, original: nn.Module) -> nn.Module:
+    def filled(self, name: str) -> nn.Module:
         """Return a copy of a module of the model, with weights of its own; without, on the device "meta"."""
+        original = self.outline.module(name)
         module = self.outline.copy_of(original)
         if torch.get_default_device().type == "meta":
             return module
@@ -86,11 +87,10 @@ def _described(layer: nn.Module) -> str:
 class Piece(nn.Module):
     """Holds modules of the model, which have the names `names` in it."""
 
-    def __init__(self, blueprint: Blueprint, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, blueprint: Blueprint, names: Iterable[str]) -> None:
         super().__init__()
-        originals = dict(modules)
-        self.blueprint, self.names = blueprint, tuple(originals)
-        self.held = nn.ModuleList(blueprint.filled(name, module) for name, module in originals.items())
+        self.blueprint, self.names = blueprint, tuple(names)
+        self.held = nn.ModuleList(map(blueprint.filled, self.names))
 
     @property
     def outline(self) -> Outline:
@@ -111,8 +111,7 @@ class Embedding(Piece):
     """Token ids [B, T], or with position ids a tuple -> hidden states [B, T, H] of the first decoder layer."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, ((name, outline.module(name)) for name in outline.before))
+        super().__init__(blueprint, blueprint.outline.before)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens = tokens_of(inputs)
@@ -123,8 +122,7 @@ class TiedEmbedding(Piece):
     """Token ids, or with position ids a tuple -> their embeddings; the output matrix is the same weights."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(outline.embedding, outline.module(outline.embedding))])
+        super().__init__(blueprint, [blueprint.outline.embedding])
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         return self.held[0](tokens_of(inputs))
@@ -135,8 +133,7 @@ class BeforeLayers(Piece):
 
     def __init__(self, blueprint: Blueprint) -> None:
         outline = blueprint.outline
-        names = [name for name in outline.before if name != outline.embedding]
-        super().__init__(blueprint, ((name, outline.module(name)) for name in names))
+        super().__init__(blueprint, (name for name in outline.before if name != outline.embedding))
 
     def forward(self, embedded: Tensor) -> Tensor:
         tokens = torch.zeros(embedded.shape[:2], dtype=torch.long, device=embedded.device)
@@ -150,8 +147,7 @@ class DecoderLayer(Piece):
     slice_safe = True  # whatever it is made of: it was tried
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(f"{outline.layers_name}.{index}", outline.layers[index])])
+        super().__init__(blueprint, [blueprint.outline.layer_name(index)])
         self.index = index
         self._way: Way | None = None
 
@@ -187,8 +183,7 @@ class Norm(Piece):
 
     def __init__(self, blueprint: Blueprint) -> None:
         outline = blueprint.outline
-        names = [name for name in outline.after if name != outline.head]
-        super().__init__(blueprint, ((name, outline.module(name)) for name in names))
+        super().__init__(blueprint, (name for name in outline.after if name != outline.head))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.outline.run_after(self.runs, hidden, places(hidden))
@@ -198,8 +193,7 @@ class OutputMatrix(Piece):
     """The output matrix and what follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(outline.head, outline.module(outline.head))])
+        super().__init__(blueprint, [blueprint.outline.head])
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.outline.run_head(self.held[0], hidden, places(hidden))

@@ -106,7 +106,7 @@ class Outline:
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
         # decoder layers are stand-ins by now, so what is left with weights runs before or after them
         self._others = {name: StandIn(module) for name, module in _with_weights(model, "")}
-        _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
+        _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
         if left := [name for name, _ in model.named_parameters()]:
@@ -132,11 +132,15 @@ class Outline:
     @property
     def names(self) -> list[str]:
         """Return the names of all modules with weights."""
-        return [*self._others, *(f"{self.layers_name}.{index}" for index in range(len(self.layers)))]
+        return [*self._others, *map(self.layer_name, range(len(self.layers)))]
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of a decoder layer."""
+        return f"{self.layers_name}.{index}"
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model, whose parameters are on the device "meta"."""
-        original: nn.Module = self._others[name].__dict__["original"]
+        original: nn.Module = self.model.get_submodule(name).original
         return original
 
     def copy_of(self, module: nn.Module) -> nn.Module:

@@ -19,10 +19,6 @@ from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
 
 
-def _alone(received: Tensor, sent: Tensor) -> None:
-    received.copy_(sent)
-
-
 @dataclass(frozen=True)
 class SequenceRanks:
     """The ranks that divide the tokens of each slice, this one among them.
@@ -33,7 +29,7 @@ class SequenceRanks:
 
     size: int = 1
     rank: int = 0
-    all_to_all: Callable[[Tensor, Tensor], object] = _alone
+    all_to_all: Callable[[Tensor, Tensor], object] = Tensor.copy_
     group: Any = None
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
@@ -118,36 +114,25 @@ class HeadExchange:
 
 def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:
     """Return [B, H / N, T, D] for each [B, H, T / N, D]: all tokens of this rank's heads, in one message per rank."""
-    exchanged: tuple[Tensor, ...] = _ToHeads.apply(ranks, *tensors)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(ranks, 1, 2, *tensors)
     return exchanged
 
 
 def to_tokens(out: Tensor, ranks: SequenceRanks) -> Tensor:
     """Return [B, H, T / N, D] for [B, H / N, T, D]: all heads of this rank's tokens."""
-    exchanged: Tensor = _ToTokens.apply(ranks, out)
-    return exchanged
+    (exchanged,) = _Exchange.apply(ranks, 2, 1, out)
+    return exchanged  # type: ignore[no-any-return]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: SequenceRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks = ranks
-        return _exchange(tensors, ranks, split=1, join=2)
+    def forward(ctx: Any, ranks: SequenceRanks, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inverse = ranks, join, split
+        return _exchange(tensors, ranks, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_exchange(grads, ctx.ranks, split=2, join=1)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ranks: SequenceRanks, out: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return _exchange((out,), ranks, split=2, join=1)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _exchange((grad,), ctx.ranks, split=1, join=2)[0]
+        return None, None, None, *_exchange(grads, *ctx.inverse)
 
 
 def _exchange(tensors: Sequence[Tensor], ranks: SequenceRanks, split: int, join: int) -> tuple[Tensor, ...]:

@@ -25,6 +25,31 @@ Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
 
+def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
+    """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
+
+    labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
+    are taken as they are. Position ids say where documents start, however the batch says it.
+
+    Raises:
+        BatchError: for left padding, labels that are missing, an entry that nothing reads.
+    """
+    # a packed batch without position ids gets them from its edges
+    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
+    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
+    if read.labels is None:
+        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
+    if read.starts is None or isinstance(read.inputs, tuple):
+        return read.inputs, read.labels
+    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
+
+
+def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
+    """Return each token's place in its document, int64 [B, L], for whole rows."""
+    rows, length = tokens.shape
+    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
+
+
 class HuggingFaceModule(PipelineModule):
     """A causal language model of transformers, cut into stages by DeepSpeed; `from_config` makes one.
 
@@ -123,16 +148,7 @@ class HuggingFaceModule(PipelineModule):
         if not torch.is_tensor(inputs):
             check_positions(inputs, places_of_rows(inputs[0], starts))
 
-    def to_tuple(self, batch: Mapping[str, Any]) -> TupleBatch:
-        """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
-
-        labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
-        are taken as they are. Position ids say where documents start, however the batch says it.
-
-        Raises:
-            BatchError: for left padding, labels that are missing, an entry that nothing reads.
-        """
-        return to_tuple(batch)
+    to_tuple = staticmethod(to_tuple)
 
     def checkpoint_names(self) -> dict[str, str]:
         """Return for each parameter of this stage its key in the state dict of the Hugging Face model."""
@@ -171,24 +187,6 @@ class HuggingFaceModule(PipelineModule):
         self.parts = list(self.partition[::chunks])
         stage_id = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
-
-
-def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
-    """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
-    # a packed batch without position ids gets them from its edges
-    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
-    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
-    if read.labels is None:
-        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
-    if read.starts is None or isinstance(read.inputs, tuple):
-        return read.inputs, read.labels
-    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
-
-
-def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
-    """Return each token's place in its document, int64 [B, L], for whole rows."""
-    rows, length = tokens.shape
-    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:

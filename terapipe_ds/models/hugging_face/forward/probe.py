@@ -6,6 +6,8 @@ it can be trained so. Nothing is known of families: what a layer does decides.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +21,11 @@ _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 
 
-class Way:
+class Way(NamedTuple):
     """How a layer runs in slices: through `sliced_attention` (`is_fast`) or by a cache; and whether it has states."""
 
-    def __init__(self, is_fast: bool, has_states: bool) -> None:
-        self.is_fast, self.has_states = is_fast, has_states
+    is_fast: bool
+    has_states: bool
 
     @property
     def mixing(self) -> str:

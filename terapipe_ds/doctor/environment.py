@@ -13,37 +13,45 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def variables(environment: Mapping[str, str], on_cuda: bool) -> Iterator[Line]:
     """Say which variables can make a pipeline hang or slow. Without a GPU nothing reads them."""
-    if not on_cuda:
-        return
-    queues = environment.get(_QUEUES, "")
-    if queues == "1":
+    if on_cuda:
+        yield _queues(environment.get(_QUEUES, ""))
+        yield _allocator(next((environment[name] for name in _ALLOCATOR if name in environment), ""))
+        yield from _nccl(environment)
+        yield _loading(environment.get(_LOADING, ""))
+
+
+def _queues(value: str) -> Line:
+    if value == "32":
+        return Line("ok", _QUEUES, value)
+    if value == "1":
         fix = f"set {_QUEUES}=32, unless Megatron's overlap of communication needs 1"
-        yield Line("warning", _QUEUES, "1: streams share one queue, and schedules that hang in it are refused", fix)
-    elif queues == "32":
-        yield Line("ok", _QUEUES, queues)
-    else:
-        text = f"{queues or 'not set: 8'}: streams share queues by chance"
-        yield Line("note", _QUEUES, text, f"set {_QUEUES}=32; terapipe_ds.run sets it where it is not set")
+        return Line("warning", _QUEUES, "1: streams share one queue, and schedules that hang in it are refused", fix)
+    text = f"{value or 'not set: 8'}: streams share queues by chance"
+    return Line("note", _QUEUES, text, f"set {_QUEUES}=32; terapipe_ds.run sets it where it is not set")
 
-    allocator = next((environment[name] for name in _ALLOCATOR if name in environment), "")
-    if "expandable_segments:true" in allocator.lower():
-        yield Line("ok", _ALLOCATOR[1], allocator)
-    else:
-        text = f"{allocator or 'not set'}: slices of many sizes split the memory, and a retry waits for all messages"
-        yield Line("warning", _ALLOCATOR[1], text, f"set {_ALLOCATOR[1]}=expandable_segments:True")
 
-    blocking = {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"} & {k for k, v in environment.items() if v == "1"}
-    for name in sorted(blocking):
-        text = "1: the host waits for each message, and computations behind it begin late"
-        yield Line("warning", name, text, f"unset {name}")
+def _allocator(value: str) -> Line:
+    if "expandable_segments:true" in value.lower():
+        return Line("ok", _ALLOCATOR[1], value)
+    text = f"{value or 'not set'}: slices of many sizes split the memory, and a retry waits for all messages"
+    return Line("warning", _ALLOCATOR[1], text, f"set {_ALLOCATOR[1]}=expandable_segments:True")
+
+
+def _nccl(environment: Mapping[str, str]) -> Iterator[Line]:
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if environment.get(name) == "1":
+            text = "1: the host waits for each message, and computations behind it begin late"
+            yield Line("warning", name, text, f"unset {name}")
     if "NCCL_MAX_CTAS" in environment:
         text = f"{environment['NCCL_MAX_CTAS']}: in place of 4 blocks for a message between stages"
         yield Line("note", "NCCL_MAX_CTAS", text, "a receive that waits occupies as many multiprocessors")
-    if environment.get(_LOADING) == "EAGER":
-        yield Line("ok", _LOADING, "EAGER: no batch goes by way of the host")
-    else:
-        text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
-        yield Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares that")
+
+
+def _loading(value: str) -> Line:
+    if value == "EAGER":
+        return Line("ok", _LOADING, "EAGER: no batch goes by way of the host")
+    text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
+    return Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares that")
 
 
 def checks() -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .action import Action, Kind
+from terapipe_ds.schedule.action import Action, Kind
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}

@@ -171,7 +171,7 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     target[1].copy_(first[1])
 
 
-fault("attention", SUNK, "a window is one token longer", "attention.sliced:reach_of", "attention.slice_store:reach_of")(
+fault("attention", SUNK, "a window is one token longer", "attention.call:reach_of", "attention.slice_store:reach_of")(
     window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
 )
 fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(
@@ -516,7 +516,7 @@ def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, input
 
 fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
     dropped_weight=lambda compute, self, unit, around: (
-        len(self._waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
+        len(self.waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
     )
 )
 
@@ -524,9 +524,9 @@ fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
 @fault("engine", SPLIT, "the W of one slice adds its gradients twice", COMPUTE)
 def weight_twice(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
     if unit[1:] == (1, 2):
-        kept = list(self._waiting[unit])
+        kept = list(self.waiting[unit])
         compute(self, unit, around)
-        self._waiting[unit] = kept
+        self.waiting[unit] = kept
     return int(compute(self, unit, around))
 
 

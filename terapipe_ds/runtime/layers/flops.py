@@ -90,6 +90,7 @@ class StageFlops:
     def open_batch(self, training: bool) -> None:
         """Begin to count where the profiled step begins; any other batch is not counted."""
         engine, is_mine = self._engine, training and self._is_chosen
+        # monitors want one count, before their first report
         is_due = engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
         self._prints = is_mine and is_due
         self._is_counting = is_mine and (is_due or (self._counts_first and not self.totals))

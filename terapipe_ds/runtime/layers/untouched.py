@@ -85,6 +85,7 @@ def stand_ins(
 ) -> Iterator[None]:
     """Put other `Parameter` objects in the place of those of `module`, with `dtype` copies of floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    # the very dicts of the modules: a stand-in is found by whatever name the layer reads
     originals = [
         (part._parameters, name, parameter)
         for part in module.modules()
@@ -94,6 +95,7 @@ def stand_ins(
     others = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
+            # gradients of training come back as they were, whatever the trial leaves
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
         for owner, name, parameter in originals:
             owner[name] = others[id(parameter)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .action import Kind
+from terapipe_ds.schedule.action import Kind
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
-from .action import Kind, PlacedUnit, ScheduleError, SliceKey
-from .clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
-from .placement import Placement
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, SliceKey
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
+from terapipe_ds.schedule.placement import Placement
 
 Unit = TypeVar("Unit", int, SliceKey)
 Slots = tuple[int, int, int]

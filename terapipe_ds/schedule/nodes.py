@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .action import Action
-from .clock import BACKWARD, CODES, FORWARD, WEIGHT
+from terapipe_ds.schedule.action import Action
+from terapipe_ds.schedule.clock import BACKWARD, CODES, FORWARD, WEIGHT
 
 Numbers = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .clock import BACKWARD, FORWARD
-from .nodes import Nodes, Numbers
-from .schedule import Schedule
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD
+from terapipe_ds.schedule.nodes import Nodes, Numbers
+from terapipe_ds.schedule.schedule import Schedule
 
 OUTSTANDING_SENDS = 8
 """Messages that may be on their way over each link in each direction, unless a schedule needs more of them."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +26,10 @@ from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
 
+if TYPE_CHECKING:  # peft takes seconds to import
+    from terapipe_ds.models.hugging_face.weights.adapters import Adapters
+
 TIED = "embedding"  # the key of the tied layers
-
-
-class Adapters(Protocol):
-    """Adapters beside frozen weights; `beside` names the model's own weights that are trained nevertheless."""
-
-    beside: list[str]
-
-    def put_into(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the module with its weights frozen, and with what is trained."""
-
-    def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return what is trained on all stages; a collective over all ranks."""
-
-    def save(self, tensors: dict[str, Tensor], source: Path | None, folder: Path) -> None:
-        """Write what is trained."""
 
 
 class Blueprint:
@@ -57,25 +44,28 @@ class Blueprint:
 
         Raises ModelRefusedError where it does not.
         """
+        # one trial per kind: it costs three forwards and backwards of a few tokens
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
         kind = kinds[index], _described(layer)
         if kind not in self._ways:
             if is_unread(layer):
-                layer = self.filled(f"{self.outline.layers_name}.{index}", self.outline.layers[index])
+                layer = self.filled(self.outline.layer_name(index))
             self._ways[kind] = find_way(self.outline, index, layer)
         return self._ways[kind]
 
-    def filled(self, name: str, original: nn.Module) -> nn.Module:
+    def filled(self, name: str) -> nn.Module:
         """Return a copy of a module of the model, with weights of its own; without, on the device "meta"."""
+        original = self.outline.module(name)
         module = self.outline.copy_of(original)
         if torch.get_default_device().type == "meta":
             return module
+        # parameters that modules share stay shared
         new: dict[int, nn.Parameter] = {}
-        for each in module.modules():
-            for key, old in each._parameters.items():
+        for part in module.modules():
+            for key, old in part._parameters.items():
                 if old is not None:
                     like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-                    each._parameters[key] = new.setdefault(id(old), like)
+                    part._parameters[key] = new.setdefault(id(old), like)
         self.weights.fill(name, original, module)
         return module if self.adapters is None else self.adapters.put_into(name, module)
 
@@ -97,16 +87,16 @@ def _described(layer: nn.Module) -> str:
 class Piece(nn.Module):
     """Holds modules of the model, which have the names `names` in it."""
 
-    def __init__(self, blueprint: Blueprint, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, blueprint: Blueprint, names: Iterable[str]) -> None:
         super().__init__()
-        originals = dict(modules)
-        self.blueprint, self.names = blueprint, tuple(originals)
-        self.held = nn.ModuleList(blueprint.filled(name, module) for name, module in originals.items())
+        self.blueprint, self.names = blueprint, tuple(names)
+        self.held = nn.ModuleList(map(blueprint.filled, self.names))
 
     @property
     def outline(self) -> Outline:
         """Return the model's forward, in the mode of this piece."""
         outline = self.blueprint.outline
+        # what runs around the held modules, dropout for one, is in the outline
         if outline.model.training != self.training:
             outline.model.train(self.training)
         return outline
@@ -121,8 +111,7 @@ class Embedding(Piece):
     """Token ids [B, T], or with position ids a tuple -> hidden states [B, T, H] of the first decoder layer."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, ((name, outline.module(name)) for name in outline.before))
+        super().__init__(blueprint, blueprint.outline.before)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens = tokens_of(inputs)
@@ -133,8 +122,7 @@ class TiedEmbedding(Piece):
     """Token ids, or with position ids a tuple -> their embeddings; the output matrix is the same weights."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(outline.embedding, outline.module(outline.embedding))])
+        super().__init__(blueprint, [blueprint.outline.embedding])
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         return self.held[0](tokens_of(inputs))
@@ -145,8 +133,7 @@ class BeforeLayers(Piece):
 
     def __init__(self, blueprint: Blueprint) -> None:
         outline = blueprint.outline
-        names = [name for name in outline.before if name != outline.embedding]
-        super().__init__(blueprint, ((name, outline.module(name)) for name in names))
+        super().__init__(blueprint, (name for name in outline.before if name != outline.embedding))
 
     def forward(self, embedded: Tensor) -> Tensor:
         tokens = torch.zeros(embedded.shape[:2], dtype=torch.long, device=embedded.device)
@@ -160,8 +147,7 @@ class DecoderLayer(Piece):
     slice_safe = True  # whatever it is made of: it was tried
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(f"{outline.layers_name}.{index}", outline.layers[index])])
+        super().__init__(blueprint, [blueprint.outline.layer_name(index)])
         self.index = index
         self._way: Way | None = None
 
@@ -182,6 +168,7 @@ class DecoderLayer(Piece):
 
     def forward(self, hidden: Tensor) -> Tensor:
         active, way = active_slice(), self.find_way()
+        # models take a single token for a step of generation, with other code
         if active is not None and not active.is_whole and active.num_tokens < way.shortest_slice:
             raise ModelRefusedError(
                 f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
@@ -196,8 +183,7 @@ class Norm(Piece):
 
     def __init__(self, blueprint: Blueprint) -> None:
         outline = blueprint.outline
-        names = [name for name in outline.after if name != outline.head]
-        super().__init__(blueprint, ((name, outline.module(name)) for name in names))
+        super().__init__(blueprint, (name for name in outline.after if name != outline.head))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.outline.run_after(self.runs, hidden, places(hidden))
@@ -207,8 +193,7 @@ class OutputMatrix(Piece):
     """The output matrix and what follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, [(outline.head, outline.module(outline.head))])
+        super().__init__(blueprint, [blueprint.outline.head])
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.outline.run_head(self.held[0], hidden, places(hidden))
@@ -224,6 +209,7 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
     """Return the model as `PipelineModule(layers=...)` takes it."""
     decoder = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(blueprint.outline.layers))]
     norm = LayerSpec(Norm, blueprint)
+    # DeepSpeed sums the gradients of layers with one key over their stages
     if blueprint.outline.tied is None:
         return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
     weight = "held.0.weight"
@@ -257,6 +243,7 @@ def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
 
 def places(of: Tensor) -> Tensor:
     """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
+    # positions count from each document's start, as on the document alone
     in_documents = places_in_documents()
     if in_documents is not None:
         return in_documents.to(of.device)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from terapipe_ds.attention import documents
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
-from terapipe_ds.models.hugging_face import ModelRefusedError, pieces
+from terapipe_ds.models.hugging_face import ModelRefusedError, layers
 from terapipe_ds.models.hugging_face.forward import attention, cache
 from terapipe_ds.models.hugging_face.module import to_tuple
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, VOCAB_SIZE, WITH_STATES, config_of
@@ -84,8 +84,8 @@ def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
         spread = float(weight.detach().std())
         assert spread == pytest.approx(float(fresh[name].detach().std()), rel=0.2, abs=1e-12), name
         assert torch.equal(weight, other[name]) == (spread == 0.0)
-    layers = [weight for name, weight in first.items() if name.endswith("q_proj.weight")]
-    assert not torch.equal(*layers)
+    weights = [weight for name, weight in first.items() if name.endswith("q_proj.weight")]
+    assert not torch.equal(*weights)
 
 
 def test_numbers_that_are_set_as_a_module_is_built_are_kept() -> None:
@@ -248,7 +248,7 @@ SHIFT = "tests.unit.models.hugging_face.sliced_model.to_tuple"
 # What breaks: the family that shows it, what is replaced by what, and the refusal; "": a larger error.
 BROKEN: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "label shift": ("llama", [("", SHIFT, lambda batch: (batch["input_ids"], batch["labels"]))], ""),
-    "position offset": ("llama", [(pieces, "places", _no_offset)], ""),
+    "position offset": ("llama", [(layers, "places", _no_offset)], ""),
     "mask recording": ("mistral", [(MASKS, "terapipe", _pattern_without_window)], "has a window of None"),
     "mask recording, unseen by attention": (
         "mistral",

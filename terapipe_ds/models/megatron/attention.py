@@ -75,6 +75,7 @@ class SlicedCoreAttention(MegatronModule):
                     f"each document of packed rows. Leave {name} out; documents are those of the position ids that "
                     "terapipe.documents names"
                 )
+        # Megatron has tokens first
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
         sinks: Tensor | None = self.softmax_offset
         if self.config.softmax_type == "off-by-one":  # 1 in the denominator
@@ -103,13 +104,14 @@ def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
     return sinks
 
 
-def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
+def layer_specs(config: TransformerConfig, of_user: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
     """Return one spec for each of the `config.num_layers` decoder layers, with sliced attention.
 
-    `given` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
+    `of_user` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
     Raises MegatronConfigError on specs of another number, or of layers whose attention cannot be replaced.
     """
-    specs = [given] * config.num_layers if isinstance(given, ModuleSpec) else given
+    # megatron-core's own follow from the config: which layers have experts, whose kernels
+    specs = [of_user] * config.num_layers if isinstance(of_user, ModuleSpec) else of_user
     if specs is None:
         specs = get_gpt_decoder_layer_specs(
             config,
@@ -130,6 +132,7 @@ def _with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> Modul
         fix = f"give the spec of a TransformerLayer with {wanted.__name__} and no cross attention"
         call = f"get_gpt_layer_local_spec({'multi_latent_attention=True' if wanted is MLASelfAttention else ''})"
         raise MegatronConfigError(f"transformer_layer_spec {problem}: {fix}, such as {call}")
+    # the caller may build another model of the same spec
     spec = copy.deepcopy(spec)
     spec.submodules.self_attention.submodules.core_attention = SlicedCoreAttention
     for submodules in (spec.submodules, spec.submodules.self_attention.submodules):

@@ -98,17 +98,20 @@ class SafeCheckpoints:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
+            # Before DeepSpeed reads: is a checkpoint whole, and is it one of this engine?
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
                 stack.enter_context(strict_loading())
-                folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
+            folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
-            has_copies = engine.zero_optimization() and not options.module_only  # in fp32, among the states of stages
+            # Of another layout, states go to the stages that hold their parameters, the fp32 copies of ZeRO among them
+            has_copies = engine.zero_optimization() and not options.module_only
             if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
                 states = optimizer_states(engine, self._layout, self._world)
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
+            # After an error the parameters may be of two checkpoints, until a load of as much succeeds
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:

@@ -62,12 +62,13 @@ class CheckpointPaths:
         return self.final.with_name(f".{self.final.name}.replaced")
 
     def all_saving(self) -> list[Path]:
-        """Return where jobs save this tag, or have left off, the latest first."""
+        """Return where jobs save this tag, or have left off: first what has the most steps, then what is not whole."""
         name = glob.escape(self.final.name)
         patterns = f".{name}.{'[0-9a-f]' * 8}.saving", f".{name}.saving"  # older versions wrote the latter
-        left = [path for pattern in patterns for path in self.final.parent.glob(pattern)]
-        of_tag = [path for path in left if (saved := _readable(path)) is None or saved.tag == self.tag]
-        return sorted(of_tag, key=_changed_at, reverse=True)
+        left = {path: _readable(path) for pattern in patterns for path in self.final.parent.glob(pattern)}
+        steps = {path: saved.global_steps if saved else -1 for path, saved in left.items()}
+        of_tag = [path for path, saved in left.items() if saved is None or saved.tag == self.tag]
+        return sorted(of_tag, key=steps.__getitem__, reverse=True)
 
     def tag_of(self, path: Path) -> str:
         """Return the tag by which DeepSpeed finds `path`."""
@@ -117,14 +118,6 @@ class CheckpointPaths:
             if entry.name not in listed and not moved.exists():
                 entry.rename(moved)
         _remove(self.replaced)
-
-
-def _changed_at(folder: Path) -> float:
-    """Return when a folder got its last file; 0 where it is gone."""
-    try:
-        return folder.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _readable(folder: Path) -> Manifest | None:

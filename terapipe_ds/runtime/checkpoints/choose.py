@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,9 +66,7 @@ def find_checkpoint(
     while True:
         # Sizes first, which the leaders compare; checksums and contents then, by all ranks
         chosen = _same_everywhere(folder, gather_results(choose if leads else None, world), engine.global_rank, world)
-        looked = gather_results(
-            lambda chosen=chosen: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world
-        )
+        looked = gather_results(partial(look_at_contents, folder, chosen, with_optimizer, allow_pickle, *share), world)
         problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
             break

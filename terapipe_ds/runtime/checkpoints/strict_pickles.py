@@ -159,9 +159,11 @@ def _refuse_endless(file: io.BufferedReader) -> None:
     stack, marks, memo, work = list[int](), list[int](), dict[Any, int](), 0
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
         name, takes = operation.name, operation.stack_before
-        # A bytearray is as long as a number in the file says
-        if name == "GLOBAL" and (len(argument) > 200 or not argument.isprintable() or argument.endswith("bytearray")):
-            raise pickle.UnpicklingError(f"GLOBAL {show_key(argument.replace(' ', '.'))}")
+        if name == "GLOBAL":
+            kind = str(argument).replace(" ", ".")
+            # torch takes minutes over a long name, and a bytearray is as long as a number in the file says
+            if len(kind) > 200 or not kind.isprintable() or kind.endswith("bytearray"):
+                raise pickle.UnpicklingError(f"GLOBAL {show_key(kind)}")
         if count > _MOST_OPERATIONS or work > _MOST_WORK:
             raise pickle.UnpicklingError(f"more than {_MOST_OPERATIONS:,} values")
         if name == "MARK":

@@ -176,6 +176,7 @@ def choose_checkpoint(
     """
     if tag is not None:
         return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
+    # `latest` is believed, whatever else is there; only where it leads nowhere is another one looked for
     latest = folder / LATEST
     try:
         if not latest.is_file():
@@ -264,6 +265,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         agree()
         send_tied_weights()
 
+    # Ranks whose load failed come to the collective of tied weights too, and leave it together with the others
     with ExitStack() as stack:
         stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
         for owner in _loaders(engine):

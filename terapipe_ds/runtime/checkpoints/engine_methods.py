@@ -149,9 +149,10 @@ def refuse_what_does_not_fit(
     """
 
     def look() -> str | None:
+        # The file of the first rank tells the sizes of all; DeepSpeed says itself that it is missing
         problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
-        if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
+        if problem is not None or path is None or not path.is_file():
             return problem
         saved = read_states(path)
         problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()

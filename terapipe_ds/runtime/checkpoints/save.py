@@ -92,6 +92,7 @@ class CheckpointPaths:
         """Finish what killed saves have left of this tag, or remove it."""
         if self.replaced.exists() and self.final.exists():
             self._drop_replaced()
+        # A save that was killed after its list was written is whole: it only lacks its name
         for saving in reversed(self.all_saving()):
             saved = _readable(saving)
             if saved is not None and saved.problem(saving) is None:
@@ -102,6 +103,7 @@ class CheckpointPaths:
 
     def commit(self, saving: Path | None = None) -> None:
         """Give a whole checkpoint its name. A kill in any line leaves one whole checkpoint of this tag."""
+        # Between these two moves the older one has its name set aside, and the new one is whole under the other name
         if self.final.exists():
             self.final.rename(self.replaced)
         (saving or self.saving).rename(self.final)
@@ -183,10 +185,10 @@ def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> Check
     """Agree on where to save, make that folder, and see that every rank finds it there."""
     if (problem := problem_of_local_storage(engine)) is not None:
         raise CheckpointError(problem)
-    asked = gather((tag, _JOB), world)
-    if len(tags := sorted({tag for tag, _ in asked})) > 1:
+    everyone = gather((tag, _JOB), world)
+    if len(tags := sorted({tag for tag, _ in everyone})) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
-    paths, leads = CheckpointPaths(folder, tag, job=asked[0][1]), is_leader(engine)
+    paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), is_leader(engine)
     _on_each_rank(world, paths.prepare if leads else None)
     with _removed_after_an_error(paths, leads):
         require_shared(paths.saving, world)

@@ -43,8 +43,9 @@ class PickleRefused(CheckpointError):
 @contextmanager
 def strict_loading() -> Iterator[None]:
     """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other threads that run go on as before."""
+    # A data loader's thread may read pickles of its own meanwhile
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-    load, known = torch.load, set(torch.serialization.get_safe_globals())
+    load, allowed = torch.load, set(torch.serialization.get_safe_globals())
 
     def load_strictly(*args: Any, **options: Any) -> Any:
         is_other = threading.get_ident() in others
@@ -52,7 +53,7 @@ def strict_loading() -> Iterator[None]:
 
     torch.load = load_strictly
     try:
-        with torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in known]):
+        with torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in allowed]):
             yield
     finally:
         torch.load = load

@@ -17,7 +17,7 @@ from terapipe_ds.runtime.failures.report import RankRecord
 from terapipe_ds.runtime.failures.store import Failure, WatchStore
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
-_WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
+_WHAT_NOW = "Fix the cause and start the job again from its last checkpoint."
 
 
 class PipelineAborted(RuntimeError):

@@ -200,11 +200,11 @@ class WatchStore:
         # The first failure stays: later ones are mostly its consequences
         text = json.dumps(failure._replace(error=printable(failure.error, IN_LINES)[:_MAX_CHARACTERS]))
         first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
-        told = self._valid(_FAILURE, _ABORT, first)
+        published = self._valid(_FAILURE, _ABORT, first)
         # A value that no rank has written must not hide the failure
-        if first is not None and told is None:
+        if first is not None and published is None:
             self._ask(lambda store: store.set(_ABORT, text))
-        self.failure = told or failure
+        self.failure = published or failure
 
     def wait_until_read(self, wait_s: float) -> None:
         """Tell that this rank has read why the job ends, and wait for all that give signs of life to do so."""

@@ -8,8 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from terapipe_ds.messages import first_repeated, show_key, show_value
 
@@ -20,6 +19,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_ANYTHING = TypeAdapter(Any)
 
 
 class JsonError(ValueError):
@@ -39,10 +39,12 @@ def parse_json(text: str | bytes) -> Any:
         for number, limit, what in ((containers, MAX_CONTAINERS, "lists and objects"), (values, MAX_VALUES, "values")):
             if number > limit:
                 raise JsonError(f"it has {number:,} {what}, more than the {limit:,} that are read")
-        from_json(data)  # refuses half characters and more than 200 levels, which overflow the stack of who walks them
+        _ANYTHING.validate_json(data)  # no half characters; at most 200 levels, so that walking them needs little stack
         return json.loads(data, object_pairs_hook=_without_duplicates)
     except JsonError:
         raise
+    except ValidationError as error:
+        raise JsonError(error.errors()[0]["msg"].removeprefix("Invalid JSON: ")) from None
     except ValueError as error:
         raise JsonError(str(error)) from None
 

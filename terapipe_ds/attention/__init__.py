@@ -10,7 +10,7 @@ from __future__ import annotations
 from terapipe_ds.attention import carry, opaque
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, documents, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
-from terapipe_ds.attention.compiled_layer import running_layer
+from terapipe_ds.attention.opaque import running_layer
 from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
     PlainAttentionError,

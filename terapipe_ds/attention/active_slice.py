@@ -147,6 +147,7 @@ class push_slice:
         return self._active
 
     def __exit__(self, *error: object) -> None:
+        # entries above are of generators that were left open; one below would be a fault of ours
         depth = self._depth
         if len(_stack) <= depth or _stack[depth] is not self._active:
             raise RuntimeError(
@@ -174,6 +175,7 @@ def documents(position_ids: Tensor) -> Iterator[Documents]:
         kind = f"{list(position_ids.shape)} of {position_ids.dtype}"
         raise ValueError(f"documents() takes the position ids of whole rows, integers [B, L] and some, got {kind}")
     length = position_ids.shape[1]
+    # a whole sequence, for which attention keeps nothing: there is no store
     edges = Documents(starts_of(position_ids), 0, length)
     with push_slice(ActiveSlice(0, length, length, documents=edges)):
         yield edges

@@ -40,10 +40,12 @@ class BufferPool:
 
     def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
         """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
+        # the smallest that fits, so that large ones stay for what needs them
         free.sort(key=torch.Tensor.numel)
         for place, flat in enumerate(free):
             if flat.numel() >= numel:
                 return free.pop(place)
+        # lengths that grow from batch to batch would pile up buffers that nothing fits in
         if free:
             self.reserved_bytes -= free.pop().nbytes
         return None
@@ -106,11 +108,6 @@ class TokenBuffer:
         return self._pair is not None
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes that are taken now."""
-        return self.room * self.bytes_per_token
-
-    @property
     def bytes_per_token(self) -> int:
         """Return the bytes of one token in both tensors."""
         return sum(math.prod(shape) for shape in self._shapes) * self._dtype.itemsize
@@ -123,6 +120,7 @@ class TokenBuffer:
         """Return views of the tokens [start, stop), which must be held."""
         assert self._pair is not None and self.first <= start and stop <= self.first + self.room
         keys, values = self._pair
+        # no view where it is all: views cost more than the check
         if self.first == 0 and start == 0 and stop == self.room:
             return keys, values
         tokens = slice(start - self.first, stop - self.first)

@@ -58,6 +58,7 @@ def are_position_ids(x: torch.Tensor) -> bool:
 
 def starts_of(position_ids: torch.Tensor) -> Starts:
     """Return where documents start in rows of position ids ([B, L]): where one is not the one before + 1."""
+    # edges are needed as numbers on the host, once per batch
     position_ids = position_ids.detach().to("cpu", torch.int64)  # in few bits the one before + 1 may wrap to 0
     return starts_at(position_ids[:, 1:] != position_ids[:, :-1] + 1)
 

@@ -19,10 +19,6 @@ from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.documents import Documents
 
 
-def _alone(received: Tensor, sent: Tensor) -> None:
-    received.copy_(sent)
-
-
 @dataclass(frozen=True)
 class SequenceRanks:
     """The ranks that divide the tokens of each slice, this one among them.
@@ -33,7 +29,7 @@ class SequenceRanks:
 
     size: int = 1
     rank: int = 0
-    all_to_all: Callable[[Tensor, Tensor], object] = _alone
+    all_to_all: Callable[[Tensor, Tensor], object] = Tensor.copy_
     group: Any = None
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
@@ -65,7 +61,7 @@ class HeadExchange:
 
     def attend(
         self,
-        attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        attention: Callable[..., Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -80,16 +76,19 @@ class HeadExchange:
         Raises:
             ValueError: shapes that do not fit, or H no multiple of N.
         """
+        # shapes are checked on each rank before the first message: a rank alone in a collective would hang
         size, rank = self.ranks.size, self.ranks.rank
         self._check(q, k, v, layer)
         repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        # each rank has the sinks of its heads; their gradients are summed with those of other parameters
         if sinks is not None:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)
+        # the store and the kernels see all tokens, and know nothing of ranks
         with push_slice(self.whole):
-            out = attention(q, k, v, sinks)
+            out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, layer: Hashable) -> None:
@@ -115,41 +114,31 @@ class HeadExchange:
 
 def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:
     """Return [B, H / N, T, D] for each [B, H, T / N, D]: all tokens of this rank's heads, in one message per rank."""
-    given: tuple[Tensor, ...] = _ToHeads.apply(ranks, *tensors)
-    return given
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(ranks, 1, 2, *tensors)
+    return exchanged
 
 
 def to_tokens(out: Tensor, ranks: SequenceRanks) -> Tensor:
     """Return [B, H, T / N, D] for [B, H / N, T, D]: all heads of this rank's tokens."""
-    given: Tensor = _ToTokens.apply(ranks, out)
-    return given
+    (exchanged,) = _Exchange.apply(ranks, 2, 1, out)
+    return exchanged  # type: ignore[no-any-return]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: SequenceRanks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks = ranks
-        return _exchange(tensors, ranks, split=1, join=2)
+    def forward(ctx: Any, ranks: SequenceRanks, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inverse = ranks, join, split
+        return _exchange(tensors, ranks, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_exchange(grads, ctx.ranks, split=2, join=1)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ranks: SequenceRanks, out: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return _exchange((out,), ranks, split=2, join=1)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _exchange((grad,), ctx.ranks, split=1, join=2)[0]
+        return None, None, None, *_exchange(grads, *ctx.inverse)
 
 
 def _exchange(tensors: Sequence[Tensor], ranks: SequenceRanks, split: int, join: int) -> tuple[Tensor, ...]:
     """Send share r of dimension `split` to rank r, and join along `join` what the ranks send, in their order."""
     with torch.no_grad():
+        # one message per rank for all tensors: latency counts more than the copy
         shares = [x.chunk(ranks.size, dim=split) for x in tensors]
         sent = torch.stack([torch.cat([x[to].flatten() for x in shares]) for to in range(ranks.size)])
         received = torch.empty_like(sent)

@@ -4,24 +4,77 @@ The compiler sees shapes alone. The active slice, its store and the name of the 
 so that one graph serves all slices and all layers of a kind. A call that will have a backward leaves its `Call` here,
 under a number that the graph saves as a tensor: the backward cannot run without it, nor before its forward.
 
+A call is named by the layer that runs and by its number in that run. torch's compiler reads the number while it traces,
+so that each call has its own in the graph: equal calls are not merged, and a call keeps its name wherever it is moved.
+
 An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move
-it among others as its tensors allow. Its call has a number of its own in the graph: two calls that are equal otherwise
-stay two. One whose output is not used may be left out, in the forward and the backward alike. An operator is in no list
-of what the compiler may run a second time in the backward.
+it among others as its tensors allow. One whose output is not used may be left out, in the forward and the backward
+alike. An operator is in no list of what the compiler may run a second time in the backward.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
-from terapipe_ds.attention.compiled_layer import running
-from terapipe_ds.attention.sliced import Call, gradient_of_sinks, prepare
+from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sinks, prepare
+
+
+# The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.
+class _Running:
+    """The compiled layer that runs now, and the calls of attention that were counted in this run."""
+
+    name: str | None = None
+    calls: int = 0
+
+
+running = _Running()
+
+
+class running_layer:
+    """Name the compiled layer that runs for the body, and count its calls from 0."""
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._before = running.name, running.calls
+        running.name, running.calls = self._name, 0
+
+    def __exit__(self, *error: object) -> None:
+        running.name, running.calls = self._before
+
+
+def refuse_outside_of_graph(layer: Hashable) -> None:
+    """Raise SliceStoreError where a compiled layer runs, and torch has left its graph for a call of attention."""
+    if running.name is not None:
+        raise SliceStoreError(
+            f"layer {layer!r} is to be compiled (terapipe.compile), but torch runs its attention outside of the graph: "
+            "something in the layer cannot be traced, or it was compiled too often. TORCH_LOGS=graph_breaks,recompiles "
+            "shows what; mend it, or leave compile_safe out of the layer's class, or set terapipe.compile to false"
+        )
+
+
+def attend_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> Tensor:
+    """Attend while torch's compiler traces: by the operator below, whose call gets the next number of the layer's."""
+    # an operator sees no autocast: the graph has the casts
+    q, k, v = autocast(q, k, v)
+    kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    needs_grad = kv_needs_grad or (
+        torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad))
+    )
+    number, running.calls = running.calls, running.calls + 1
+    out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *options, needs_grad, kv_needs_grad, number)[0]
+    return out
+
 
 _calls: dict[int, Call] = {}
 _numbers = itertools.count()
@@ -49,6 +102,7 @@ def attend(
 
     The output lies in memory as [B, T, H, D_v]. `number_of_call` tells the calls of one layer apart.
     """
+    # without a name two layers would write to one entry of the store
     if running.name is None:
         raise SliceStoreError(
             "sliced_attention runs in a layer that was compiled outside of the engine, so that its name is "
@@ -59,14 +113,16 @@ def attend(
             "a compiled layer cannot exchange heads with sequence ranks: set terapipe.compile to false"
         )
     name = running.name, number_of_call
-    call, q, k, v = prepare(q, k, v, name, scale, dropout_p, window=window, softcap=softcap, sinks=sinks)
+    call, q, k, v = prepare(q, k, v, name, Options(scale, dropout_p, window, softcap), sinks)
     if call.is_whole:  # the compiler may use the memory of k and v for something else
         k, v = k.clone(), v.clone()
     with torch.set_grad_enabled(needs_grad):  # which the store asks; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
+    # the backward finds its call by this number, which the graph saves as it saves any tensor
     number = torch.full((1,), -1, dtype=torch.int64)
     if needs_grad:
-        call.keep(kv_needs_grad, (k, v))
+        call.record(kv_needs_grad)
+        call.hold(k, v)
         number.fill_(next(_numbers))
         _calls[key := int(number)] = call
         weakref.finalize(number.untyped_storage(), _calls.pop, key, None)  # whoever saves it may detach it
@@ -93,6 +149,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, number: Tensor, sinks: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the queries, of the slice's keys and values, and of the sinks (none: of no number)."""
+    # taken out: a second backward of the same forward would add its gradients twice
     call = _calls.pop(int(number), None)
     if call is None:
         raise SliceStoreError("a compiled layer ran its backward twice, or after its forward had run again")
@@ -100,6 +157,7 @@ def attend_backward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         d_q, *d_kv = call.backward(grad, q, out, lse)
         d_sinks = q.new_empty(0) if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+    # the compiler has planned with these shapes and strides, whatever the kernel gives
     results = [q.new_empty(q.shape), q.new_empty(batch, heads, tokens, dim)]
     results.append(q.new_empty(batch, heads, tokens, out.shape[3]))
     for result, gradient in zip(results, (d_q, *d_kv), strict=True):
@@ -134,10 +192,10 @@ attend.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("terapipe_ds::position_ids", mutates_args=())
-def position_ids(like: Tensor, known: int) -> Tensor:
+def position_ids(like: Tensor, table_size: int) -> Tensor:
     """Return the place of each token of `like` [B, T, ...] in its document, int64 [B, T].
 
-    Raises ValueError where a place is `known` or more, unless that is 0.
+    Raises ValueError where a place is `table_size` or more, unless that is 0.
     """
     active = active_slice()
     batch, tokens = like.shape[:2]
@@ -146,14 +204,14 @@ def position_ids(like: Tensor, known: int) -> Tensor:
     else:
         start = 0 if active is None else active.start
         places = torch.arange(start, start + tokens).expand(batch, tokens)
-    if known and int(places.max()) >= known:
-        problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {known}"
+    if table_size and int(places.max()) >= table_size:
+        problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {table_size}"
         raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")
     return places.to(like.device, copy=True).contiguous()
 
 
 @position_ids.register_fake
-def _(like: Tensor, known: int) -> Tensor:
+def _(like: Tensor, table_size: int) -> Tensor:
     return like.new_empty(like.shape[:2], dtype=torch.int64)
 
 

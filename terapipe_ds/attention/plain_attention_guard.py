@@ -66,6 +66,7 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
     `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
     whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
     """
+    # guards may be nested: what is there now comes back, whoever put it there
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
     fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception()
     if intercept:
@@ -97,10 +98,10 @@ class GuardCapturedNames(TorchFunctionMode):
     ) -> Any:
         token_dim = _TOKEN_DIMS.get(func)
         if token_dim is not None and not _intercepted:
-            given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            _check(given["query"], given["key"], token_dim)
+            arguments = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            _check(arguments["query"], arguments["key"], token_dim)
         elif _is_kernel(func) and not _from_backends():
-            q, k, *_ = (each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
+            q, k, *_ = (argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor))
             _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
         return func(*args, **(kwargs or {}))
 
@@ -143,6 +144,7 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # cross-attention and whole sequences are none of ours
         active = active_slice()
         is_plain = active is None or active.is_whole or _allowed
         if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
@@ -168,14 +170,15 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         active = active_slice()
         if active is None or active.is_whole or _allowed:
             return multi_head(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        query, key = given.arguments["query"], given.arguments["key"]
+        # it has some 25 arguments, which callers give by place or by name
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        query, key = bound.arguments["query"], bound.arguments["key"]
         if query.shape[0] != key.shape[0]:
             return multi_head(*args, **kwargs)
-        if given.arguments["need_weights"]:
+        if bound.arguments["need_weights"]:
             raise _error(query, key, "it returns weights, of which a slice has a part: pass need_weights=False")
-        if not given.arguments["is_causal"]:
+        if not bound.arguments["is_causal"]:
             raise _error(query, key, "is_causal is False: pass is_causal=True beside the causal attn_mask")
         _intercepted += 1
         try:  # it calls F.scaled_dot_product_attention, without the mask
@@ -254,6 +257,7 @@ class Interception:
         return out.squeeze(1) if without_heads else out
 
     def _next_name(self, module: nn.Module, active: ActiveSlice) -> CallName:
+        # counting begins anew with each forward, so that a recomputed one finds its own names
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(lambda *_: self._begin_run(module))
         of_slice, calls = self._calls.get(module, (None, 0))
@@ -287,10 +291,11 @@ def _running_module() -> nn.Module | None:
     """Return the module whose method runs, the innermost one."""
     frame = inspect.currentframe()
     while frame is not None:
+        # the first argument of a running method is its object
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):
-            of_runner = any(each.__module__.startswith(_RUNNERS) for each in type(owner).__mro__)
+            of_runner = any(base.__module__.startswith(_RUNNERS) for base in type(owner).__mro__)
             return None if of_runner else owner
         frame = frame.f_back
     return None

@@ -50,6 +50,7 @@ class Reach:
         """Return the first key that any row sees from `token` on."""
         if self.starts is None:
             return self._in_window(0, token)
+        # what one row no longer sees another one may still need
         documents = Documents(self.starts, token, token + 1)
         return self._in_window(min(documents.first_token(row) for row in range(len(self.starts))), token)
 
@@ -63,6 +64,7 @@ class Reach:
         def edges_of(row: int) -> tuple[int, ...]:
             return documents.first_token(row), documents.start, *documents.edges(row)
 
+        # rows that are cut alike go to the kernel together
         for (first_token, *begins), group in itertools.groupby(range(len(documents.starts)), key=edges_of):
             rows = list(group)
             for begin, end in itertools.pairwise([*begins, documents.stop]):

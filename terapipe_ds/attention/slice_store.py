@@ -37,10 +37,19 @@ class LayerBytes(NamedTuple):
 
 
 class SliceEntry:
-    """Keys, values and their gradients of one layer and micro-batch.
+    """Keys, values and their gradients of one layer and micro-batch, from its first forward to its release.
 
-    The gradients are taken only while the backwards of the micro-batch run. They hold what the slices after the
-    backward frontier have added to the tokens from `touched` on; those before have got nothing yet.
+                 write, in slice order          begin_backward ... end_backward, in reverse        release
+        empty ------------------------> filling ------------------------------------> draining ------------> closed
+        filled     0                    0 < filled <= L                                L
+        frontier   L                    L                                              L > frontier >= 0
+        kept                            taken ---------------------------------------------------------->  given back
+        grads                                            last slice's backward: taken --> first slice's: given back
+
+    Evaluation goes from filling to closed. Modes "recompute" and "weight" come back to slices below `filled` and move
+    nothing; "probe" moves both frontiers to wherever it runs. `grads` hold what the slices after the frontier have
+    added to the tokens from `touched` on; those before have got nothing yet. `recorded` says that a node waits for its
+    backward, `kv_needs_grad` that it needs `grads`.
     """
 
     def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, pool: BufferPool) -> None:
@@ -107,6 +116,7 @@ class SliceEntry:
         if self.mode != "eval" or not self.reach.is_limited:
             self.kept.reserve(0, length)
             return
+        # in evaluation no backward comes back to keys that are out of reach: room for those in reach is enough
         first, room = self.reach.first_key(start), self.kept.room
         if self.reach.window is not None:
             room = max(room, min(active.num_tokens + self.reach.window - 1, length - first))
@@ -127,6 +137,7 @@ class SliceEntry:
             # later slices never ran; adding to their share costs the same
             self.touched = 0 if stop < self.sequence_length or self.reach.is_limited else stop
             return
+        # gradients move with the window: room for what one slice reaches is enough
         first = self.reach.first_key(start)
         if not self.grads.holds(first, stop):
             room = self.reached
@@ -158,13 +169,16 @@ class SliceStore:
         SliceStoreError where the slice does not continue the forward frontier (modes train and eval), has not run yet
         (recompute, weight), or has another shape, dtype or reach than those before it.
         """
+        # a module that attends by itself would see a share of the tokens and train wrongly
         if active.exchange is not None:
             raise SliceStoreError(
                 f"layer {layer!r}: attention by code of its own sees the tokens of one sequence rank only: use "
                 "sliced_attention, which exchanges them, or a topology without a 'sequence' axis"
             )
+        # the order is checked before memory is touched
         entry = self._lookup(active, layer, (k, v), reach_of(active, window))
         self._advance(entry, active)
+        # a weight pass runs beside slices that read the same keys
         if active.mode != "weight":
             entry.make_room(active)
             for target, source in zip(entry.kept.at(active.start, active.stop), (k, v), strict=True):
@@ -175,6 +189,7 @@ class SliceStore:
         entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
         if entry is None:
             entry = SliceEntry(active, layer, like, reach, self._pool)
+            # a probe measures a slice whose prefix was never computed
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
                 entry.make_room(active)
                 for x in entry.kept.at(0, active.sequence_length):
@@ -245,6 +260,7 @@ class SliceStore:
         """
         if not entry.grads.is_taken:
             return None
+        # from here on pieces of earlier slices add to what this one has left
         entry.touched = min(entry.touched, entry.reach.first_key(start))
         if self.on_gradients is not None:
             self.on_gradients(entry, stop)
@@ -259,6 +275,7 @@ class SliceStore:
         Raises SliceStoreError where a layer is only partly drained, or waits for a backward that never came.
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+            # all entries are checked before any is closed, so that the message can name the first cause
             _check_drained(entry)
         self.carried.check_drained(part_id, micro_batch_id)
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
@@ -283,11 +300,11 @@ class SliceStore:
 
     def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
         """Return what each layer of a part takes for all tokens of a micro-batch, whatever is in reach."""
-        found = []
+        layers = []
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
-            found.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
-        return found
+            layers.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
+        return layers
 
     def live_bytes(self) -> int:
         """Return the bytes of keys, values, their gradients and carried states in use now."""

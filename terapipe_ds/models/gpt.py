@@ -118,6 +118,7 @@ class GPTConfig(BaseModel):
         fields = {name: size[name] for name in cls.model_fields if name in size}
         sources = {"num_kv_heads": {"num_heads"}, "head_dim": {"num_heads", "hidden_size"}}
         sources["ffn_size"] = {"hidden_size", "gated_mlp"}
+        # a field that follows from a replaced one is None, which means its usual value
         follow = dict.fromkeys(name for name, of in sources.items() if of & overrides.keys())
         return cls(**{**fields, **follow, **overrides})
 
@@ -141,6 +142,7 @@ def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
     if config.tied_embedding:
         first = TiedLayerSpec("embedding", TokenEmbedding, config)
         last = TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=_tied_logits)
+    # DeepSpeed cuts between entries of this list, so each is a layer of its own
     positions = [LayerSpec(PositionEmbedding, config)] if config.positions == "learned" else []
     decoder = [LayerSpec(DecoderLayer, config, index) for index in range(config.num_layers)]
     return [first, *positions, *decoder, LayerSpec(FinalNorm, config), last]
@@ -193,10 +195,12 @@ class PositionEmbedding(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # the compiler must not see positions as numbers: each slice would have a graph of its own
         if torch.compiler.is_compiling():
             places = torch.ops.terapipe_ds.position_ids(hidden, self.weight.shape[0])
             return F.dropout(hidden + F.embedding(places, self.weight), self.dropout, self.training)
         positions = places_in_documents()
+        # the usual case: rows of one document, whose positions are a range of the table
         if positions is None:
             stop = (start := first_position()) + hidden.shape[1]
             check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
@@ -316,6 +320,7 @@ def _linear(
 
 
 def _normal(shape: tuple[int, int], config: GPTConfig, generator: torch.Generator, std: float) -> nn.Parameter:
+    # counting parameters builds every layer on every rank: that takes no memory
     device = torch.get_default_device()
     if device.type == "meta":
         return nn.Parameter(torch.empty(shape, dtype=config.torch_dtype, device=device))

@@ -24,10 +24,10 @@ def places_in_documents() -> Tensor | None:
     return None if active is None or active.documents is None else active.documents.position_ids()
 
 
-def check_learned_positions(stop: int, known: int, error: type[ValueError]) -> None:
+def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:
     """Raise `error` where a sequence of `stop` tokens or more needs learned positions that a table has not."""
-    if stop > known:
-        problem = f"a sequence of at least {stop} tokens, with learned positions for {known}"
+    if stop > table_size:
+        problem = f"a sequence of at least {stop} tokens, with learned positions for {table_size}"
         raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
 
 
@@ -41,8 +41,10 @@ def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[Val
         problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
         raise error(f"{problem}, and no more, got {shapes}: leave other inputs out")
     active = active_slice()
+    # the engine has read the documents of the same ids
     if active is not None and (active.documents is not None or active.mode == "probe"):
         return
+    # ids that only begin later in the row are no new document
     offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
     if bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
         raise error(
@@ -74,6 +76,7 @@ def turns_of_slice(head_dim: int, base: float, like: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return rotary_turns(head_dim, base, first_position(), like)
+    # an operator gives them when the graph runs; the table of turns would be a constant of the graph
     positions: Tensor = torch.ops.terapipe_ds.row_positions(like)
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim)
     angles = positions.to(torch.float64)[:, None] * frequencies

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 
 from terapipe_ds.plan import split_evenly
-
-from .action import Kind, PlacedUnit, ScheduleError, Unit
-from .list_schedule import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
-from .one_f_one_b import backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
-from .placement import bidirectional, v_shape
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.greedy import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
+from terapipe_ds.schedule.one_f_one_b import (
+    backwards,
+    forwards,
+    on_chunk_0,
+    one_f_one_b,
+    seq1f1b,
+    slices_of,
+    with_leads,
+)
+from terapipe_ds.schedule.placement import bidirectional, v_shape
 
 # -- a loop: a unit goes round the stages v times
 
@@ -95,10 +102,10 @@ def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> l
     """
     times: Sequence[Slots] = SPLIT
     if slots is not None:
-        given = tuple(slots) if isinstance(slots, list | tuple) else ()
-        if len(given) != 3 or not all(type(length) is int and length > 0 for length in given):
+        lengths = tuple(slots) if isinstance(slots, list | tuple) else ()
+        if len(lengths) != 3 or not all(type(length) is int and length > 0 for length in lengths):
             raise ScheduleError(f"slots is {slots!r}: give what F, B and W take as three whole numbers, as (4, 5, 3)")
-        times = [given]
+        times = [lengths]
     placement = v_shape(num_stages)
     most = max(num_slices)
     limits = {
@@ -157,8 +164,8 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
             slots[stage_id][part_id + late] = Kind.FORWARD, m, chunk
             slots[stage_id][2 * num_stages - 1 - part_id + late] = Kind.BACKWARD, m, chunk
     return [
-        [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(mine.items()) for s in slices_of(kind, num_slices[m])]
-        for mine in slots
+        [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(placed.items()) for s in slices_of(kind, num_slices[m])]
+        for placed in slots
     ]
 
 
@@ -177,11 +184,11 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     placement = bidirectional(num_stages)
     limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
     ways = directions(num_stages, len(num_slices))
-    found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
+    by_slices = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(_peak(whole[stage_id], chunk) <= limit for (stage_id, chunk), limit in limits.items())
     (times,) = UNSPLIT
-    return whole if fits and num_slots(whole, placement, times) < num_slots(found, placement, times) else found
+    return whole if fits and num_slots(whole, placement, times) < num_slots(by_slices, placement, times) else by_slices
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:

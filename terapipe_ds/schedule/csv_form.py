@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from terapipe_ds.files.bounded import read_bytes
-
-from .action import Action, Kind, ScheduleError
-from .placement import Placement, loop
-from .schedule import Schedule
-from .validate import validate
+from terapipe_ds.schedule.action import Action, Kind, ScheduleError
+from terapipe_ds.schedule.placement import Placement, loop
+from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.validate import validate
 
 Entry = TypeVar("Entry")
 
@@ -53,8 +52,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     text are ignored. Raises `ScheduleError`: naming row and cell (from 1) of what cannot be read, or as `validate`.
     """
     rows = _read_rows(text)
-    given = rows.pop(0) if rows[0][0] == _PLACEMENT else None
-    first_row = 1 if given is None else 2
+    placement_row = rows.pop(0) if rows[0][0] == _PLACEMENT else None
+    first_row = 1 if placement_row is None else 2
     if not rows:
         raise ScheduleError("the CSV has a placement but no stage: give one row per stage, with cells such as F0.0")
     actions = [
@@ -64,7 +63,11 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     everything = [action for row in actions for action in row]
     num_slices = _count_slices(everything)
     chunk_ids = {action.chunk_id for action in everything}
-    placement = loop(len(rows), _count_up(chunk_ids, "chunk")) if given is None else _read_placement(given, len(rows))
+    placement = (
+        loop(len(rows), _count_up(chunk_ids, "chunk"))
+        if placement_row is None
+        else _read_placement(placement_row, len(rows))
+    )
     num_chunks = len(placement) // len(rows)
     if max(chunk_ids) >= num_chunks:
         problem = f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage"

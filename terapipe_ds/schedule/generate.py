@@ -11,12 +11,28 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from terapipe_ds.messages import check_count
-
-from .action import Action, Kind, PlacedUnit, ScheduleError, Unit
-from .chunked import chimera, chimera_seq, interleaved, looped_forwards, seq1f1b_interleaved, v_forwards, zbv
-from .one_f_one_b import backwards, dapple, forwards, on_chunk_0, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
-from .placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
-from .schedule import Schedule
+from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.chunked import (
+    chimera,
+    chimera_seq,
+    interleaved,
+    looped_forwards,
+    seq1f1b_interleaved,
+    v_forwards,
+    zbv,
+)
+from terapipe_ds.schedule.one_f_one_b import (
+    backwards,
+    dapple,
+    forwards,
+    on_chunk_0,
+    one_f_one_b,
+    seq1f1b,
+    seq1f1b_zb,
+    zb_h1,
+)
+from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
+from terapipe_ds.schedule.schedule import Schedule
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1 B0.0 B1.1 B1.0

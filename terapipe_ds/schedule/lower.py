@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .action import RECV_KINDS, SEND_KINDS, Action, Kind, ScheduleError
+from terapipe_ds.schedule.action import Action, Kind, ScheduleError
 
 if TYPE_CHECKING:
-    from .nodes import Nodes
+    from terapipe_ds.schedule.nodes import Nodes
 
 RECEIVE_AHEAD = 2
 """How many computations before its own a receive is posted."""
@@ -70,7 +70,6 @@ def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_on
         actions.append(action)
         if (send := message(action, peer)) is not None:
             actions.append(send)
-    _check_messages(stage_id, order, actions, {SEND_KINDS: peers, RECV_KINDS: sources})
     if not forward_only:
         actions += _CLOSING
     return StageSchedule(stage_id, tuple(actions), nodes.peaks[stage_id])
@@ -83,17 +82,6 @@ def message(action: Action, peer_stage_id: int, receives: bool = False) -> Actio
     kind = (_RECEIVE if receives else _SEND)[action.kind]
     peer_part_id = action.part_id + _DIRECTION[action.kind] * (-1 if receives else 1)
     return Action(kind, *action.unit, action.part_id, action.chunk_id, peer_stage_id, peer_part_id)
-
-
-def _check_messages(
-    stage_id: int, order: Sequence[Action], actions: Sequence[Action], peers: dict[frozenset[Kind], list[int]]
-) -> None:
-    """Check that there is a message for each peer, in the order of the computations, which `validate` has proven."""
-    for kinds, peers_of_kind in peers.items():
-        wanted = [(a.part_id, a.unit, peer) for a, peer in zip(order, peers_of_kind, strict=True) if peer >= 0]
-        if wanted != [(a.part_id, a.unit, a.peer_stage_id) for a in actions if a.kind in kinds]:
-            names = " and ".join(sorted(kind.value for kind in kinds))
-            raise ScheduleError(f"stage {stage_id}: the messages {names} are not those of its computations")
 
 
 def _check_neighbours(nodes: Nodes, own: slice, stage_id: int, order: Sequence[Action]) -> None:

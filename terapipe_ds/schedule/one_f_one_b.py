@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from .action import Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
 
 AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
 """A unit, or one with its chunk."""
@@ -151,23 +151,23 @@ def with_weights(order: list[Unit], limit: int) -> list[Unit]:
     Before a forward the oldest ones run, until fewer than `limit` units are between F and W; after the last forward
     one runs after each B; at the end those that are left.
     """
-    found: list[Unit] = []
+    merged: list[Unit] = []
     pending: deque[Unit] = deque()
     live = 0
     ahead = sum(kind is Kind.FORWARD for kind, _, _ in order)
     for kind, m, s in order:
         if kind is Kind.FORWARD:
             while live >= limit and pending:
-                found.append(pending.popleft())
+                merged.append(pending.popleft())
                 live -= 1
             live, ahead = live + 1, ahead - 1
-        found.append((kind, m, s))
+        merged.append((kind, m, s))
         if kind is Kind.BACKWARD:
             pending.append((Kind.WEIGHT, m, s))
             if ahead == 0:
-                found.append(pending.popleft())
+                merged.append(pending.popleft())
                 live -= 1
-    return found + list(pending)
+    return merged + list(pending)
 
 
 def on_chunk_0(orders: Iterable[Iterable[Unit]]) -> list[list[PlacedUnit]]:

@@ -8,7 +8,7 @@ chunk 1  3  4  5           chunk 1  5  4  3           chunk 1  3  2  1  0
 
 from __future__ import annotations
 
-from .action import ScheduleError
+from terapipe_ds.schedule.action import ScheduleError
 
 Placement = dict[tuple[int, int], int]
 """(stage_id, chunk_id) -> part_id."""

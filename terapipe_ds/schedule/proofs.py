@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .nodes import BACKWARD, FORWARD, Nodes, Numbers
-from .schedule import Schedule
+from terapipe_ds.schedule.nodes import BACKWARD, FORWARD, Nodes, Numbers
+from terapipe_ds.schedule.schedule import Schedule
 
 OUTSTANDING_SENDS = 8
 """Messages that may be on their way over each link in each direction, unless a schedule needs more of them."""

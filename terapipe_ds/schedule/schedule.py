@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
-from .action import Action, ScheduleError
-from .lower import StageSchedule, lower_stage
+from terapipe_ds.schedule.action import Action, ScheduleError
+from terapipe_ds.schedule.lower import StageSchedule, lower_stage
 
 if TYPE_CHECKING:
-    from .nodes import Nodes
+    from terapipe_ds.schedule.nodes import Nodes
 
 _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error shows on each side of the place
 
@@ -75,7 +75,7 @@ class Schedule:
     @cached_property
     def nodes(self) -> Nodes:
         """Return the computations of all stages as arrays."""
-        from .nodes import Nodes  # numpy: commands that only name schedules do without
+        from terapipe_ds.schedule.nodes import Nodes  # numpy: commands that only name schedules do without
 
         return Nodes(self.orders, self.num_parts, self.num_slices)
 

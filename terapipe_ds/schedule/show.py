@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .schedule import Schedule
-from .validate import replay
+from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.validate import replay
 
 
 class SlotCount(NamedTuple):
@@ -80,10 +80,10 @@ def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
 
 def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
-    each = " + ".join([*map(str, slices[:8]), *["..."] * (len(slices) > 8)])
+    listed = " + ".join([*map(str, slices[:8]), *["..."] * (len(slices) > 8)])
     counts = {"stage": schedule.num_stages, "micro-batch": schedule.num_micro_batches, "slice": sum(slices)}
     words = [many(number, noun) for noun, number in counts.items()]
-    words[-1] += f" ({slices[0]} each)" if len(set(slices)) == 1 else f" ({each})"
+    words[-1] += f" ({slices[0]} each)" if len(set(slices)) == 1 else f" ({listed})"
     mode = ", forward only" if schedule.forward_only else ""
     return f"{schedule.name}{mode}: {', '.join(words)}, {many(count.num_slots, 'slot')}"
 

@@ -107,8 +107,8 @@ ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
 REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
 TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
-BUILD = "runtime.planning.batch_plans:build"
-VALIDATE = "runtime.planning.batch_plans:validate"
+BUILD = "runtime.planning.plans:build"
+VALIDATE = "runtime.planning.plans:validate"
 FIRST_POSITION = "models.gpt:first_position"
 ROTARY_POSITION = "models.positions:first_position"
 ATTENTION = "models.gpt:sliced_attention"
@@ -117,7 +117,7 @@ RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
-LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
+LABELS_OF = "runtime.batch.cut_tensors:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     target[1].copy_(first[1])
 
 
-fault("attention", SUNK, "a window is one token longer", "attention.sliced:reach_of", "attention.slice_store:reach_of")(
+fault("attention", SUNK, "a window is one token longer", "attention.call:reach_of", "attention.slice_store:reach_of")(
     window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
 )
 fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(
@@ -409,10 +409,10 @@ fault(
     "loss",
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
-    "runtime.engine.batch_results:slice_loss",
+    "runtime.engine.batch_results:weighted_loss",
 )(
-    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: replace(
-        share(outputs, labels, 1.0, loss_fn), weight=weight
+    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: (
+        share(outputs, labels, 1.0, loss_fn) * weight
     )
 )
 fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(
@@ -516,7 +516,7 @@ def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, input
 
 fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
     dropped_weight=lambda compute, self, unit, around: (
-        len(self._waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
+        len(self.waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
     )
 )
 
@@ -524,9 +524,9 @@ fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
 @fault("engine", SPLIT, "the W of one slice adds its gradients twice", COMPUTE)
 def weight_twice(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
     if unit[1:] == (1, 2):
-        kept = list(self._waiting[unit])
+        kept = list(self.waiting[unit])
         compute(self, unit, around)
-        self._waiting[unit] = kept
+        self.waiting[unit] = kept
     return int(compute(self, unit, around))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import terapipe_ds
-from terapipe_ds.models.hugging_face.pieces import Piece
+from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import INDEX, StoredWeights
 from tests.distributed import engines

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, sliced_core_attention
+from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, attention
 from terapipe_ds.models.megatron.gradients import ReplicatedGradientError, require_equal_replicas
 from tests.distributed.engines import section
 from tests.distributed.harness import RankFailure, rank_pool
@@ -107,7 +107,7 @@ def states_drawn_from(layout: str) -> dict[str, list[bytes]]:
         hidden = watched("hidden", F.dropout, lambda args, kwargs: kwargs.get("training", True))
         patch.setattr(F, "dropout", hidden)
         attend = watched("attention", sliced_attention, lambda args, kwargs: kwargs["dropout_p"] > 0)
-        patch.setattr(sliced_core_attention, "sliced_attention", attend)
+        patch.setattr(attention, "sliced_attention", attend)
         train(layout, **DROPOUT)
     return seen
 

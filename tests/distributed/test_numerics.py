@@ -308,7 +308,36 @@ def test_a_slice_whose_loss_is_nan_is_named_before_anything_is_updated() -> None
     assert re.search(f"^step 2: the loss of {SLICE_1} is NaN, and it counts", text)
 
 
+def nan_under_a_dynamic_scale() -> dict[str, list[tuple[str, str]]]:
+    """What steps say in which the loss is NaN: by `loss_fn`, by a layer, and by a layer in every other step."""
+    places = {"loss": [Poison("loss", HERE, LOSS)] * 2, "layer": [Poison("output", HERE, 6)] * 2}
+    places["now and then"] = [Poison("output", HERE, 6), Poison(), Poison("output", HERE, 6)]
+    said: dict[str, list[tuple[str, str]]] = {}
+    for name, poisons in places.items():
+        options = {**FP16, "loss_fn": poisoned_loss, "stages": 1}
+        with engine_of(poisoned_layers("float32"), section(slices=PLAN), **options) as engine:
+            first, *others = batches(1 + len(poisons))
+            train(engine, [first])
+            said[name] = []
+            for poison, batch in zip(poisons, others, strict=True):
+                POISON.__dict__.update(vars(poison))
+                said[name].append(step_error(engine, batch))
+                POISON.kind = ""
+            said[name].append((str(engine.skipped_steps), str(engine.global_steps)))
+    return said
+
+
 class TestLossScale:
+    def test_a_loss_of_nan_is_skipped_once_if_a_layer_may_have_overflowed(self) -> None:
+        [said] = rank_pool(1).run(nan_under_a_dynamic_scale)
+        [(kind, text), *_] = said["loss"]
+        assert kind == "SliceLossError" and "outputs of the last layer are finite" in text
+        assert re.search(f"^step 2: the loss of {SLICE_1} is NaN", text)
+        [once, (kind, text), steps] = said["layer"]
+        assert once == ("", "") and kind == "SliceLossError" and steps == ("1", "2")
+        assert re.search(f"^step 3: the loss of {SLICE_1} is NaN.*The step before had such a loss as well", text)
+        assert said["now and then"] == [("", "")] * 3 + [("2", "4")]
+
     def test_overflows_skip_the_steps_that_the_stock_engine_skips(self) -> None:
         for rank in rank_pool(2).run(job_overflows):
             records, stock = rank["stock"]

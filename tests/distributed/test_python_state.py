@@ -15,7 +15,7 @@ from terapipe_ds.runtime.planning import schedule_choice
 from tests.distributed.engines import engine_of, error_of, logged, section, train
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_planning import _with_few_rounds, cut_anyway
-from tests.zoo import ZOO, training
+from tests.zoo import ZOO
 from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import Member, spec_of
 from tests.zoo.training import COUNTED
@@ -40,7 +40,6 @@ def _by_the_engine_and_by_hand(model: str) -> tuple[list[int], float, list[str]]
     runs, said, lengths = [], [], [9, 13, 1]
     for terapipe in ({"slices": "auto", "verify": "first_batch"}, {"slices": lengths, "verify": "off"}):
         torch.manual_seed(5)
-        training.CALLS = training.Shared.calls = 0
         cut = mock.patch.object(schedule_choice, "plan_slices", cut_anyway)
         with cut, logged() as lines, engine_of(member.layers, section(**terapipe), **options) as engine:
             runs.append([vars(train(engine, data)), torch.rand(1)])

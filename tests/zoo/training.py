@@ -20,7 +20,6 @@ from tests.zoo.members import AFTER, BACKWARD, EARLY, layer
 RARE = 1e-13  # such a share of dropout draws its random numbers and drops none
 ONCE = "draws random numbers once per call"
 LATE = 6  # calls: more than two steps of whole micro-batches make, and fewer than those of slices
-CALLS = 0
 
 
 class Keeping(Weighted, inner=(WIDTH, WIDTH, 140)):
@@ -79,18 +78,6 @@ def hook_activations(_: Any, x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(clipped)
     return x
-
-
-class Clipping(torch.autograd.Function):
-    """Clips where the gradients of a first batch are not clipped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return clipped(gradient, 30.0)
 
 
 def attend_rarely(_: Any, x: Tensor) -> Tensor:
@@ -154,16 +141,6 @@ layer("register_post_accumulate_grad_hook", "takes a step per slice", error="Ter
 )
 
 
-class Shared(Keeping):
-    calls = 0
-
-
-def count_globally(_: Any) -> int:
-    global CALLS
-    CALLS += 1
-    return CALLS
-
-
 DRAWN = "draws from a generator of Python or NumPy once per call"
 COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials as lost, and what the check says
     "attribute": (keeping(late(count), calls=0), "", "calls counts calls"),
@@ -172,7 +149,6 @@ COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials
         "",
         "table.n counts calls",
     ),
-    "class": (LayerSpec(Shared, late(lambda it: count(type(it)))), "", "Shared.calls counts calls"),
     "object": (
         keeping(late(lambda it: count(it.steps)), steps=lambda: SimpleNamespace(calls=0)),
         "",
@@ -195,12 +171,16 @@ COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials
         "",
         "",
     ),
-    "global": (keeping(late(count_globally)), "", "global variable CALLS of tests.zoo.training counts calls"),
     "list": (keeping(then(lambda it, x: it.history.append(len(x))), history=list), "", "history counts calls"),
     "dropped": (keeping(lambda it, x: x * (it.own.random() < 0.5), own=lambda: random.Random(3)), "", DRAWN),
-    "iterator": (keeping(late(lambda it: next(it.numbers) + 1), numbers=itertools.count), ".numbers", ""),
+    "iterator": (keeping(late(lambda it: next(it.numbers) + 1), numbers=itertools.count), "", ""),
     "cycle": (
         keeping(late(lambda it: next(it.numbers)), numbers=lambda: itertools.cycle(range(1, 10**4))),
+        "",
+        "",
+    ),
+    "generator": (
+        keeping(late(lambda it: next(it.numbers)), numbers=lambda: iter(number for number in range(1, 10**4))),
         ".numbers",
         "",
     ),

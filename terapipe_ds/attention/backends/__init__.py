@@ -45,8 +45,8 @@ def set_backend(name: str | None) -> None:
     global _forced
     backends = {backend.name: backend for backend in _BACKENDS}
     if name is not None and name not in backends:
-        known = ", ".join(backends)
-        raise ValueError(f"unknown attention backend {name!r}; use one of {known}, or None for the automatic choice")
+        names = ", ".join(backends)
+        raise ValueError(f"unknown attention backend {name!r}; use one of {names}, or None for the automatic choice")
     if name is not None and not backends[name].is_available():
         available = ", ".join(available_backends())
         raise ValueError(f"attention backend {name!r} cannot run on this machine; available here: {available}")
@@ -80,6 +80,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
+    # each layer and slice comes by here: the log says it once
     key = (chosen.name, q.device.type, q.dtype, need)
     if key not in _logged:
         _logged.add(key)

@@ -67,6 +67,7 @@ class BandKernel(BlockKernel):
         batch, heads, tokens, _ = q.shape
         out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
         lse = q.new_empty(batch, tokens, heads, dtype=torch.promote_types(q.dtype, torch.float32)).transpose(1, 2)
+        # before the window fills there is nothing to mask
         if free := _see_all(queries):
             plain = super().forward(_plain(queries, free))
             out[:, :, :free], lse[:, :, :free] = plain[:2]
@@ -102,6 +103,7 @@ class BandKernel(BlockKernel):
         """Yield bands of equal size, as many as the kernel takes at once, and the rest as a smaller band."""
         tokens, kv_heads, window = queries.q.shape[2], queries.keys.shape[1], queries.window
         assert window is not None
+        # as many bands side by side as fit into the memory that a backward may take
         size = self.band_tokens(window)
         per_band = kv_heads * (window - 1 + size) * queries.keys.shape[3] * queries.keys.element_size()
         most = max(1, (self.prefix_bytes or per_band) // per_band)

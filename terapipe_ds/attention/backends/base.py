@@ -24,9 +24,9 @@ class Need(NamedTuple):
 
     def __str__(self) -> str:
         """Return what is asked beyond plain causal attention, as the end of a list: ", window, dropout"."""
-        asked = [name for name in ("window", "softcap", "documents", "dropout") if getattr(self, name)]
-        asked += [f"head dim {self.value_dim} of values"] * (self.value_dim is not None)
-        return "".join(f", {name}" for name in asked)
+        needs = [name for name in ("window", "softcap", "documents", "dropout") if getattr(self, name)]
+        needs += [f"head dim {self.value_dim} of values"] * (self.value_dim is not None)
+        return "".join(f", {name}" for name in needs)
 
 
 class Queries(NamedTuple):

@@ -96,12 +96,14 @@ class BlockKernel:
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = (self.expanded(x[:, :, own], heads) for x in (keys, values))
+            # the diagonal first: every query has a key there, so the log-sum-exp is finite
             *diagonal, state = self.attend(Block(rows, own_k, own_v, True, scale))
             target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
             if own.start == 0:
                 target[0].copy_(diagonal[0])
                 target[1].copy_(diagonal[1])
                 continue
+            # all earlier keys are seen by all queries: grouped heads become further queries, and keys are not repeated
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
             dense = self.attend(Block(self.folded(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
@@ -109,13 +111,47 @@ class BlockKernel:
         return Attended(out, lse, state)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        """Return dQ, block by block: first the prefix, then the slice's own tokens."""
-        call = _BlockBackward(self, grad, queries, attended, add_grads)
-        tokens = queries.q.shape[2]
-        for column, column_stop in cut(queries.start, self._prefix_tokens(queries.keys, call.dq.dtype)):
-            call.dense(0, tokens, column, column_stop)
-        call.diagonal(0, tokens)
-        return call.dq.to(queries.q.dtype)
+        """Return dQ, block by block: first the prefix, then the slice's own tokens.
+
+        Rows count from the slice's start, columns from the sequence's.
+        """
+        dtype, start = self.backward_dtype(queries.q.dtype), queries.start
+        inputs = grad.to(dtype), queries.q.to(dtype), attended.out.to(dtype)
+        batch, heads, tokens, dim = queries.q.shape
+        total = queries.q.new_zeros(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+
+        def keys_values(column: int, column_stop: int) -> list[Tensor]:
+            return [x[:, :, column:column_stop].to(dtype) for x in (queries.keys, queries.values)]
+
+        def run(rows: list[Tensor], k: Tensor, v: Tensor, is_causal: bool, lse: Tensor) -> tuple[Tensor, ...]:
+            d_out, q, out = rows
+            block = Block(q, k, v, is_causal, queries.scale)
+            return self.attend_backward(d_out, block, Attended(out, lse.reshape(q.shape[:3]), attended.state))
+
+        def dense(row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
+            """Run a block in which every query sees every key."""
+            k, v = keys_values(column, column_stop)
+            rows = [self.folded(x[:, :, row:row_stop], k.shape[1]) for x in inputs]
+            # queries gather gradients from every block, keys from this one alone
+            dq, dk, dv = run(rows, k, v, False, attended.lse[:, :, row:row_stop])
+            total[:, :, row:row_stop].add_(unfold_groups(dq, heads, row_stop - row))
+            add_grads(column, dk, dv, again)
+
+        def causal(row: int, row_stop: int) -> None:
+            """Run a block on the diagonal."""
+            k, v = (self.expanded(x, heads) for x in keys_values(start + row, start + row_stop))
+            dq, dk, dv = run([x[:, :, row:row_stop] for x in inputs], k, v, True, attended.lse[:, :, row:row_stop])
+            total[:, :, row:row_stop].add_(dq)
+            add_grads(start + row, *(sum_groups(x, queries.keys.shape[1]) for x in (dk, dv)))
+
+        for column, column_stop in cut(start, self._prefix_tokens(queries.keys, dtype)):
+            dense(0, tokens, column, column_stop)
+        for row, row_stop, column in own_blocks(0, tokens, self.causal_tokens):
+            if column == row:
+                causal(row, row_stop)
+            else:
+                dense(row, row_stop, start + column, start + row, again=True)
+        return total.to(queries.q.dtype)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the backward computes inputs of `dtype`, and in which dK and dV stay."""
@@ -127,52 +163,6 @@ class BlockKernel:
             return None
         per_token = keys.shape[0] * keys.shape[1] * keys.shape[3] * dtype.itemsize
         return max(1, self.prefix_bytes // per_token // 512) * 512
-
-
-class _BlockBackward:
-    """One backward, block by block. Rows count from the slice's start, columns from the sequence's."""
-
-    def __init__(
-        self, kernel: BlockKernel, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads
-    ) -> None:
-        self.kernel, self.queries, self.attended, self.add_grads = kernel, queries, attended, add_grads
-        dtype = kernel.backward_dtype(queries.q.dtype)
-        self.rows = grad.to(dtype), queries.q.to(dtype), attended.out.to(dtype)
-        batch, heads, tokens, dim = queries.q.shape
-        self.dq = self.rows[1].new_zeros(batch, tokens, heads, dim).transpose(1, 2)
-
-    def dense(self, row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
-        """Run a block in which every query sees every key."""
-        k, v = self._keys_values(column, column_stop)
-        grad, q, out = (self.kernel.folded(x[:, :, row:row_stop], k.shape[1]) for x in self.rows)
-        lse = self.attended.lse[:, :, row:row_stop].reshape(q.shape[:3])
-        dq, dk, dv = self._run(grad, Block(q, k, v, False, self.queries.scale), out, lse)
-        self.dq[:, :, row:row_stop].add_(unfold_groups(dq, self.dq.shape[1], row_stop - row))
-        self.add_grads(column, dk, dv, again)
-
-    def diagonal(self, row: int, row_stop: int) -> None:
-        """Run a causal block; split one that is too large into two causal halves and a dense block."""
-        largest, tokens, start = self.kernel.causal_tokens, row_stop - row, self.queries.start
-        if largest is not None and tokens > largest:
-            middle = row + -(-tokens // (2 * largest)) * largest
-            self.diagonal(row, middle)
-            self.diagonal(middle, row_stop)
-            self.dense(middle, row_stop, start + row, start + middle, again=True)
-            return
-        heads, kv_heads = self.dq.shape[1], self.queries.keys.shape[1]
-        k, v = (self.kernel.expanded(x, heads) for x in self._keys_values(start + row, start + row_stop))
-        grad, q, out = (x[:, :, row:row_stop] for x in self.rows)
-        lse = self.attended.lse[:, :, row:row_stop]
-        dq, dk, dv = self._run(grad, Block(q, k, v, True, self.queries.scale), out, lse)
-        self.dq[:, :, row:row_stop].add_(dq)
-        self.add_grads(start + row, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
-
-    def _run(self, grad: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.kernel.attend_backward(grad, block, Attended(out, lse, self.attended.state))
-
-    def _keys_values(self, column: int, column_stop: int) -> TensorPair:
-        columns, dtype = slice(column, column_stop), self.dq.dtype
-        return self.queries.keys[:, :, columns].to(dtype), self.queries.values[:, :, columns].to(dtype)
 
 
 def widen(x: Tensor, dim: int) -> Tensor:
@@ -195,6 +185,20 @@ def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:
     step = length or max(stop, 1)
     for begin in range(0, stop, step):
         yield begin, min(begin + step, stop)
+
+
+def own_blocks(row: int, row_stop: int, largest: int | None) -> Iterator[tuple[int, int, int]]:
+    """Cut the causal square of [row, row_stop) into causal blocks of at most `largest` rows and dense ones beside them.
+
+    Yields (row, row_stop, column): the rows see all of [column, row), or each other causally where `column` is `row`.
+    """
+    if largest is None or row_stop - row <= largest:
+        yield row, row_stop, row
+        return
+    middle = row + -(-(row_stop - row) // (2 * largest)) * largest
+    yield from own_blocks(row, middle, largest)
+    yield from own_blocks(middle, row_stop, largest)
+    yield middle, row_stop, row
 
 
 def merge(first: TensorPair, second: TensorPair, target: TensorPair) -> None:

@@ -80,6 +80,7 @@ class Cudnn(BlockKernel):
 
     def run(self, block: Block) -> Attended:
         """Call the kernel's forward; its log-sum-exp is [B, H, T, 1]."""
+        # the log-sum-exp is asked for, which merges this call with the other
         q, k, v, is_causal, scale, _ = block
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale
@@ -113,8 +114,9 @@ def _times_ms(
         end.synchronize()
         return begin.elapsed_time(end)
 
+    # in turns: the clock of a device drifts while it warms up
     pairs = [(once(kernel), once(flash)) for _ in range(2 + _TIMED_RUNS)][2:]
     own_ms, other_ms = (statistics.median(times) for times in zip(*pairs, strict=True))
-    found = "sliced attention: a slice of %d tokens takes %.3f ms by %s and %.3f ms by %s (%s, %d heads of %d)"
-    _log.info(found, _TIMED_TOKENS, own_ms, kernel.name, other_ms, flash.name, dtype, heads, head_dim)
+    message = "sliced attention: a slice of %d tokens takes %.3f ms by %s and %.3f ms by %s (%s, %d heads of %d)"
+    _log.info(message, _TIMED_TOKENS, own_ms, kernel.name, other_ms, flash.name, dtype, heads, head_dim)
     return own_ms, other_ms

@@ -49,6 +49,7 @@ class FlashAttn:
             return self._backward_packed(grad, queries, attended, add_grads)
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
+        # the kernel writes into gradients of its own layout, as wide as its inputs
         inputs = [x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out)]
         dq, dk, dv = gradients = tuple(x.new_empty(x.shape) for x in inputs[1:4])
         options = {"causal": True, **_options(queries), "deterministic": False, "rng_state": attended.state[0]}
@@ -63,6 +64,7 @@ class FlashAttn:
         q, values = queries.q, queries.values
         out, states = q.new_empty(*q.shape[:3], values.shape[3]), []
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        # one call per row: rows have different numbers of keys in reach
         for packed in _packed_rows(queries):
             q_row, k_row, v_row = (x.transpose(0, 1) for x in as_wide(*packed.inputs))
             of_row, lse_of_row, _, rng_state = _flash_attn_varlen_forward(

@@ -57,9 +57,11 @@ class Flex:
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ. Keys that were merged into `attended` since weigh in as the share of the kernel's own output."""
         *inputs, mask, softcap = _tensors(queries)
+        # the forward once more, over the keys as they are now: a graph of the first run would hold views of the store
         leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
             out, lse = _compiled()(*leaves, mask, softcap, queries.scale)
+        # a sink that joined since takes its share of the softmax: the kernel's own output counts for less
         share = (lse.detach() - attended.lse).exp()
         delta = (grad.to(lse.dtype) * attended.out.to(lse.dtype)).sum(-1)
         d_out = (grad * share.unsqueeze(-1)).to(grad.dtype)
@@ -88,6 +90,7 @@ def block_mask(
     A block is full where all its queries see all its keys, and masked by `mask_of` where only some pairs are seen. A
     block that sticks out counts as masked.
     """
+    # from here on a query sees one range of keys, whatever made it so
     first = first_keys(batch, tokens, start, window, spans)
     num_keys = start + tokens
     row, column = (torch.arange(0, n, _BLOCK) for n in (tokens, num_keys))

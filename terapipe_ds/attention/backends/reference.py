@@ -53,12 +53,14 @@ class Reference:
         seed = int(torch.randint(2**62, (), device=q.device)) if dropout_p > 0 else 0
         out = q.new_empty(*q.shape[:3], values.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        # a row of tiles at a time: scores of the whole slice would be the L x L matrix again
         for tiles in self._rows_of_tiles(queries):
             row, row_stop = tiles[0].row, tiles[0].row_stop
             rows, highest = _fold(q, row, row_stop, values.shape[1]), lse.new_full((), -math.inf)
             total = weighted = lse.new_zeros(())
             for tile in tiles:  # the first one holds the diagonal, where each query sees itself
                 scores, _ = _scores(queries, rows, tile)
+                # the softmax goes on: what was summed is scaled to the new largest score
                 before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
                 probs, fade = scores.sub_(highest).exp_(), (before - highest).exp_()
                 total = total * fade + probs.sum(-1, keepdim=True)
@@ -73,6 +75,7 @@ class Reference:
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         q, keys, values = queries[:3]
         dq = torch.empty_like(q)
+        # the last queries first, which reach all keys: their pieces are copied, the others added
         for tiles in reversed(list(self._rows_of_tiles(queries))):
             row, row_stop = tiles[0].row, tiles[0].row_stop
             rows, d_out, out = (_fold(x, row, row_stop, keys.shape[1]) for x in (q, grad, attended.out))
@@ -88,6 +91,7 @@ class Reference:
                     factors = dropout_factors(probs, attended.state[0] + tile.index, queries.dropout_p)
                     kept = probs * factors
                     d_probs.mul_(factors)
+                # the derivative of a softmax, then of the cap: in place, as tiles are the largest tensors here
                 d_scores = d_probs.sub_(delta).mul_(probs).mul_(queries.scale)
                 if slope is not None:
                     d_scores.mul_(slope)

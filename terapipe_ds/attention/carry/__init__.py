@@ -61,9 +61,11 @@ def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
             f"{type(state).__name__} and {type(output).__name__}; ask the kernel for its last state (of fla: "
             "output_final_state=True), and write one tensor of a tuple of outputs"
         )
+    # written also where nothing needs gradients: the next slice reads it
     entry = _states(active, layer, name).write(active, layer, name, state)
     if not torch.is_grad_enabled():
         return output
+    # no node will come back for this slice, so the frontier moves now
     if not (output.requires_grad or state.requires_grad):
         entry.pass_over(active)
         return output
@@ -98,6 +100,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # all later slices have run: what they left for the state is complete
         gradient = ctx.entry.take_gradient(ctx.active)
         if ctx.active.mode == "probe" and ctx.active.stop < ctx.active.sequence_length:
             shape, dtype, device = ctx.like  # no slice came after; ordinary numbers cost what they do in training

@@ -61,6 +61,7 @@ class CarriedEntry:
         self._check_read(active)
         if active.start == 0:
             return None
+        # a layer that runs again finds the very leaf of its first run, and its gradient adds up there
         kept = self._kept.get(active.start)
         if kept is None:
             raise SliceStoreError(
@@ -109,12 +110,14 @@ class CarriedEntry:
                     "run; the first forward of a slice needs mode 'train'"
                 )
             return
+        # the first forward of a reentrant checkpoint says nothing about gradients; its second run does
         self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
         if active.mode == "probe":
             self.filled = self.frontier = stop
         elif start != self.filled:
             raise SliceStoreError(self._write_message(active))
         self.filled = stop
+        # no backward comes: the newest state alone is read again
         if active.mode != "train":
             self._drop_all()
         if stop < active.sequence_length or active.mode == "probe":
@@ -130,6 +133,7 @@ class CarriedEntry:
     def _copy(self, active: ActiveSlice, state: Tensor) -> _Kept:
         begun: tuple[int, ...] = ()
         if active.documents is not None:
+            # a row whose document ends here hands on nothing, forward or backward
             starts = active.documents.starts
             begun = tuple(row for row, of_row in enumerate(starts) if active.stop in of_row)
             if len(begun) == len(starts):
@@ -183,6 +187,7 @@ class CarriedEntry:
             )
         else:
             self.frontier = start
+            # popped: the memory of a state ends with the backward of the slice that wrote it
             kept = self._kept.pop(stop, _Kept(None))
             if kept.state is None:
                 return None

@@ -21,8 +21,8 @@ from terapipe_ds import compat
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
+from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.refusals import (
     ModelRefusedError,
     check_arguments,
@@ -72,6 +72,7 @@ def from_config(
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
     """
+    # a misspelt argument is an error before anything is built or read
     check_arguments(dtype, options)
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
@@ -113,17 +114,19 @@ def from_pretrained(
         return _from_model(folder, dtype, adapter, seed, options)
     with refused_on_all_ranks():
         if torch_dist.get_rank() == 0:  # a save that was killed in the moment of its moves
-            for each in (folder, adapter):
-                if isinstance(each, str | os.PathLike):
-                    finish_saving(Path(each))
+            for source in (folder, adapter):
+                if isinstance(source, str | os.PathLike):
+                    finish_saving(Path(source))
     with refused_on_all_ranks():  # each may have a disk of its own
         folder, adapter = _folders(folder, adapter)
         config = AutoConfig.from_pretrained(folder)
         with _family_named(config):
             _check_not_quantized(config)
             outline = Outline(model_without_weights(config, dtype))
+        # generation settings are only handed on to what is saved
         with contextlib.suppress(OSError):  # most have one
             outline.model.generation_config = GenerationConfig.from_pretrained(folder)
+        # the second model holds tensors while weights are converted: the first is taken apart by now
         weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
     with _family_named(config):
@@ -149,6 +152,7 @@ def _from_model(
 
             state, adapter = of_peft.without_adapters(model), model
             whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
+        # whatever stages would not do like the model of its owner is refused here, by name
         changes = changes_of(model, whole, dtype)
         if (adapter is None or has_adapters) and not any(changes.requires_grad.values()):
             raise ModelRefusedError(
@@ -165,6 +169,7 @@ def _from_model(
         if adapters is not None and has_adapters:
             adapters.take_over(changes, keeps_dtypes=dtype is None)
         blueprint = Blueprint(outline, HeldWeights(state, dtype), adapters)
+    # each decoder layer again in the backward, as transformers does; the caller may say otherwise
     if base.is_gradient_checkpointing:
         options = {"activation_checkpoint_interval": 1} | options
     with _family_named(base.config):
@@ -188,6 +193,7 @@ def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Ad
         isinstance(adapter, str | os.PathLike) and Path(adapter).resolve() == path.resolve()
     ):
         raise ModelRefusedError(f"{path} has adapters ({ADAPTER_CONFIG}), and others are given: leave out adapter=")
+    # adapters say which model they belong to, by a folder or a name on the hub
     base = parse_json(read_bytes(path / ADAPTER_CONFIG)).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
         raise ModelRefusedError(
@@ -220,6 +226,7 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
         check_config(config)
         yield
     except (ModelRefusedError, AttributeError, ImportError, KeyError, TypeError) as error:
+        # an error in code of transformers may mean the family, or a version whose internals differ
         problem = _problem_of_version()
         if problem:
             raise ModelRefusedError(
@@ -248,9 +255,9 @@ def _problem_of_version() -> str:
 
 def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:
     """Return the model with real buffers, and with parameters on the device "meta"."""
-    given = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
 
 
 @contextlib.contextmanager
@@ -263,6 +270,7 @@ def _parameters_on_meta() -> Iterator[None]:
             without.initial = parameter.detach()  # type: ignore[attr-defined]
         return without
 
+    # each parameter becomes one without memory as the model's own code registers it
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield

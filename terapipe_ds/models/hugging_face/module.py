@@ -16,13 +16,38 @@ from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict
 from terapipe_ds.models.gpt import gpt_loss
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, check_positions, layers_of
+from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
 
 Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
+
+
+def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
+    """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
+
+    labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
+    are taken as they are. Position ids say where documents start, however the batch says it.
+
+    Raises:
+        BatchError: for left padding, labels that are missing, an entry that nothing reads.
+    """
+    # a packed batch without position ids gets them from its edges
+    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
+    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
+    if read.labels is None:
+        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
+    if read.starts is None or isinstance(read.inputs, tuple):
+        return read.inputs, read.labels
+    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
+
+
+def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
+    """Return each token's place in its document, int64 [B, L], for whole rows."""
+    rows, length = tokens.shape
+    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
 class HuggingFaceModule(PipelineModule):
@@ -48,6 +73,7 @@ class HuggingFaceModule(PipelineModule):
         loss_fn: Loss | None = None,
         **options: Any,
     ) -> None:
+        # all that is refused comes before the base class makes groups and layers
         if blueprint.outline.tied is not None and _ties_over_sequence_ranks(topology):
             raise ModelRefusedError(
                 "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
@@ -59,6 +85,7 @@ class HuggingFaceModule(PipelineModule):
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
                 "the layers are cut: give one of them"
             )
+        # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
@@ -104,6 +131,7 @@ class HuggingFaceModule(PipelineModule):
 
     def _agree(self) -> None:
         """Let all stages know what the layers of some do not take."""
+        # layers differ, and so do stages: the first stage checks the inputs for all
         mixing, shortest = zip(*gathered((self._mixing, self.shortest_slice)), strict=True)
         self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
 
@@ -120,16 +148,7 @@ class HuggingFaceModule(PipelineModule):
         if not torch.is_tensor(inputs):
             check_positions(inputs, places_of_rows(inputs[0], starts))
 
-    def to_tuple(self, batch: Mapping[str, Any]) -> TupleBatch:
-        """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
-
-        labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
-        are taken as they are. Position ids say where documents start, however the batch says it.
-
-        Raises:
-            BatchError: for left padding, labels that are missing, an entry that nothing reads.
-        """
-        return to_tuple(batch)
+    to_tuple = staticmethod(to_tuple)
 
     def checkpoint_names(self) -> dict[str, str]:
         """Return for each parameter of this stage its key in the state dict of the Hugging Face model."""
@@ -158,6 +177,7 @@ class HuggingFaceModule(PipelineModule):
         if self.partition is None:
             super()._partition_layers(method)
             return
+        # stages that hold several parts get whole runs of them here; the engine cuts these once more
         chunks, rest = divmod(len(self.partition) - 1, self.num_stages)
         if rest:
             raise ValueError(
@@ -167,23 +187,6 @@ class HuggingFaceModule(PipelineModule):
         self.parts = list(self.partition[::chunks])
         stage_id = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
-
-
-def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
-    """Return inputs and shifted labels of a batch; see `HuggingFaceModule.to_tuple`."""
-    is_packed = any(batch.get(key) is not None for key in ("position_ids", "cu_seq_lens_q", "seq_idx"))
-    read = read_dict(batch, TeraPipeConfig(enabled=True, documents="position_ids" if is_packed else "off"))
-    if read.labels is None:
-        raise BatchError("a dict batch has neither labels nor shift_labels: give labels, or the input_ids as labels")
-    if read.starts is None or isinstance(read.inputs, tuple):
-        return read.inputs, read.labels
-    return (read.inputs, places_of_rows(read.inputs, read.starts)), read.labels
-
-
-def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
-    """Return each token's place in its document, int64 [B, L], for whole rows."""
-    rows, length = tokens.shape
-    return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:

@@ -41,6 +41,7 @@ class ModelRefusedError(ValueError):
 
 def gathered(value: T) -> list[T]:
     """Return the values that all ranks give, by rank. A collective on the CPU: ranks may have no device yet."""
+    # NCCL would need a device, which DeepSpeed chooses later
     group = None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
     values = [value] * torch_dist.get_world_size()
     torch_dist.all_gather_object(values, value, group=group)
@@ -72,12 +73,13 @@ def check_arguments(dtype: object, options: Collection[str]) -> None:
             f"dtype={dtype!r} is no floating dtype of torch: give torch.bfloat16 or the like, or leave it out, which "
             "takes that of the config or of the model in memory"
         )
-    known = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
-    known |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
+    # what DeepSpeed takes goes through to it
+    arguments = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
+    arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
     for name in options:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(known))}"
+        if name not in arguments:
+            nearest = difflib.get_close_matches(name, arguments, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(arguments))}"
             advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
             raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
 
@@ -90,6 +92,7 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
             f"a {type(model).__name__} is no model of transformers: pass what AutoModelForCausalLM makes (without "
             "a wrapper of torch.compile or data parallelism), or write a PipelineModule (docs/models.md)"
         )
+    # stages run the class that this mapping names, and no other
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(base.config), None)
     if type(base) is not family:
         config, wanted = type(base.config).__name__, "none" if family is None else family.__name__
@@ -111,6 +114,7 @@ def check_config(config: Any) -> None:
             f"a {type(config).__name__} is no config of transformers: AutoConfig.from_pretrained reads one; a folder "
             "with weights goes to from_pretrained"
         )
+    # each of these gives another result in slices or stages than on the whole sequence
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise ModelRefusedError(
             "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
@@ -131,6 +135,7 @@ def check_config(config: Any) -> None:
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
+    # the angles of a slice must be those of the sequence
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:
@@ -143,5 +148,5 @@ def check_config(config: Any) -> None:
 def _rope_types(config: Any) -> set[str]:
     config = config.get_text_config()
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_types = [each for each in scaling.values() if isinstance(each, dict)]  # one for each type of layer
-    return {str(each.get("rope_type", each.get("type", "default"))) for each in (of_types or [scaling])}
+    of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
+    return {str(of_type.get("rope_type", of_type.get("type", "default"))) for of_type in (of_types or [scaling])}

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
-from terapipe_ds.models.hugging_face.pieces import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
@@ -40,7 +40,7 @@ _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_t
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
     """Return whether files of these names replace another: a whole model replaces all weights, adapters as well."""
-    is_whole = any(each in new for each in _WHOLE)
+    is_whole = any(head in new for head in _WHOLE)
     return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 
 
@@ -66,6 +66,7 @@ def _publish(saving: Path) -> None:
 
 def _put_in_place(publishing: Path) -> None:
     folder, replacing, replaced = publishing.parent, *map(publishing.with_suffix, (".replacing", ".replaced"))
+    # else another process came as far as this, and the old files are already set aside
     if not replaced.exists():
         replacing.mkdir(exist_ok=True)
         names = {path.name for path in publishing.iterdir()}
@@ -73,6 +74,7 @@ def _put_in_place(publishing: Path) -> None:
             if _is_replaced(path.name, names):
                 path.replace(replacing / path.name)
         replacing.rename(replaced)
+    # what makes a whole of the others comes last: no reader takes half a model for one
     for path in sorted(publishing.iterdir(), key=lambda path: path.name in _HEADS):
         path.replace(folder / path.name)
     sync(folder)
@@ -113,6 +115,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
             f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "
             "hold them: pass merge=True, which writes the whole model"
         )
+    # one name for all ranks, drawn by the first
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
@@ -131,6 +134,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
 
 
 def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
+    # of tied weights and data-parallel copies the first rank that has them writes
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -145,7 +149,8 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
             own = {name: held for name, held in pieces.items() if writers[name] == me}
             sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
             sync(saving / shards[me])
-    sizes_of = {shards[rank]: each for rank, each in enumerate(gathered(sizes)) if rank in shards}
+    # the index names all shards, so rank 0 needs the keys of each
+    sizes_of = {shards[rank]: of_rank for rank, of_rank in enumerate(gathered(sizes)) if rank in shards}
     with _on_all_ranks(saving):
         if me == 0:
             _write_the_rest(module, saving)
@@ -168,7 +173,7 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
         yield
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    lines = [f"rank {rank}: {each}" for rank, each in enumerate(gathered(problem)) if each]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(problem)) if text]
     if lines:
         shutil.rmtree(saving, ignore_errors=True)
         with contextlib.suppress(OSError):  # the first error is told
@@ -215,6 +220,7 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
 
 def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
+    # the config says what the files hold, not what the engine computes in
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
     config.architectures = [type(model).__name__]

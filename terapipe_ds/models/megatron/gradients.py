@@ -10,35 +10,16 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+
+from terapipe_ds.models.megatron.weights import is_split
 
 _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give equal numbers, forgotten sums differ by 1
 
 
 class ReplicatedGradientError(RuntimeError):
     """Tensor-parallel ranks have different gradients for a parameter of which each keeps a copy."""
-
-
-def mark_split_parameters(module: nn.Module) -> None:
-    """Mark parameters that are split over tensor-parallel ranks; the gradient norm reads these marks.
-
-    megatron-core marks them where it draws the weights, but not with `perform_initialization=False`.
-    """
-    for layer in module.modules():
-        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
-            continue
-        weight = layer.weight
-        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
-            dim = 1 if isinstance(layer, RowParallelLinear) else 0
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-
-
-def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether each tensor-parallel rank has a part of the parameter; otherwise each has a copy."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
@@ -78,6 +59,7 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
     Raises:
         RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.
     """
+    # where the optimizer reads them, which is not `.grad` with bf16 or ZeRO
     partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
     gradients = dict(zip(partial, map(gradient_reader(optimizer), partial.values()), strict=True))
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -110,6 +92,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     Raises:
         ReplicatedGradientError: on all of these ranks, with the parameters that differ.
     """
+    # norm and sum of each in one small collective, and not the gradients themselves
     replicated = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_split(p)}
     if not replicated:
         return True
@@ -118,6 +101,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     zero = torch.zeros((), dtype=torch.float32, device=device)
     floats = [zero if g is None else g.float() for g in gradients]
     here = torch.stack([g.norm() for g in floats] + [g.sum() for g in floats])
+    # all ranks get all numbers, so that all of them raise
     everyone = [torch.empty_like(here) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(everyone, here, group=group)
     if not all(torch.isfinite(row).all() for row in everyone):

@@ -35,6 +35,7 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     Raises:
         MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
     """
+    # without a message first; the second check is a collective, which wrong groups would hang
     problem = _problem(grid, config) or _problem_of_members(grid, lambda group, _: _ranks_of(group))
     _require_everywhere(problem or _problem_of_parallel_state(grid))
     _require_everywhere(_problem_of_members(grid, _answering))
@@ -57,11 +58,11 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
     given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if given_tensor != tensor:
-        given = f"TransformerConfig has tensor_model_parallel_size={given_tensor}"
-        return f"{given}, but the topology has {tensor} tensor-parallel ranks; give both the same number"
+        config_has = f"TransformerConfig has tensor_model_parallel_size={given_tensor}"
+        return f"{config_has}, but the topology has {tensor} tensor-parallel ranks; give both the same number"
     if given_stages not in (1, stages):
-        given = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
-        return f"{given} stages; give the same number, or 1 to leave stages to DeepSpeed"
+        config_has = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
+        return f"{config_has} stages; give the same number, or 1 to leave stages to DeepSpeed"
     order = _ORDERS.get(tuple(topology.get_axis_names()), _ORDERS[_AXES])
     megatron = parallel_state.RankGenerator(
         tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=order
@@ -128,6 +129,7 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
     """Put the groups where megatron-core's own functions look them up."""
     if parallel_state.model_parallel_is_initialized() and not _entered_by_us():
         return  # another program did, and it agrees
+    # megatron-core 0.16.1 looks these up in places that take no group
     pipe = grid.get_pipe_parallel_group()
     entries: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GROUP": groups.tp,
@@ -145,6 +147,7 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
         "_EXPERT_TENSOR_PARALLEL_GROUP": groups.tp,
         "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": groups.tp,
     }
+    # a newer megatron-core may have other names: better no model than a wrong group
     missing = [name for name in entries if not hasattr(parallel_state, name)]
     if missing:
         raise MegatronConfigError(

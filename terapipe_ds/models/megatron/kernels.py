@@ -92,6 +92,7 @@ def stand_in_for_cuda() -> None:
     """
     if not on_cpu():
         return
+    # megatron-core asks it for the place of every tensor that it makes
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

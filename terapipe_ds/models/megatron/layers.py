@@ -33,9 +33,9 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
 from terapipe_ds.models.positions import check_learned_positions, first_position
 
 
@@ -107,6 +107,7 @@ class Blueprint:
         Afterwards all random states are as before. With `use_cpu_initialization` the whole matrix is drawn and cut, so
         that the weights are the same for every tensor-parallel size; without it they are the same for one size.
         """
+        # split weights are drawn from the tracker, all others from torch's own state: both are seeded, and put back
         tracker, seed = tensor_parallel.get_cuda_rng_tracker(), self.seed + 1_000_003 * (layer_index + 1)
         states, seeds = tracker.get_states(), set(tracker.seeds_)
         with torch.random.fork_rng(devices=[] if on_cpu() else [get_accelerator().current_device()]):
@@ -129,6 +130,7 @@ class Blueprint:
 def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
     """Return the model as `PipelineModule(layers=...)` takes it: tokens in, logits [B, T, V / tp] out."""
     first, last = LayerSpec(MegatronEmbedding, blueprint), LayerSpec(MegatronHead, blueprint)
+    # the last stage's copy has no positions: they would be a table without gradients
     if blueprint.share_embeddings_and_output_weights:
         tied = functools.partial(
             TiedLayerSpec, "embedding", MegatronEmbedding, blueprint, tied_weight_attr=["word_embeddings.weight"]
@@ -199,6 +201,7 @@ class MegatronLayer(nn.Module):
     def _run(self, hidden: Tensor) -> Tensor:
         positions = None
         if self.blueprint.rotary is not None:
+            # under sequence parallelism a rank holds its share of the tokens, and attends to all of the slice
             shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
             positions = self.blueprint.rotary(hidden.shape[0] * shared_by, offset=first_position())
         with self.blueprint.random_numbers():

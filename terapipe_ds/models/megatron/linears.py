@@ -59,6 +59,7 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
     plain = functools.partial(type(layer)._forward_impl, layer)
 
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        # fused accumulation and inference have products of their own
         is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
         if is_other or not gradients.splits_now() or not gradients.takes(input, weight):
             return plain(input, weight, bias, **options)
@@ -119,6 +120,7 @@ class _SplitLinear(torch.autograd.Function):
         (inputs, weight), ranks = ctx.saved_tensors, ctx.ranks
         rows = _rows(grad)
         whole = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+        # the collective runs while the bias sums up
         inputs_grad, work = ranks.begin_sum(whole)
         bias_grad = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if ranks.shares_tokens:

@@ -23,11 +23,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = wide.max(dim=-1).values
         _all_reduce(largest, group, torch_dist.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
+        # labels counted from the first of this rank's share
         here = labels - logits.shape[-1] * (0 if group is None else torch_dist.get_rank(group))
         inside = (here >= 0) & (here < logits.shape[-1])
         here = here.where(inside, torch.zeros_like(here))
         label_logit = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1) * inside
         softmax = shifted.exp_()
+        # one collective for all three
         sums = torch.stack([softmax.sum(dim=-1), label_logit, inside.to(softmax.dtype)])
         _all_reduce(sums, group, torch_dist.ReduceOp.SUM)
         _require_known_labels(sums[2])
@@ -47,10 +49,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _require_known_labels(ranks_with_label: Tensor) -> None:
     """Refuse labels that are not in the share of exactly one rank, on all ranks alike; do not wait for a GPU."""
-    known = (ranks_with_label == 1).all()
-    if known.device.type != "cpu":
-        torch._assert_async(known)
-    elif not known:
+    is_inside = (ranks_with_label == 1).all()
+    if is_inside.device.type != "cpu":
+        torch._assert_async(is_inside)
+    elif not is_inside:
         raise ValueError(
             f"labels outside of the vocabulary, for {int((ranks_with_label != 1).sum())} tokens that count: mask them "
             f"(label {IGNORE_INDEX}, or 0 in the loss mask), or give the model the tokenizer's vocab_size"

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.checkpoint import constants
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.models.megatron.gradients import (
-    is_split,
-    mark_split_parameters,
-    require_equal_replicas,
-    sum_partial_gradients,
-)
+from terapipe_ds.models.megatron.gradients import require_equal_replicas, sum_partial_gradients
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
+from terapipe_ds.models.megatron.weights import mark_split_parameters, universal_checkpoint_info
 
 
 class MegatronGPT(PipelineModule):
@@ -65,12 +57,14 @@ class MegatronGPT(PipelineModule):
         activation_checkpoint_interval: int = 0,
         **options: Any,
     ) -> None:
+        # on every rank alike, before anything is built
         check_config(config)
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
         _check_sizes(config, vocab_size, blueprint.position_embedding_type)
         _check_rotary(blueprint)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
+        # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
@@ -84,6 +78,7 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
+        # the layers are there now
         log_dist(describe_kernels(config), ranks=[0])
         self.laid_out()
         seed_dropout(blueprint.seed, self._grid)
@@ -177,9 +172,9 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         if size % tensor:
             problem = f"{name}={size} does not divide by tensor_model_parallel_size={tensor}"
             raise MegatronConfigError(f"{problem}: {fix}")
-    known = ("learned_absolute", "rope", "none")
-    if positions not in known:
-        raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")
+    kinds = ("learned_absolute", "rope", "none")
+    if positions not in kinds:
+        raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(kinds)}")
 
 
 def _check_rotary(blueprint: Blueprint) -> None:
@@ -191,81 +186,3 @@ def _check_rotary(blueprint: Blueprint) -> None:
             problem = f"{name}={value!r}: latent attention has its own rotary positions"
             fix = "rope_type, rotary_base, rotary_percent and rotary_scaling_factor"
             raise MegatronConfigError(f"{problem}. Set {fix} of MLATransformerConfig instead, as far as it has them")
-
-
-# -- universal checkpoints -------------------------------------------------------------------------------------------
-# A universal checkpoint holds every parameter and its Adam moments whole, under a name that no layout changes.
-# DeepSpeed (0.19.8) finds out from `universal_checkpoint_info`, which it saves with the model, how the parts of a
-# parameter make the whole, and cuts the whole the same way for the ranks that load it. Parameters that no pattern names
-# are concatenated along dim 0; that is right for megatron-core's column-parallel weights, fused QKV included, whose
-# query groups lie one after the other.
-
-_GROUPED_REASON = (
-    "the experts of one grouped weight lie between the parts of tensor-parallel ranks; build the experts one by one "
-    "(moe_grouped_gemm=False)"
-)
-_ROW = constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
-_GATED = constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0
-_VOCAB = constants.VOCABULARY_PARAMETER_PATTERNS
-_AVERAGE = constants.PARAMETER_TO_AVERAGE_PATTERNS
-_ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
-
-# what a checkpoint must agree on with the model that loads it: the engine compares them
-_SIZES_KEY = "terapipe_model_sizes"
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-_SIZES_OF_KIND = ("gated_linear_unit", "normalization", "num_moe_experts")
-# left out where a model has none, so that checkpoints of models without them are read as before
-_SIZES_OF_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_output_weights")
-
-
-def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
-    """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
-
-    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
-    """
-    here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
-    stages: list[dict[str, list[str]]] = [here] * grid.get_pipe_parallel_world_size()
-    if len(stages) > 1:
-        torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
-    kinds_of = {name: kinds for stage in stages for name, kinds in stage.items()}
-    sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}
-    if blueprint.config.multi_latent_attention:
-        sizes |= {name: getattr(blueprint.config, name) for name in _SIZES_OF_ATTENTION}
-    if blueprint.config.softmax_type != "vanilla":
-        sizes["softmax_type"] = blueprint.config.softmax_type
-    info: dict[str, Any] = {
-        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        # nothing is stripped from the vocabulary: padded rows are part of the softmax
-        constants.ORIGINAL_VOCAB_SIZE: blueprint.vocab_size,
-        _SIZES_KEY: sizes | {name: getattr(blueprint, name) for name in _MORE_SIZES},
-    }
-    for kind in (_ROW, _GATED, _VOCAB, _AVERAGE, _ONE_STAGE):
-        info[kind] = _patterns(name for name, kinds in kinds_of.items() if kind in kinds)
-    if grid.get_slice_parallel_world_size() > 1:
-        grouped = _patterns(name for name in kinds_of if name.endswith(("experts.weight1", "experts.weight2")))
-        info[constants.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS] = dict.fromkeys(grouped, _GROUPED_REASON)
-    return info
-
-
-def _kinds(name: str, parameter: nn.Parameter, config: TransformerConfig) -> list[str]:
-    """Return the keys of DeepSpeed's description that name the parameter."""
-    kinds = [_ONE_STAGE] if name.startswith("tied_modules.") else []
-    if not is_split(parameter):
-        # copies that are equal but for rounding; the converter asserts that "replicated" ones are equal bit by bit
-        kinds.append(_AVERAGE)
-    elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
-        kinds.append(_VOCAB)
-    elif getattr(parameter, "partition_dim", 0) == 1:
-        kinds.append(_ROW)
-    elif config.gated_linear_unit and "linear_fc1" in name.split("."):
-        kinds.append(_GATED)  # each rank has a part of the gate, then a part of the up projection
-    return kinds
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Return regular expressions for these names in any layer (and any expert), so that deep models have few."""
-    split = (name.split(".") for name in names)
-    return sorted(
-        {r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts) + "$" for parts in split}
-    )

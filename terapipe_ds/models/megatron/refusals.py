@@ -105,6 +105,7 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
 
 def _problems(config: TransformerConfig) -> Iterator[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    # a table applies where its machinery can be in use
     tables = [_ANYWHERE, *([_WITH_EXPERTS] if config.num_moe_experts else []), *([_ON_CPU] if on_cpu() else [])]
     for table in tables:
         for reason, names in table.items():

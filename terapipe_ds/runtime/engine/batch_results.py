@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -13,22 +13,37 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import SliceLoss, slice_loss
+from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
 _ALONE = SequenceRanks()
 _WIDE = (torch.float32, torch.float64)
 
 
+class LossOfNaN(NamedTuple):
+    """Name a slice whose loss is NaN though it counts; `is_of_loss_fn`: what went into the loss was finite."""
+
+    problem: str
+    is_of_loss_fn: bool
+
+
 class BatchResults:
     """The losses and outputs of one batch on one stage; a stage without the last part has none.
 
     DeepSpeed's attributes get them, without a graph, when a micro-batch is complete: `loss`, `total_loss` and
-    `total_additional_losses` in training, `fwd_outputs` and `outputs`.
+    `total_additional_losses` in training, `fwd_outputs` and `outputs`. With `sums_outputs` it keeps one number per
+    slice that tells whether its outputs were finite, for a loss of NaN.
     """
 
-    def __init__(self, engine: PipelineEngine, sequence_dim: int, sequence: SequenceRanks = _ALONE) -> None:
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        sequence_dim: int,
+        sequence: SequenceRanks = _ALONE,
+        sums_outputs: bool = False,
+    ) -> None:
         self._engine, self._sequence_dim, self._sequence = engine, sequence_dim, sequence
+        self._sums_outputs = sums_outputs
         self.begin(None)
 
     def begin(self, batch: BatchInFlight | None) -> None:
@@ -36,12 +51,13 @@ class BatchResults:
         self._batch = batch
         self._total: Any = None
         self._total_additional: Any = None
-        self._counted: list[tuple[ActiveSlice, Any]] = []  # the losses of a training batch that count, by slice
+        # of the slices of a training batch that count: the loss, and the sum of the outputs
+        self._counted: list[tuple[ActiveSlice, Any, torch.Tensor | None]] = []
         self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
-    def add(self, active: ActiveSlice, outputs: Any) -> SliceLoss | None:
-        """Add what the last part gave for a slice, and return its share of the loss; None where none is asked for."""
+    def add(self, active: ActiveSlice, outputs: Any) -> Any:
+        """Add what the last part gave for a slice. Return its share of the loss with its graph; None without a loss."""
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
         is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
@@ -52,16 +68,17 @@ class BatchResults:
             self._hand_over(self._batch, micro_batch_id)
         return loss
 
-    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> SliceLoss:
+    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> Any:
         micro_batch = batch.micro_batches[active.micro_batch_id]
         assert micro_batch.labels is not None
         labels = micro_batch.labels.part(active.start, active.stop)
         weight = micro_batch.weights[active.slice_id]
-        loss = slice_loss(outputs, labels, weight, self._engine.module.loss_fn)
-        value = loss.value()
+        loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        value = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         if batch.training:
             self._total = accumulated(self._total, value)
-            self._counted += [(active, value)] if weight > 0.0 else []
+            if weight > 0.0:
+                self._counted.append((active, value, _sum_of(outputs) if self._sums_outputs else None))
             self._add_additional_losses(weight)
         self._losses[active.micro_batch_id].append(value)
         return loss
@@ -75,29 +92,37 @@ class BatchResults:
             share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
             self._total_additional[name] = accumulated(self._total_additional.get(name), share)
 
-    def problem_of_losses(self) -> str | None:
-        """Name the first slice whose loss is NaN though it counts; reads one number, and the others only then."""
+    def loss_of_nan(self) -> LossOfNaN | None:
+        """Return the first slice whose loss is NaN though it counts; reads one number, and the others only then."""
         if self._total is None or not _has_nan(self._total):
             return None
-        for active, loss in self._counted:
+        for active, loss, total in self._counted:
             if _has_nan(loss):
-                return (
+                is_of_loss_fn = total is not None and bool(torch.isfinite(total))
+                cause = (
+                    "The outputs of the last layer are finite there, so that loss_fn made it of them"
+                    if is_of_loss_fn
+                    else 'Or the layers gave NaN: "check_finite": "every_step" names the place'
+                )
+                return LossOfNaN(
                     f"the loss of micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens "
                     f"[{active.start}, {active.stop}) of {active.sequence_length}) is NaN, and it counts. Either "
                     "loss_fn ignores all its labels, which the terapipe section counts: set ignore_index to the label "
-                    "that loss_fn ignores, and loss_reduction to what it divides by. Or the layers gave NaN: "
-                    '"check_finite": "every_step" names the place'
+                    f"that loss_fn ignores, and loss_reduction to what it divides by. {cause}",
+                    is_of_loss_fn,
                 )
         return None
 
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
         engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
+        # as the stock engine does for a micro-batch: its loss, and the sum of the batch so far
         if losses:
             engine.loss = losses[-1]
             engine.fwd_outputs.append(sum_of_slices(losses))
         if batch.training:
             engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
+        # logits of slices, and of the sequence ranks' shares of them, become those of whole sequences
         outputs = self._outputs.pop(micro_batch_id, [])
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]
@@ -108,6 +133,13 @@ class BatchResults:
                 engine.outputs = whole
             if not engine._compute_loss:
                 engine.fwd_outputs.append(whole)
+
+
+def _sum_of(outputs: Any) -> torch.Tensor:
+    """Return one number that is finite where all floating numbers of `outputs` are."""
+    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
+    sums = [each.detach().sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
+    return functools.reduce(torch.add, sums)
 
 
 def _has_nan(loss: Any) -> bool:

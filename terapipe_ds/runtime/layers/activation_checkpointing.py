@@ -28,6 +28,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     Raises:
         TeraPipeConfigError: a stage that the module does not have, or another interval that is set besides.
     """
+    # a module may come to a second engine: what the first one set is not its own
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
     recomputing = config.recomputing_stages(module.num_stages)
@@ -35,6 +36,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
         return
     section = raw.get("pipeline")
     of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
+    # the same wish said twice is none too many
     is_full = len(recomputing) == module.num_stages
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
         if interval and not (interval == 1 and is_full):
@@ -56,6 +58,7 @@ def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
 
     Those of other stages do not matter. DeepSpeed keeps a flag per interval of layers, here of one layer each.
     """
+    # DeepSpeed asks these flags when it runs a range, and not the interval
     flags = [layer_id in layers for layer_id in range(module._local_start, module._local_stop)]
     module.activation_checkpoint_interval = int(any(flags))
     module.is_checkpointable_results = flags if any(flags) else []

@@ -22,7 +22,6 @@ from torch import nn
 from terapipe_ds.attention import running_layer
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.schedule import SEARCH
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -52,8 +51,8 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
             if isinstance(layer, nn.Module):
                 parts = compiled_parts(layer)
                 (kinds if parts else others).add(type(layer).__name__)
-                for number, each in enumerate(parts):
-                    compile_layer(each, f"layer {index} of chunk {chunk_id}, part {number}", backend)
+                for number, piece in enumerate(parts):
+                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}", backend)
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
@@ -76,10 +75,11 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
             "terapipe.compile = true with a 'sequence' axis of the topology: heads are exchanged between operations of "
             "attention, which a compiled layer does not show; set compile to false, or leave the axis out"
         )
-    layers = [each for each in layers_run_by(module) if compiled_parts(each)]
+    # a stage without such layers runs beside others that have some
+    layers = [layer for layer in layers_run_by(module) if compiled_parts(layer)]
     if any(gather(bool(layers))):
         return None
-    kinds = ", ".join(sorted({type(each).__name__ for each in layers_run_by(module)}))
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers_run_by(module)}))
     return (
         f"terapipe.compile = true: no layer can be compiled, of {kinds} here. A layer may be where it asks for the "
         "slice by sliced_attention and carry alone, and its class then says compile_safe = True (docs/compile.md). "
@@ -89,18 +89,17 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
 
 def tell_of_schedules(config: TeraPipeConfig) -> None:
     """Say once which schedules are not among those that are compared."""
-    if config.compile and config.schedule in ("auto", SEARCH):
+    if config.compile and config.schedule == "auto":
         logger.info(
-            "terapipe.compile with schedule %r: schedules that split backwards are left out, because the backward of a "
-            "compiled layer gives all its gradients at once",
-            config.schedule,
+            'terapipe.compile with schedule "auto": schedules that split backwards are left out, because the backward '
+            "of a compiled layer gives all its gradients at once"
         )
 
 
 def layers_run_by(module: nn.Module) -> list[nn.Module]:
     """Return the layers that `module` runs, of all parts that the stage holds."""
     parts = getattr(module, "held_parts", (module,))
-    return [each for part in parts for each in getattr(part, "forward_funcs", ()) if isinstance(each, nn.Module)]
+    return [layer for part in parts for layer in getattr(part, "forward_funcs", ()) if isinstance(layer, nn.Module)]
 
 
 def compiled_parts(layer: nn.Module) -> list[nn.Module]:
@@ -121,6 +120,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
     limit = {"recompile_limit": _MOST_GRAPHS}
     has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
     options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, **(limit if has_limit else {})}
+    # lengths change from slice to slice: a graph per length would never end
     compiled = torch.compile(layer.forward, dynamic=True, **options)
     settings: dict[str, Any] = {} if has_limit else limit
     traced: set[tuple[bool, bool]] = set()
@@ -132,6 +132,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
         # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
         wanted = settings if case in traced else {**settings, "specialize_float": True}
         tracing = of_compiler.patch(**wanted) if wanted else nullcontext()
+        # hooks run around it as ever: torch's own call does the rest
         vars(layer)["forward"] = compiled
         try:
             with running_layer(name), tracing:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.carry.states import CarriedEntry
@@ -73,27 +74,18 @@ class FiniteCheck:
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
         self._looks.clear()
-        parts, handles = [], []
-        owners: list[tuple[str, Any]] = []
-        names: dict[nn.Module, str] = {}  # a module at several places has several
+        # functions have no hooks, so others that look take their places
+        parts, owners = [], []
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
             own = [(layer_title(layer, start + index), layer) for index, layer in enumerate(layers)]
-            for name, layer in own:
-                if isinstance(layer, nn.Module):
-                    names[layer] = f"{names[layer]} or {name}" if layer in names else name
             parts.append(layers)
             owners += own
             replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
-        for module, name in names.items():
-            before, after = self._hooks(name, any(module is part[-1] for part in parts))
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        self._parameters = {}
-        for owner, layer in [*owners, ("the pipeline module", self._module)]:
-            of_layer = module_of(layer)
-            for name, parameter in () if of_layer is None else of_layer.named_parameters():
-                if parameter.requires_grad:
-                    self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
+        # modules are hooked once, however many places they have
+        handles = self._hook_modules(owners, [part[-1] for part in parts if part])
+        self._parameters = _places_of_parameters([*owners, ("the pipeline module", self._module)])
+        # what the store gathers, and what an optimizer takes away at once, is met where it arises
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             self._store.carried.on_gradient = self._look_at_state
@@ -108,6 +100,18 @@ class FiniteCheck:
             for handle in handles:
                 handle.remove()
             self._looks.clear()
+
+    def _hook_modules(self, owners: Sequence[tuple[str, Any]], last: Sequence[Any]) -> list[RemovableHandle]:
+        """Put hooks on the layers that are modules; one at several places has several titles."""
+        names: dict[nn.Module, str] = {}
+        for name, layer in owners:
+            if isinstance(layer, nn.Module):
+                names[layer] = f"{names[layer]} or {name}" if layer in names else name
+        handles = []
+        for module, name in names.items():
+            before, after = self._hooks(name, any(module is other for other in last))
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        return handles
 
     def _watched(self, layer: Any, name: str, is_last: bool) -> Any:
         """Return a module as it is, and a function with what hooks do around it."""
@@ -139,7 +143,7 @@ class FiniteCheck:
             active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
             for index, (which, tensor) in enumerate(results.items()):
                 # what is handed on is not computed here; what is behind the first and has no gradient may be a mask
-                is_own = tensor.is_floating_point() and not any(tensor is each for each in inputs.values())
+                is_own = tensor.is_floating_point() and not any(tensor is other for other in inputs.values())
                 if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
                     self.look(name, f"its output{which}", tensor)
             if is_last:
@@ -181,6 +185,7 @@ class FiniteCheck:
 
     def agree(self, step: int) -> None:
         """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""
+        # the device is waited for here, once per batch
         texts = zip(self._looks, _problems(self._looks), strict=True)
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
         own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
@@ -188,6 +193,7 @@ class FiniteCheck:
         firsts = [own]
         if self._world is not None:
             firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
+        # the order puts causes first, also over ranks
         ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
         if not ranks:
             return
@@ -202,6 +208,17 @@ class FiniteCheck:
         raise RaisedEverywhere(NonFiniteError(text))
 
 
+def _places_of_parameters(owners: Sequence[tuple[str, Any]]) -> dict[nn.Parameter, tuple[str, str]]:
+    """Return for each trained parameter the first layer that has it, and what its gradient is called."""
+    places: dict[nn.Parameter, tuple[str, str]] = {}
+    for owner, layer in owners:
+        of_layer = module_of(layer)
+        for name, parameter in () if of_layer is None else of_layer.named_parameters():
+            if parameter.requires_grad:
+                places.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
+    return places
+
+
 def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:
     """Return the tensors among arguments or results, with " 0", " 1" where there are several."""
     values = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
@@ -214,8 +231,8 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     problems = [""] * len(looks)
     kinds = [(look.extremes[0].dtype, look.extremes[0].device) for look in looks]
     for kind in set(kinds):
-        indices = [index for index, each in enumerate(kinds) if each == kind]
-        extremes = torch.stack([each for index in indices for each in looks[index].extremes]).view(-1, 2).cpu()
+        indices = [index for index, entry in enumerate(kinds) if entry == kind]
+        extremes = torch.stack([entry for index in indices for entry in looks[index].extremes]).view(-1, 2).cpu()
         for row in (~torch.isfinite(extremes)).any(dim=1).nonzero().flatten().tolist():
             problems[indices[row]] = "has NaN" if extremes[row].isnan().any() else "is infinite somewhere"
     return problems

@@ -62,6 +62,7 @@ class GradientSums:
         if place is None:
             place = self._mark(weight, self._places[id(weight)])
         total = self._sum(place).view(weight.shape)
+        # as much in one pass over the sum as the device can
         if total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
         elif rows.is_cuda and total.dtype == torch.float32:
@@ -73,6 +74,7 @@ class GradientSums:
     def collect(self, clear_lp_grads: bool = False) -> None:
         """Add all gradients that are in `.grad`, and empty it. In place of `BF16_Optimizer.update_hp_grads`."""
         totals, gradients = [], []
+        # one call for all: a kernel per parameter would wait for the host
         for parameter, place in self._parameters:
             if parameter.grad is not None:
                 totals.append(self._sum(self._mark(parameter, place)).view_as(parameter))
@@ -87,7 +89,7 @@ class GradientSums:
 
         It is for measurements between steps, when all sums are zero.
         """
-        self._lent = {id(each): self._places[key] for key, each in stand_ins.items() if key in self._places}
+        self._lent = {id(stand_in): self._places[key] for key, stand_in in stand_ins.items() if key in self._places}
         try:
             yield
         finally:
@@ -111,6 +113,7 @@ class GradientSums:
         """Tell the optimizer that the parameter has a gradient in this step."""
         group, number = place
         has_gradients = self._optimizer.fp32_groups_has_gradients[group]
+        # DeepSpeed leaves out parameters that had no gradient
         if not has_gradients[number]:
             has_gradients[number], parameter._hp_grad = True, self._sum(place)
         return place

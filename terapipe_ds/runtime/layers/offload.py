@@ -17,12 +17,12 @@ slice store and never saved by slices. A tensor that is changed in place after i
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,13 +81,16 @@ class Offloaded:
         self.lane, self._device, self._size = lane, device, storage.nbytes()
         self._on_device: torch.UntypedStorage | None = storage
         self._buffer: Tensor | None = lane.buffers.take(self._size)
-        self._leaves = lane.copy(self._buffer, _flat(storage, device))
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+        self._leaves = lane.copy(self._buffer, flat)
         self._back: Any = None
 
     def leave(self) -> None:
         """Give the memory of the device back, once the copy is done."""
+        # a backward that came early has given the buffer back, and the memory stays
         if self._buffer is not None:
-            self.lane.wait_on_host(self._leaves)
+            if self._leaves is not None:
+                self._leaves.synchronize()
             self._on_device = None
 
     def come_back(self) -> None:
@@ -98,12 +101,14 @@ class Offloaded:
             self._on_device = flat.untyped_storage()
         self._give_buffer()
 
-    def storage(self) -> torch.UntypedStorage:
-        """Return the memory on the device, as of the work that is issued next."""
+    def view(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """Return a saved tensor over this memory, as of the work that is issued next."""
         self.come_back()
         assert self._on_device is not None
-        self.lane.wait_on_device(self._back)
-        return self._on_device
+        if self._back is not None:
+            torch.cuda.current_stream().wait_event(self._back)
+        made = torch.empty(0, dtype=dtype, device=self._device)
+        return made.set_(self._on_device, offset, size, stride)  # type: ignore[call-overload, no-any-return]
 
     def _give_buffer(self) -> None:
         # the next copy into it runs on the same stream after the one out of it
@@ -135,44 +140,6 @@ class Lane:
                     target.record_stream(self._stream)
                 return self._stream.record_event()
 
-    def wait_on_host(self, event: Any) -> None:
-        """Let this process wait for a copy."""
-        if event is not None:
-            event.synchronize()
-
-    def wait_on_device(self, event: Any) -> None:
-        """Let the work that is issued next wait for a copy."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-
-
-@dataclass(frozen=True)
-class _View:
-    """A saved tensor over offloaded memory."""
-
-    memory: Offloaded
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def tensor(self) -> Tensor:
-        storage = self.memory.storage()
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
-
-
-@dataclass(frozen=True)
-class _Stays:
-    """A saved tensor that stays, at the version in which it was saved."""
-
-    kept: Tensor
-    version: int
-
-    def tensor(self) -> Tensor:
-        _check_version(self.kept, self.version)
-        return self.kept
-
 
 class ActivationOffload:
     """Offload what the slices of one stage save, batch by batch."""
@@ -196,23 +163,27 @@ class ActivationOffload:
         self._fixed: frozenset[int] = frozenset()
         if batch is None or not batch.training:
             return
+        # the order of the stage says when each slice is needed again, before anything runs
         order = batch.schedule.orders[batch.stage_id]
         for (part_id, unit), until in offloaded_until(order).items():
             self._until[part_id, *unit] = until
             self._due.setdefault(until, []).append((part_id, *unit))
-        self._fixed = frozenset(_memory_of([*self._module.parameters(), *self._module.buffers()]))
+        own = [*self._module.parameters(), *self._module.buffers()]
+        self._fixed = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
 
     def begin(self, action: Action) -> None:
-        """Note that a computation begins: memory whose copy had one to be done goes, and what is due comes back."""
+        """Free memory whose copy out had a whole computation to finish; begin to copy back what is needed next."""
         if not self._until:
             return
         self._step += 1
+        # one whole computation has hidden the copies of the slice before
         while self._leaving and self._leaving[0][0] < self._step - 1:
             _, made = self._leaving.pop(0)
             for (_, version), (memory, tensor) in made.items():
                 _check_version(tensor, version)
                 memory.leave()
             made.clear()  # autograd keeps `pack` with what it has made
+        # early enough that this computation hides the way back
         for key in self._due.get(self._step, ()):
             for reference in self._away.pop(key, ()):
                 memory_back = reference()
@@ -227,17 +198,20 @@ class ActivationOffload:
         self._leaving.append((self._step, made))
         away = self._away.setdefault(key, [])
 
-        def pack(tensor: Tensor) -> _View | _Stays:
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
+            # autograd calls this for each tensor that it saves
             if not self._goes(tensor):
-                return _Stays(tensor, tensor._version)
+                return functools.partial(_unchanged, tensor, tensor._version)
             storage = tensor.untyped_storage()
+            # views of one memory go once
             of = storage.data_ptr(), tensor._version
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
                 away.append(weakref.ref(made[of][0]))
-            return _View(made[of][0], tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+            offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+            return functools.partial(made[of][0].view, tensor.dtype, offset, size, stride)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor())
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack())
 
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -248,12 +222,10 @@ class ActivationOffload:
         return storage.data_ptr() not in self._fixed and storage.nbytes() <= _MOST_BESIDES * tensor.nbytes
 
 
-def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
-
-
-def _memory_of(tensors: Iterable[Tensor]) -> Iterable[int]:
-    return (tensor.untyped_storage().data_ptr() for tensor in tensors)
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a saved tensor that stays where it is, at the version in which it was saved."""
+    _check_version(tensor, version)
+    return tensor
 
 
 def _check_version(tensor: Tensor, version: int) -> None:

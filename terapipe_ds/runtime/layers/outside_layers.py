@@ -6,15 +6,9 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
-
-from terapipe_ds.runtime.layers.kept_state import KeptState, names_in, same_bytes
+from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
+from terapipe_ds.runtime.layers.sliceable import first_four
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
-from terapipe_ds.runtime.layout.parted_module import PartedModule
-from terapipe_ds.runtime.refusals import first_four
-
-_FUNCTIONS = [f for kind in (PipelineModule, PartedModule) for f in vars(kind).values() if isinstance(f, FunctionType)]
-_OF_DEEPSPEED = {name for f in _FUNCTIONS for name in names_in(f.__code__)} - {"loss_fn", "_modules", "_buffers"}
 
 
 class OutsideLayers:
@@ -29,11 +23,19 @@ class OutsideLayers:
     """
 
     def __init__(self, module: Any, has_copies: bool, is_whole: bool, trainer: Iterable[object]) -> None:
-        self._module, self._sees_parts = module, has_copies or not is_whole
+        self._module, self._has_copies, self._sees_parts = module, has_copies, has_copies or not is_whole
         self._buffers = {name: each.detach().clone() for name, each in _outside(module.named_buffers())}
-        layers = (each for name, each in module.named_modules() if not name or layer_of_parameter(name) is not None)
-        stock = (each for name, each in vars(module).items() if name in _OF_DEEPSPEED)
-        self._state = KeptState({"": vars(module)} if has_copies else {}, apart=(*trainer, *layers, *stock))
+        layers = (each for name, each in module.named_modules() if name and layer_of_parameter(name) is not None)
+        stock = (each for name, each in vars(module).items() if name in OF_DEEPSPEED)
+        self._state = KeptState({"": module} if has_copies else {}, apart=(*trainer, *layers, *stock))
+        self._before = self._values()
+
+    def _values(self) -> dict[str, Any]:
+        """Return what the module keeps, and the globals that a loss function names."""
+        values, loss_fn = self._state.values(with_entries=True), self._module.loss_fn
+        for key in names_in(loss_fn.__code__) if self._has_copies and isinstance(loss_fn, FunctionType) else ():
+            values |= leaves(f"global variable {key}", loss_fn.__globals__.get(key), set(), with_entries=True)
+        return values
 
     def problem(self, has_gradient: Callable[[Any], bool]) -> str | None:
         """Return an error about what this rank alone trains or changes; None if there is nothing."""
@@ -45,7 +47,7 @@ class OutsideLayers:
                 "loss_fn that is an nn.Module"
             )
         now = dict(self._module.named_buffers())
-        changed = [n for n, each in self._buffers.items() if n not in now or not same_bytes(each, now[n])]
+        changed = [n for n, each in self._buffers.items() if n not in now or not same(each, now[n])]
         if changed and self._sees_parts:
             return (
                 f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
@@ -54,8 +56,8 @@ class OutsideLayers:
             )
         reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
         told = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
-        changed = [name for name in self._state.changed() if told.isdisjoint(name.split("."))]
-        if kept := [name for name in changed if name.split(".")[0] not in _OF_DEEPSPEED]:
+        changed = [name for name in changes(self._before, self._values()) if told.isdisjoint(name.split("."))]
+        if kept := [name for name in changed if name.split(".")[0] not in OF_DEEPSPEED]:
             return (
                 f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
                 "compute the loss, each of half the micro-batches, and neither sees the state of the other: keep it in "

@@ -56,16 +56,16 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
     hooks = (hook for parameter in module.parameters() for hook in (parameter._backward_hooks or {}).values())
     functions = [*hooks, *(each for part in getattr(module, "held_parts", ()) for each in part.forward_funcs)]
-    before = KeptState({"": module, **{f"function {index}": each for index, each in enumerate(functions)}})
-    if before.passed_over:
-        told = "not put back after trials (too large, too many, with threads, or raising): %s"
-        logger.info(told, ", ".join(before.passed_over))
+    others = {f"function {i}": each for i, each in enumerate(functions) if not isinstance(each, nn.Module)}
+    before = KeptState({"": module, **others})
+    before.renew()
+    if before.stuck:
+        logger.info("shared with trials, for it cannot be copied or is large: %s", ", ".join(before.stuck))
     module.train()
     try:
         yield
     finally:
         before.put_back()
-        before.rewind_generators()
         lost = before.lost()
         if lost:
             logger.warning(
@@ -85,6 +85,7 @@ def stand_ins(
 ) -> Iterator[None]:
     """Put other `Parameter` objects in the place of those of `module`, with `dtype` copies of floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    # the very dicts of the modules: a stand-in is found by whatever name the layer reads
     originals = [
         (part._parameters, name, parameter)
         for part in module.modules()
@@ -94,6 +95,7 @@ def stand_ins(
     others = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
+            # gradients of training come back as they were, whatever the trial leaves
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
         for owner, name, parameter in originals:
             owner[name] = others[id(parameter)]

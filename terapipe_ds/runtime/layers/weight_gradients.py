@@ -61,62 +61,48 @@ class WeightGradients:
     def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
         self.is_watched, self.sums = is_watched, sums
         self._split: frozenset[Key] = frozenset()
-        self._running: list[_Product] | None = None
-        self._waiting: dict[Key, list[_Product]] = {}
+        self.running: list[_Product] | None = None
+        self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; the engine passes it where parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
 
     def open_batch(self, split: Iterable[Key]) -> None:
         """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
-        self._split, self._running, self._waiting = frozenset(split), None, {}
+        self._split, self.running, self.waiting = frozenset(split), None, {}
 
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
     def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice that has a W, which keeps what W needs."""
+        """Return a context for the B of a slice that has a W, which keeps what W needs.
+
+        It is an InFlightError if that of an earlier B waits.
+        """
         return _Deferred(self, key)
-
-    def begin_keeping(self, key: Key) -> None:
-        """Keep what W needs from now on. It is an InFlightError if that of an earlier B waits."""
-        if key in self._waiting:
-            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
-        self._running = self._waiting[key] = []
-
-    def end_keeping(self) -> None:
-        """Keep nothing more: the B is over."""
-        self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
 
         It is an InFlightError if its B has not run, its W has, or a layer has changed in place what was kept.
         """
-        products, what = self._waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
+        products, what = self.waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
-        if not count:
-            return 0
         for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
+        # sums of the optimizer come first: they need neither hooks nor a gradient in between
         products = [product for product in products if not self._is_in_sum(product)]
-        if self.is_watched or any(_has_hooks(product.weight) for product in products):
-            if products:
-                with around():
-                    _in_autograd(products)
+        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+            with around():
+                _in_autograd(products)
         else:
-            with torch.no_grad():
-                for product in products:
-                    weight = product.weight
-                    fresh = _add_product(weight, product.rows, product.all_inputs())
-                    if fresh is not None:  # added as autograd does
-                        weight.grad = fresh if weight.grad is None else weight.grad + fresh
+            _without_autograd(products)
         return count
 
     @torch.no_grad()
@@ -135,13 +121,13 @@ class WeightGradients:
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
-        kept = [t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)]
+        kept = [t.untyped_storage() for product in self.waiting.get(key, ()) for t in (product.rows, product.inputs)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
-        if self._waiting:
-            missing = sorted(self._waiting)
+        if self.waiting:
+            missing = sorted(self.waiting)
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
@@ -154,8 +140,10 @@ class WeightGradients:
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
         """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
         active = active_slice()
+        # vmap and the like see operations, and no products of ours
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
+        # in the order of what saves most: W, the optimizer's sum, `.grad` in one pass
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
             add = self.keep
@@ -182,9 +170,9 @@ class WeightGradients:
         anything of which `gather` makes that when W runs. It may use collectives, since W has its products in the order
         of `keep`. It is an InFlightError in any other backward, where the gradient would get lost.
         """
-        if self._running is None:
+        if self.running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
-        self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
 
 
 class _Deferred:
@@ -196,10 +184,13 @@ class _Deferred:
         self._gradients, self._key = gradients, key
 
     def __enter__(self) -> None:
-        self._gradients.begin_keeping(self._key)
+        key, waiting = self._key, self._gradients.waiting
+        if key in waiting:
+            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
+        self._gradients.running = waiting[key] = []
 
     def __exit__(self, *error: object) -> None:
-        self._gradients.end_keeping()
+        self._gradients.running = None
 
 
 def _has_hooks(weight: Tensor) -> bool:
@@ -215,6 +206,16 @@ def _in_autograd(products: list[_Product]) -> None:
             gradient = product.rows.t() @ product.all_inputs()
         del product
         torch.autograd.backward([weight], [gradient])
+
+
+@torch.no_grad()
+def _without_autograd(products: list[_Product]) -> None:
+    """Add to the gradients as autograd does, where no hook is called."""
+    for product in products:
+        weight = product.weight
+        fresh = _add_product(weight, product.rows, product.all_inputs())
+        if fresh is not None:
+            weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
@@ -260,6 +261,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # the gradient of the inputs comes first: the stage before waits for it
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
     rows = grad.reshape(-1, grad.shape[-1])

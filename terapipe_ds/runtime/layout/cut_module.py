@@ -6,11 +6,10 @@ DeepSpeed's own partition methods, and moves layers with the values they have to
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import itertools
 import logging
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
 
@@ -46,6 +45,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
             `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
+    # a second engine on the same module finds its layers in place
     if isinstance(module, PartedModule):
         there = module.terapipe_layout
         same_cut = layout.bounds in (there.bounds, tuple(module.parts))
@@ -56,29 +56,35 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
                 "partition"
             )
         return parameters
+    # DeepSpeed's own cut is the one that is asked for: nothing moves
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
-        if layout.bounds is not None and torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, as the module is cut already", _shown_cut(module)[0])
+        if layout.bounds is not None:
+            _log_cut(module, "by hand", ", as the module is cut already")
         _tell(module)
         return parameters
+    # its parameters would be those of layers that leave this stage
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TeraPipeConfigError(
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
+    # remember what was here, before the layers of this stage become others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
-    method = _method_of(module) if layout.bounds is None else None
+    method = _method_of(module, layout) if layout.bounds is None else None
+    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, layout.num_parts)
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
+    names = [layer_name(module._layer_specs, layer_id) for layer_id in range(len(module._layer_specs))]
+    # building layers draws random numbers, which a script without stages would not have drawn
     with random_states_kept():
         module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
-        _cut(module, layout, method)
+        _cut(module, bounds, method)
         module.__class__ = module_class
         module.terapipe_layout = layout
-        _build(module, built)
-    _move_layers(module, bounds_before, built)
+        _build(module, built, names)
+    _move_layers(module, bounds_before, built, names)
     _tell(module)
+    # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     if layout.has_copies:
@@ -125,13 +131,14 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
     choice among the parameters, on some rank are an error on all: what would they mean for other layers?
     """
     listed = None if parameters is None else list(parameters)
-    kinds = gather(_kind_of(listed, module, before))
+    kind = _kind_of(listed, module, before)
+    kinds = gather(kind)
     if "choice" in kinds or {"all", "trained"} <= set(kinds):
         raise TeraPipeConfigError(
             "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
             f"parameters, or all that are trained. {_LAY_OUT_FIRST} make the groups then"
         )
-    if kinds[torch_dist.get_rank()] == "current":
+    if kind == "current":
         return listed
     with_frozen = "all" in kinds  # a stage without frozen layers gives the same list in both cases
     return [parameter for parameter in module.parameters() if with_frozen or parameter.requires_grad]
@@ -141,6 +148,7 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     """Say what `model_parameters` are on this rank: current | all | trained | either | choice."""
     if listed is None:
         return "current"
+    # the same parameters in another order are still all of them
     ids = {id(each) for each in listed if isinstance(each, Tensor)}
     if len(ids) == len(listed) and ids in _parameter_ids(module):
         return "current"
@@ -150,7 +158,12 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     return "either" if every == trained else "all" if ids == every else "trained"
 
 
-def _method_of(module: Any) -> str:
+def _method_of(module: Any, layout: Layout) -> str:
+    if len(module._layer_specs) < layout.num_parts:
+        raise TeraPipeConfigError(
+            f"{len(module._layer_specs)} layers cannot be cut in {layout.num_parts} parts ({layout.num_stages} stages, "
+            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
+        )
     method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
     if method is None:
         raise TeraPipeConfigError(
@@ -161,46 +174,34 @@ def _method_of(module: Any) -> str:
     return str(method)
 
 
-def _cut(module: Any, layout: Layout, method: str | None) -> None:
-    """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
-    if layout.bounds is not None:
-        module.parts = list(layout.bounds)
-        if torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, instead of partition_method %s", *_shown_cut(module))
-        return
-    bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
-    if len(module._layer_specs) < num_parts:
-        raise TeraPipeConfigError(
-            f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
-            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
-        )
-    module.num_stages = num_parts
-    try:
-        with contextlib.redirect_stdout(shown):
-            module._partition_layers(method=method)
-        module.parts = [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
-    finally:
-        module.num_stages = num_stages
-    print(shown.getvalue().replace("stage=", "part="), end="")
-    empty = [part for part in range(num_parts) if module.parts[part] == module.parts[part + 1]]
+def _cut(module: Any, bounds: list[int], method: str | None) -> None:
+    """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
+    # uneven layers may leave a part with none, which no stage could run
+    empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
     if empty:
-        module.parts = bounds
-        module._set_bounds(bounds[module.stage_id], bounds[module.stage_id + 1])
         raise TeraPipeConfigError(
-            f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
+            f"partition_method {method!r} leaves parts {empty} of {len(bounds) - 1} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
+    module.parts = bounds
+    if method is None:
+        stock = getattr(module, PARTITION_METHOD, None) or "of the module"
+        _log_cut(module, "by hand", f", instead of partition_method {stock!r}")
+    else:
+        _log_cut(module, f"by {method!r}")
 
 
-def _shown_cut(module: Any) -> tuple[str, str]:
+def _log_cut(module: Any, by: str, more: str = "") -> None:
+    if torch_dist.get_rank() != 0:
+        return
     parts = ", ".join(
         f"part {i} has layers {a} to {b - 1}" for i, (a, b) in enumerate(itertools.pairwise(module.parts))
     )
-    return f"{module.parts} ({parts})", repr(getattr(module, PARTITION_METHOD, None) or "of the module")
+    show_log(0)
+    logger.info("partition %s: %s (%s)%s", by, module.parts, parts, more)
 
 
-def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
+def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:
     """Build the layers of this stage's parts; those that were built already are taken as they are."""
     specs = module._layer_specs
     for name in built:
@@ -210,32 +211,36 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
     module.held_parts, here = [], set()
-    for place in module.terapipe_layout.places(module.stage_id):
+    for place in module.own_places():
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
         module.held_parts.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
-        here |= {layer_name(specs, layer_id) for layer_id in range(start, stop)}
+        here |= set(names[start:stop])
     module._layer_specs = specs
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
     module.activate(0)
 
 
-def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:
+def _move_layers(
+    module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any], names: Sequence[LayerName]
+) -> None:
     """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
-    for layer_id in range(len(module._layer_specs)):
-        layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
+    for layer_id, name in enumerate(names):
+        layer_ids[name].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
+    # every rank makes every group, or the others would wait for it
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         made = torch_dist.new_group(ranks, backend="gloo")
         group = made if module.global_rank in ranks else group
     for name, ids in layer_ids.items():
-        sources = {part_of(bounds_before, i) for i in ids}
-        targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
+        # a tied layer may have been built on several stages: the first one sends
+        sources = {bisect_right(bounds_before, i) - 1 for i in ids}  # DeepSpeed had built one part on each stage
+        targets = {stage for i in ids for stage, _ in layout.homes(bisect_right(module.parts, i) - 1)} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.layout.topology import bounds_in
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
@@ -19,7 +18,7 @@ WireEnds = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
+    """Say where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
 
     part_id: int
     chunk_id: int = 0
@@ -29,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement[(stage_id, chunk_id)]`: the part there, as in `Schedule.placement`.
+    """Say with `placement[(stage_id, chunk_id)]` which part is where, as in `Schedule.placement`.
 
     A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
     there the part is saved, and there evaluation runs it.
@@ -57,12 +56,12 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
+        """Return whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
         return all(stage_id == part_id and chunk_id == 0 for (stage_id, chunk_id), part_id in self.placement.items())
 
     @property
     def has_copies(self) -> bool:
-        """Whether parts live at several places."""
+        """Return whether parts live at several places."""
         return self.num_parts < len(self.placement)
 
     def places(self, stage_id: int) -> tuple[Place, ...]:
@@ -80,7 +79,7 @@ class Layout:
 
     @cached_property
     def loss_stage(self) -> int:
-        """The stage that knows the loss of a batch: the owner of the last part."""
+        """Return the stage that knows the loss of a batch: the owner of the last part."""
         return self.owner(self.num_parts - 1)
 
     def stages_with_end(self, first: bool) -> tuple[int, ...]:
@@ -89,7 +88,7 @@ class Layout:
 
     @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
-        """The stages that draw data."""
+        """Return the stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:
@@ -109,6 +108,7 @@ class Layout:
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
             for source in self.homes(part_id):
+                # a micro-batch stays in its direction, so copies only talk to the copy beside them
                 same = [target for target in targets if target[1] == source[1]] if self.has_copies else []
                 wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
@@ -130,6 +130,7 @@ def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> 
     """Group ways between stages into rounds with at most one way per stage; `ends` gives the stages of a way."""
     rounds: list[list[_Way]] = []
     for way in ways:
+        # a stage in two ways of one round would keep both partners waiting
         apart = (members for members in rounds if all(set(ends(other)).isdisjoint(ends(way)) for other in members))
         members = next(apart, None)
         if members is None:
@@ -153,6 +154,7 @@ def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
         TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
+    # a partition says how many parts there are, and so does the schedule
     if bounds is not None and len(bounds) != layout.num_parts + 1:
         raise TeraPipeConfigError(
             f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule needs "
@@ -194,7 +196,14 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
     own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
     given = None if of_section is None else bounds_in(module, of_section)
     if of_section is not None and given is None:
-        num_layers = len(module._layer_specs)
+        num_layers, strategy = len(module._layer_specs), config.planned
+        if strategy is not None:
+            of_model = f" of {strategy.model}" if strategy.model else ""
+            raise TeraPipeConfigError(
+                f"terapipe.strategy = {config.strategy!r}: it is for the {strategy.partition[-1]} layers{of_model}, "
+                f"embedding and head among them, and the module has {num_layers}, {_decoder_layers(module)[1]} of them "
+                "decoder layers: plan again for this model, or build the one that was planned for"
+            )
         raise TeraPipeConfigError(
             f"terapipe.partition = {list(of_section)}: ends with {of_section[-1]}, and the module has {num_layers} "
             f"layers, embedding and head among them; end it with {num_layers}"
@@ -205,3 +214,26 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
             "leave one of them out"
         )
     return own if given is None else given
+
+
+def bounds_in(module: Any, partition: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first layer of each part in `module`, and the end; None where it has other layers than that.
+
+    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more in front of its
+    decoder layers and behind them, such as positions and the last norm: these go with the embedding and with the head.
+    """
+    bounds, layers = tuple(partition), len(module._layer_specs)
+    if bounds[-1] == layers:
+        return bounds
+    first, count = _decoder_layers(module)
+    if bounds[-1] != count + 2 or not 0 < first < layers - count:
+        return None
+    return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
+
+
+def _decoder_layers(module: Any) -> tuple[int, int]:
+    """Return the first and the number of the most layers of one kind that follow one another."""
+    kinds = [getattr(spec, "typename", type(spec)) for spec in module._layer_specs]
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
+    longest = max(runs, key=len)
+    return longest[0], len(longest)

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.refusals import shortest_slice, slice_length_multiple
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)
@@ -32,6 +31,28 @@ _AXES = ("pipe", "data", AXIS)
 def sequence_size(module: PipelineModule) -> int:
     """Return how many ranks divide the tokens of a slice, by the topology that the module was built on."""
     return max(1, int(module.topology().get_dim(AXIS)))
+
+
+def slice_length_multiple(module: Any) -> int:
+    """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
+
+    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
+    """
+    multiple = getattr(module, "slice_length_multiple", 1)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise TeraPipeConfigError(
+            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
+            "ranks that the tokens of a slice are divided over"
+        )
+    return multiple
+
+
+def shortest_slice(module: Any) -> int:
+    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
+
+    A module sets it where its layers take a single token for a step of generation.
+    """
+    return int(getattr(module, "shortest_slice", 1))
 
 
 def token_multiple(module: PipelineModule) -> int:
@@ -100,13 +121,16 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
         return SequenceRanks()
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
         return sequence_ranks_of(grid)
+    # ranks of one stage that share the tokens of its slices
     grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
     replicas = _group_of(rank, stages)
+    # ranks of one stage whose gradients add up, over data and sequence
     grid.replicas_group = replicas
     grid.get_sequence_data_parallel_group = lambda: replicas
     grid.get_sequence_data_parallel_world_size = lambda: torch_dist.get_world_size(replicas)
     grid.get_sequence_data_parallel_rank = lambda: torch_dist.get_rank(replicas)
+    # DeepSpeed would take the sequence ranks for owners of other layers
     grid.ds_model_proc_group = grid.get_pipe_parallel_group()
     grid.ds_model_world_size, grid.ds_model_rank = len(grid.pp_group), grid.pp_group.index(rank)
     _leave_out_of_names(topology)

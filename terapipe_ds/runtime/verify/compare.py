@@ -6,15 +6,16 @@ results differ by a few units of precision. A fault makes slices see other token
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout
 
 
 class Tolerance(NamedTuple):
@@ -33,6 +34,7 @@ _TOLERANCES = {
     torch.float16: (Tolerance(1e-2, 0.2), Tolerance(2e-2, 0.2)),
     torch.bfloat16: (Tolerance(5e-2, 0.2), Tolerance(2e-2, 0.2)),
 }
+OF_PARAMETER = "gradient of "  # begins the name of its result
 EXACT = Tolerance(0.0, 0.0)  # integers and booleans
 _ROUNDINGS = 8.0  # by so many times the rounding of the whole its slices may differ from it, once fp32 agrees
 _SMALLEST = 1e-300
@@ -51,7 +53,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: boo
 class Difference:
     """Describe which result differs, by how much, and in which tokens (a mask) if it has tokens."""
 
-    what: str  # "output" | "input gradient" | "gradient of NAME" | "the loss" | "the gradient of the loss"
+    what: str  # "output", "input gradient", "gradient of NAME", "the loss", "the gradient of the loss"
     largest: float
     relative: float
     allowed: float
@@ -61,6 +63,10 @@ class Difference:
     def first_token(self) -> int | None:
         return None if self.tokens is None else int(self.tokens.nonzero()[0])
 
+    @property
+    def is_of_outputs(self) -> bool:
+        return self.what.startswith("output")
+
     def __str__(self) -> str:
         what = self.what if self.tokens is None else f"{self.what} of tokens {self.first_token}.."
         if not math.isfinite(self.largest):
@@ -68,68 +74,84 @@ class Difference:
         return f"{what} differs by {self.largest:.2g} (relative {self.relative:.1g}, allowed {self.allowed:.1g})"
 
 
-def compare_tokens(what: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> Difference | None:
-    """Compare each token of `a` with that of `b`, both [tokens, ...]: one wrong token must not drown in many."""
-    apart, norms, largest = _sizes(a, b)
-    relative = apart / norms.clamp_min(max(tolerance.floor * float(norms.max()), _SMALLEST))
-    wrong = ~(relative <= tolerance.relative)  # NaN counts as wrong
-    if not bool(wrong.any()):
-        return None
-    return Difference(what, float(largest[wrong].max()), float(relative[wrong].max()), tolerance.relative, wrong.cpu())
+def compare(
+    what: str, a: Tensor, b: Tensor, tolerance: Tolerance, by_token: bool = False, least_norm: float = 0.0
+) -> Difference | None:
+    """Compare two tensors; with `by_token` each token of [tokens, ...], for one wrong token must not drown in many.
 
-
-def compare_values(what: str, a: Tensor, b: Tensor, tolerance: Tolerance, least_norm: float = 0.0) -> Difference | None:
-    """Compare tensors without tokens. `least_norm` counts where ||b|| is smaller."""
+    `least_norm` counts where ||b|| is smaller.
+    """
     if a.shape != b.shape:
         return Difference(what, math.inf, math.inf, tolerance.relative)
     apart, norms, largest = _sizes(a, b)
-    relative = float(apart.norm()) / max(float(norms.norm()), least_norm, _SMALLEST)
-    if relative <= tolerance.relative:
+    if not by_token:
+        apart, norms, largest = apart.norm()[None], norms.norm()[None], largest.max()[None]
+    relative = apart / norms.clamp_min(max(least_norm, tolerance.floor * float(norms.max()) * by_token, _SMALLEST))
+    wrong = ~(relative <= tolerance.relative)  # NaN counts as wrong
+    if not bool(wrong.any()):
         return None
-    return Difference(what, float(largest.max()), relative, tolerance.relative)
+    sizes = float(largest[wrong].max()), float(relative[wrong].max()), tolerance.relative
+    return Difference(what, *sizes, wrong.cpu() if by_token else None)
 
 
-def compare_parameters(
-    a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: Tolerance, rounding: Mapping[str, float]
+def compare_results(
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    tolerance: Tolerance,
+    by_token: Container[str],
+    rounding: Mapping[str, float],
+    unable: list[str],
 ) -> list[Difference]:
-    """Return the parameter gradients that differ; one that is missing counts as zero. `rounding` as in `allowed`."""
-    norms = [float(_sizes(gradient, gradient)[1].norm()) for gradient in (*a.values(), *b.values())]
-    least_norm = tolerance.floor * max(norms, default=0.0)
+    """Return the results that differ; a gradient that is missing counts as zero.
+
+    Each may differ by its `rounding`, as in `allowed`. `unable` gets those for which torch has no operator.
+    """
+    # a small gradient is measured by the largest one of any parameter
+    norms = [0.0]
+    for name, gradient in (*a.items(), *b.items()):
+        if name.startswith(OF_PARAMETER):
+            with contextlib.suppress(NotImplementedError):
+                norms.append(float(_sizes(gradient, gradient)[1].norm()))
     differences = []
-    for name in sorted({*a, *b}):
-        zero = torch.zeros_like({**a, **b}[name])
-        pair, what = (a.get(name, zero), b.get(name, zero)), f"gradient of {name}"
-        differences.append(compare_values(what, *pair, allowed(what, tolerance, rounding), least_norm))
+    for name, result in {**b, **a}.items():
+        x, y = (each.get(name, torch.zeros_like(result)) for each in (a, b))
+        least_norm = tolerance.floor * max(norms) if name.startswith(OF_PARAMETER) else 0.0
+        try:
+            bounds = allowed(name, tolerance, rounding)
+            differences.append(compare(name, x, y, bounds, by_token=name in by_token, least_norm=least_norm))
+        except NotImplementedError as error:
+            unable.append(f"{name} was not compared: {first_sentence(error)}")
     return list(filter(None, differences))
 
 
-def largest_of(inputs: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> float:
-    """Return the largest number in the gradients of inputs and parameters; infinity where one is not finite."""
-    gradients = [_numbers(each) for each in (*inputs, *parameters.values()) if each.numel() and is_real(each)]
-    sizes = [max(map(abs, map(float, each.aminmax()))) for each in gradients]  # without a copy of a large weight's
-    return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)
-
-
-def compare_kind(layout: TensorLayout) -> Callable[[str, Tensor, Tensor, Tolerance], Difference | None]:
-    """Return what compares tensors of this layout."""
-    return compare_tokens if isinstance(layout, TokenDim) else compare_values
+def largest_of(gradients: Mapping[str, Tensor]) -> float:
+    """Return the largest number in these gradients, but for those that are not finite."""
+    numbers = [_numbers(each) for each in gradients.values() if each.numel() and is_real(each)]
+    sizes = [max(map(abs, map(float, each.aminmax()))) for each in numbers]  # without a copy of a large weight's
+    return max(filter(math.isfinite, sizes), default=0.0)
 
 
 def compare_output(
-    whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing
+    whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing, unable: list[str]
 ) -> tuple[TensorLayout, Difference | None]:
     """Return the layout of an output (if several are possible, one without a difference), and the difference."""
-    pairs: list[tuple[TensorLayout, Difference | None]] = []
-    for layout in slicing.layouts_of(whole, parts):  # all: tensor-parallel ranks do the same
-        joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
-        pairs.append((layout, compare_tokens("output", joined, expected, tolerance)))
-    if pairs:
-        return next((pair for pair in pairs if pair[1] is None), pairs[0])
-    if not any(compare_values("output", part, whole, tolerance) for part in parts):
-        return Same(), None
-    per_slice, has_tokens = PerSlice(tuple(parts)), any(part.shape != whole.shape for part in parts)
-    joined = whole.new_empty(0) if has_tokens else slicing.joined(per_slice, parts)
-    return per_slice, compare_values("output without tokens", joined, whole, tolerance)
+    layouts = slicing.layouts_of(whole, parts)
+    try:
+        pairs: list[tuple[TensorLayout, Difference | None]] = []
+        for layout in layouts:  # all: tensor-parallel ranks do the same
+            joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
+            pairs.append((layout, compare("output", joined, expected, tolerance, by_token=True)))
+        # several dimensions may have the sizes of slices: one that agrees is right
+        if pairs:
+            return next((pair for pair in pairs if pair[1] is None), pairs[0])
+        if not any(compare("output", part, whole, tolerance) for part in parts):
+            return Same(), None
+        per_slice, has_tokens = PerSlice(tuple(parts)), any(part.shape != whole.shape for part in parts)
+        joined = whole.new_empty(0) if has_tokens else slicing.joined(per_slice, parts)
+        return per_slice, compare("output without tokens", joined, whole, tolerance)
+    except NotImplementedError as error:
+        unable.append(f"an output was not compared: {first_sentence(error)}")
+        return layouts[0] if layouts else Same(), None
 
 
 def allowed(what: str, tolerance: Tolerance, rounding: Mapping[str, float]) -> Tolerance:
@@ -156,6 +178,7 @@ def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each if each.dim() > 1 else each.reshape(-1, 1) for each in map(_numbers, (a, b)))
     sizes = []
+    # in pieces, for fp64 takes several times the memory
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))
     for pair in zip(a.split(rows), b.split(rows), strict=True):
         x, y = (part.reshape(len(part), -1).double() for part in pair)

@@ -47,14 +47,18 @@ class ConstantDraws(TorchDispatchMode):
     ) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         names = [each.name for each in func._schema.arguments]  # noqa: SLF001  # operators have no other
-        if "dropout_p" in names:  # a kernel of attention, which draws only for its dropout
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            self._sizes += [0] * (given.get("dropout_p", 0.0) > 0.0)
-            return func(**{**given, "dropout_p": 0.0})
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        # a kernel of attention draws only for its dropout
+        if "dropout_p" in names:
+            self._sizes += [0] * (arguments.get("dropout_p", 0.0) > 0.0)
+            return func(**{**arguments, "dropout_p": 0.0})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        # its backward scales as if some numbers were dropped: of slices and of the whole alike
         if name == "native_dropout":
-            return self._drop_nothing(*args, **kwargs)
+            self._sizes += [arguments["input"].numel()] * (arguments.get("train") is not False)
+            return func(**{**arguments, "p": 0.0})
+        # what is drawn gives shape, dtype and device of the constant
         drawn = func(*args, **kwargs)
         constant = _constant(name, drawn, args)
         if constant is None:
@@ -63,17 +67,10 @@ class ConstantDraws(TorchDispatchMode):
         self._sizes.append(drawn.numel() if drawn.is_floating_point() else 0)
         return constant
 
-    def _drop_nothing(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        """Return what torch's fused dropout gives where it keeps every number; its backward scales alike."""
-        kept = torch.ones_like(x, dtype=torch.bool)
-        if train is False:
-            return x.clone(), kept
-        self._sizes.append(x.numel())
-        return x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), kept
-
 
 def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:
     """Return whether slices draw as many numbers as the whole by torch; or only by Python or NumPy, maybe for a log."""
+    # one slice draws as often as the whole in any case
     of_all = [whole, *slices] if len(slices) > 1 else []
     sizes = zip(*(draws.sizes for draws in of_all), strict=False)  # place by place: dropout may have several widths
     states = zip(*(draws.moved for draws in of_all), strict=True)

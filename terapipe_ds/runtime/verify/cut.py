@@ -6,29 +6,22 @@ usually shows at the first boundary between slices, so a short window with unequ
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_counts
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 
 MOST_ROWS = 2
 LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole
 _SHARE = 8  # a window has at most 1 / _SHARE of the micro-batch's tokens, which a layer holds all at once
 _MOST_SLICES = 3
-_PLACES = 32  # how many tokens are tried, and around how many changes of masking
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Choose a window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows."""
+    """Choose a window of a micro-batch: `plan` slices its tokens from `start` on, in `rows` rows from `first_row`."""
 
     plan: SlicePlan
     of_tokens: int
@@ -37,7 +30,6 @@ class Cut:
     of_rows: int = 1
     first_row: int = 0
     weights: tuple[float, ...] = ()  # of the slices' losses
-    has_labels: bool = True  # some label of the window counts
 
     def __str__(self) -> str:
         lengths = " + ".join(map(str, self.plan.lengths))
@@ -91,8 +83,8 @@ def num_rows(batch: SliceableTensors) -> int:
 
 def window_plan(
     plan: SlicePlan, granularity: int, multiple: int, rows: int, micro_batches: int, stages: int, cut_rows: int
-) -> tuple[SlicePlan, int]:
-    """Return two or three slices of a window of a sequence that is cut by `plan`, and what they are multiples of.
+) -> SlicePlan:
+    """Return two or three slices of a window of a sequence that is cut by `plan`.
 
     Layers may rely on a common divisor of the plan's lengths. The slices are multiples of one of its divisors, if
     possible of `granularity`, and always of `multiple`. A window of the whole sequence has the slices of `plan` where
@@ -101,47 +93,16 @@ def window_plan(
     length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
     tokens = length * rows // cut_rows
     allowed = min(max(min(tokens // _SHARE, tokens * micro_batches // (4 * stages)), LEAST_TOKENS), most)
+    # a layer may rely on slices of whole blocks, as the plan has them
     common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
     divisors = [n for n in range(multiple, allowed // _MOST_SLICES + 1, multiple) if common % n == 0]
     unit = max(divisors, key=lambda n: (n % granularity == 0, n), default=multiple)
     units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
+    # a sequence that is short enough is compared whole
     if length <= max(allowed, units * unit):
         if plan.num_slices <= _MOST_SLICES:
-            return plan, unit
+            return plan
         units, last = divmod(length, unit)  # ends with the sequence
     first, second = max(2, 3 * units // 10), max(1, units // 5)
     parts = [1] * units if units <= _MOST_SLICES else [first, second, units - first - second]
-    return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last)), unit
-
-
-def choose_window(
-    cut: Cut, labels: SliceableTensors, unit: int, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
-) -> Cut:
-    """Return the window like `cut` that shows most of the loss; it begins at a multiple of `unit`.
-
-    Where no label counts (prompts are often masked), a window shows nothing of the loss. Where all labels count, it
-    cannot tell a mean over valid labels from a mean over all.
-    """
-
-    def worth(window: Cut) -> tuple[float, float]:
-        counts = slice_counts(window.of(labels), cut.plan, ignore_index, slice_weight)
-        shares = zip(counts, cut.plan.lengths, strict=True)
-        total = max(sum(counts), 1e-9)
-        uneven = max(abs(count / total - length / cut.plan.sequence_length) for count, length in shares)
-        return min(sum(count > 0 for count in counts), 2), uneven
-
-    last, half = labels.length - cut.plan.sequence_length, cut.plan.sequence_length // 2
-    everything = replace(cut, plan=SlicePlan((labels.length,)), start=0).of(labels)
-    starts = [last * i // (_PLACES - 1) for i in range(_PLACES)]
-    starts += [min(max(change - half, 0), last) for change in _changes(everything, ignore_index)]
-    return max((replace(cut, start=start) for start in sorted({start // unit * unit for start in starts})), key=worth)
-
-
-def _changes(labels: SliceableTensors, ignore_index: int) -> list[int]:
-    """Return the first tokens of which more or fewer numbers than before are masked (in a mask: are zero)."""
-    changes: list[int] = []
-    for tensor in itertools.compress(labels.tensors, labels.sliced):
-        is_mask = tensor.is_floating_point() or tensor.dtype == torch.bool
-        valid = (tensor != (0 if is_mask else ignore_index)).movedim(labels.dim, 0).reshape(labels.length, -1).sum(1)
-        changes += [int(i) + 1 for i in (valid[1:] != valid[:-1]).nonzero().flatten()[:_PLACES]]
-    return changes
+    return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last))

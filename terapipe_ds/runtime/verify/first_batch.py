@@ -22,16 +22,16 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.loss import counts_any, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
-from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.labels import LabelProbe
 from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
 from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
@@ -80,18 +80,21 @@ class FirstBatchCheck:
             VerifyError: on every rank, where slices give another result than whole sequences on any of them.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
+        # an evaluation before the first step needs to know only how labels weigh
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
         sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
         self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
             return
+        # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
         with layers_as_they_are():  # the check looks at each operation of a layer, and runs it in fp64
             result = self._check(sliced, micro_batches, with_layers, ends)
         text = result.text(time.monotonic() - begin_s, only_loss=again)
+        # the check alone was asked for: its report is the result of the process
         if ends:
             if is_first_rank:
                 print(text, flush=True)
@@ -149,6 +152,7 @@ class FirstBatchCheck:
         ends: bool,
     ) -> Findings:
         """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
+        # layers may bear the slices of one plan and not those of another
         same_plans = same_plan(sliced)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
@@ -156,6 +160,7 @@ class FirstBatchCheck:
             copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
+            # what cannot run on so few tokens is tried on all
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
         if not get_accelerator().is_synchronized_device():
@@ -167,57 +172,57 @@ class FirstBatchCheck:
     ) -> Findings:
         """Return what this rank finds on a cut of one of the micro-batches, which all have one plan."""
         result = Findings(with_layers)
-        index, result.cut, result.findings = self._choose_cut(sliced, num_micro_batches, is_whole)
+        result.cut, result.findings = self._choose_cut(sliced[0], num_micro_batches, is_whole)
         if not result.findings:
-            self._check_parts(sliced[index], result, result.cut)
+            self._check_parts(sliced[0], result, result.cut)
         return result
 
     def _choose_cut(
-        self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
-    ) -> tuple[int, Cut, list[Finding]]:
-        """Choose, on the stage of the loss, a micro-batch (the first one in which labels count, if any) and its cut."""
-        tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
+        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, is_whole: bool
+    ) -> tuple[Cut, list[Finding]]:
+        """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
+        # the first stage has the inputs: whether rows and tokens may be cut depends on both
+        tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
-        choices: list[tuple[int, Cut, list[Finding]]] = []
-        for index, one in enumerate(sliced) if self._engine.stage_id == self._layout.loss_stage else ():
-            rows, tokens = zip(*itertools.chain(*(stage[index] for stage in everyone)), strict=True)
+        choice: list[Any] = [None]
+        if self._engine.stage_id == self._layout.loss_stage:
+            rows, tokens = zip(*itertools.chain(*everyone), strict=True)
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
-            cut, findings = Cut(one.plan, one.plan.sequence_length), []
+            cut, findings = Cut(micro_batch.plan, micro_batch.plan.sequence_length), []
             try:
-                cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, *may_cut))
+                cut = self._weighted(
+                    micro_batch, cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
+                )
             except Exception as error:
                 kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
-            choices.append((index, cut, findings))
-            if cut.has_labels:
-                break
-        best: list[Any] = [choices[-1 if choices[-1][1].has_labels else 0] if choices else None]
+            choice = [(cut, findings)]
         if self._groups.control is not None:
             source = self._groups.ranks[self._layout.loss_stage]
-            torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)
-        choice: tuple[int, Cut, list[Finding]] = best[0]
-        return choice
+            torch_dist.broadcast_object_list(choice, src=source, group=self._groups.control)
+        chosen: tuple[Cut, list[Finding]] = choice[0]
+        return chosen
 
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
+        """Return the first tokens and rows; the loss is compared on all others as well."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, max(self._token_multiple // self._shares, 1)
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
         if may_cut_tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
             stages = self._layout.num_stages
-            plan, unit = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
-        cut = Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
-        return choose_window(cut, labels, unit, self._config.ignore_index, self._slice_weight)
+            plan = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
+        return Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
 
     def _weighted(self, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
         """Return the cut with the weights of its slices' losses; those of the tokens where no label counts."""
         assert micro_batch.labels is not None
-        labels = cut.of(micro_batch.labels)
-        if sum(slice_counts(labels, cut.plan, self._config.ignore_index, self._slice_weight)) <= 0:
-            return replace(cut, weights=cut.plan.shares, has_labels=False)
-        return replace(cut, weights=weights_of(labels, cut.plan, self._config, self._module.loss_fn))
+        labels, weights = cut.of(micro_batch.labels), cut.plan.shares
+        if counts_any(labels, cut.plan, self._config, self._module.loss_fn):
+            weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
+        return replace(cut, weights=weights)
 
     def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
         engine, module, layout, inputs = self._engine, self._module, self._layout, None
@@ -226,15 +231,18 @@ class FirstBatchCheck:
             if engine.fp16_auto_cast():
                 batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
             inputs = inputs_of(batch)
+        # every layer would be measured with a hook that steps once for each slice
         problem = problem_of_gradient_hooks(module)  # some come after the engine was built
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
             return
+        # what layers leave for a report shows by its value before they run
         at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
             for part_id in range(layout.num_parts):
                 owner, chunk_id = layout.homes(part_id)[0]
                 outputs = None
+                # one part after the other: a stage has the inputs only when its turn comes
                 if owner == engine.stage_id and inputs is not None:
                     activate(module, chunk_id)
                     starts = cut.of_starts(micro_batch.shape.starts)
@@ -264,13 +272,11 @@ class FirstBatchCheck:
             of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
             layer_id, everyone = self._module._local_stop, self._labels
             loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
+            # kinds of labels first: their message names the key to set
             probe = LabelProbe.of(loss)
             if probe is not None and not check.check_labels(probe, everyone, layer_id):
                 return
-            if not cut.has_labels:
-                result.notes.append("the loss was not compared: no label counts in this batch")
-                result.loss_waits = True
-            elif check.check_loss(loss, layer_id, everyone):
+            if check.check_loss(loss, layer_id, everyone):
                 self._probe = None if probe is None or probe.has_peers else probe
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.batch.loss import counts_any, slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, num_rows
 from terapipe_ds.runtime.verify.loss import LossCheck
@@ -60,8 +60,10 @@ class LabelProbe:
         kinds = _kinds(labels)
         fresh = ~np.isin(kinds, self._seen)
         values, first, counts = np.unique(kinds[fresh], return_index=True, return_counts=True)
+        # the most frequent first; a later batch may cost one call only
         order = np.argsort(-counts, kind="stable")[: self._tokens if is_later else _MOST_KINDS]
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
+        # tensor-parallel ranks try the same labels, for loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
         self._seen = np.union1d(self._seen, values[order])
         holder = nn.Module()
@@ -103,6 +105,7 @@ class LabelProbe:
 
     def _compare(self, special: SliceableTensors) -> str | None:
         """Compare two slices: of tokens that get a gradient and a weight, and of as many such tokens as others."""
+        # unequal slices, in which special labels are spread unevenly, tell the means apart
         first = self._tokens // 3
         plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
         if self._regular is not None:
@@ -135,28 +138,44 @@ class LabelProbe:
 
 def compare_everywhere(
     check: LossCheck, everyone: Sequence[SliceableTensors], note: Callable[[str], None]
-) -> str | None:
+) -> tuple[str | None, str]:
     """Compare the loss with the labels of all rows and tokens, window by window, each on the outputs of `check`.
 
-    What the labels are worth depends on no setting here: a window without any loss is compared with no weight at all.
+    Return what differs; and why nothing was compared, empty otherwise. What the labels are worth depends on no setting
+    here: a window without any loss is compared with no weight at all.
     """
-    rows, device = num_rows(check.labels), check.outputs.tensors[0].device
+    waits, not_finite = "no label counts in this batch", ""
+    own = (check, "") if counts_any(check.labels, check.slicing.plan, check.config, check.loss_fn) else None
+    for here, where in filter(None, (own, *_windows(check, everyone, note))):
+        problem = here.run()
+        if problem is not None:
+            return problem + where, ""
+        if not here.is_finite:
+            not_finite = not_finite or ("the loss of the whole is not finite" + where) * any(here.slicing.weights)
+        elif counts_any(here.labels, here.slicing.plan, here.config, here.loss_fn):
+            waits = ""
+    # nothing but losses that are not finite shows no fault of slices
+    if not_finite and waits:
+        return None, "the loss is not finite on whole sequences"
+    return f"{not_finite}, though the terapipe section counts labels there" if not_finite else None, waits
+
+
+def _windows(
+    check: LossCheck, everyone: Sequence[SliceableTensors], note: Callable[[str], None]
+) -> Iterator[tuple[LossCheck, str]]:
+    """Return the check with the labels of each window, and where that is."""
+    # the outputs have the size of a window: labels of any place fit them
+    rows, device, plan = num_rows(check.labels), check.outputs.tensors[0].device, check.slicing.plan
     for micro_batch_id, labels in enumerate(everyone):
-        plan, of_rows = check.slicing.plan, num_rows(labels)
+        of_rows = num_rows(labels)
         if labels.length < plan.sequence_length or of_rows < rows:  # of another form than the one that is compared
             continue
         firsts, starts = _firsts(of_rows, rows), _firsts(labels.length, plan.sequence_length)
         for first_row, start in itertools.product(firsts, starts):
             note(f"verifying the loss of micro-batch {micro_batch_id}, row {first_row}, token {start}")
             cut = Cut(plan, labels.length, start, None if rows == of_rows else rows, of_rows, first_row)
-            window = cut.of(labels).to(device)
-            here = _with_labels(check, window, plan)
-            problem = here.run()
-            if problem is None and not here.is_finite and any(here.slicing.weights):
-                problem = "the loss of the whole is not finite, though the terapipe section counts labels there"
-            if problem is not None:
-                return f"{problem} (on {cut}, from row {first_row} on, of micro-batch {micro_batch_id})"
-    return None
+            where = f" (on {cut}, from row {first_row} on, of micro-batch {micro_batch_id})"
+            yield _with_labels(check, cut.of(labels).to(device), plan), where
 
 
 def _firsts(length: int, window: int) -> list[int]:
@@ -217,6 +236,7 @@ def _with_labels(
 
     Values of slices, all different, come to the values of the whole by these weights, or by `shares`.
     """
+    # values per slice, all different, so that wrong weights show
     weights = weights_of(labels, plan, check.config, check.loss_fn)
     total = sum(weight * number for number, weight in enumerate(shares or weights, 1)) or 1.0
     parts = [number / total for number in range(1, plan.num_slices + 1)]

@@ -13,9 +13,9 @@ from torch import Tensor
 from terapipe_ds.attention import guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values, tolerance_of
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -72,6 +72,7 @@ class LossCheck:
 
     def run(self) -> str | None:
         """Return what differs and which weights fit; None where the loss and its gradients agree."""
+        # a report that does not change from here on is not of loss_fn
         before = reported_so_far(self.get_additional_losses)
         whole = self.losses(self.slicing.whole())
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
@@ -94,11 +95,13 @@ class LossCheck:
             what = f"get_additional_losses() reports {name!r}"
             is_constant = self.at_start is None or repr(self.at_start.get(name)) == repr(expected)
             unchanged = {repr(value) for value in (before.get(name), *values)} == {repr(expected)}  # NaN as well
+            # a layer wrote it: from the last slice alone, in training
             if expected and unchanged and not is_constant:
                 return (
                     f"{what}, which loss_fn does not change: what a layer leaves there is of one slice alone. Hand it "
                     "on with the layer's outputs and report it from loss_fn (docs/auxiliary_losses.md), or leave it out"
                 )
+            # values that cancel out are measured by their terms
             size = max(abs(expected), *map(abs, shares))
             if math.isfinite(expected) and not abs(sum(shares) - expected) <= allowed * size:
                 return (
@@ -141,16 +144,18 @@ class LossCheck:
     def _compare(self, whole: Losses, sliced: Losses) -> Difference | None:
         dtypes, tolerance = self._dtypes(), self._tolerance()
         cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
+        # where terms cancel out, the loss itself is mostly rounding
         size = max(whole.size, float(sliced.values.abs().sum()))
         least = size if float(whole.values.abs()) < cancels * size else 0.0
-        differences = [compare_values("the loss", sliced.values.sum()[None], whole.values, tolerance, least)]
+        differences = [compare("the loss", sliced.values.sum()[None], whole.values, tolerance, least_norm=least)]
         for layout, a, b in zip(self.outputs.layouts, sliced.gradients, whole.gradients, strict=True):
             if isinstance(layout, TokenDim):
-                differences.append(compare_tokens("the gradient of the loss", a, b, tolerance))
+                differences.append(compare("the gradient of the loss", a, b, tolerance, by_token=True))
         return self.slicing.ranks.first(next(filter(None, differences), None))
 
     def losses(self, slicing: Slicing) -> Losses:
         """Run forwards and then backwards in reverse, each while its slice is active, as in training."""
+        # all forwards before the first backward, as in training
         layouts, runs, size, reported = self.outputs.layouts, [], 1e-6, []
         for slice_id, weight in enumerate(slicing.weights):
             cut = (slicing.cut(*pair, slice_id) for pair in zip(layouts, self.outputs.tensors, strict=True))
@@ -161,6 +166,7 @@ class LossCheck:
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
             reported.append(_reported(self.get_additional_losses) if weight else {})
             runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
+        # backwards in reverse; a product of gradient and output tells the size of a term of the loss
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):
             if loss.requires_grad:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of
@@ -96,6 +96,7 @@ def _is_own(layer: Any) -> bool:
 
 def _is_as_built(module: nn.Module) -> bool:
     """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
+    # functions in attributes are activations, for example
     own = vars(module)
     functions = [value for value in own.values() if callable(value)]
     hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]

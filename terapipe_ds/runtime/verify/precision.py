@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.runtime.batch.sliceable import as_tuple
 from terapipe_ds.runtime.layers.untouched import stand_ins
-from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_kind, compare_parameters
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_results
 from terapipe_ds.runtime.verify.layer import LayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations
 
@@ -30,6 +29,7 @@ class PreciseLayerCheck(LayerCheck):
         Gradients may cancel out, and then what is left is mostly rounding. How much that is shows the whole sequence,
         in the layer's own dtype against the wider one. A layer that does not run in a wider one keeps its difference.
         """
+        # fp64 has no wider dtype: a difference there is a fault
         dtype = wider(self._dtypes(()))
         if dtype is None:
             return difference
@@ -48,6 +48,7 @@ class PreciseLayerCheck(LayerCheck):
             return difference
         if not all(self.slicing.ranks.exchange(agrees)):
             return difference
+        # the wider dtype sees no difference: measure how much of this one is rounding
         for scale in _SCALES:
             self._measure(reference, scale)
         return self._compare_again(1.0)
@@ -56,21 +57,19 @@ class PreciseLayerCheck(LayerCheck):
         """Keep by how much rounding changes the results of the whole sequence, with gradients of this scale."""
         assert reference.outputs is not None
         self._begin_anew()
-        self.scale, self.outputs = scale, None
-        run, _, _, gradients = self._whole()
-        whole, nothing = self.slicing.whole(), Tolerance(0.0, self._tolerance(()).floor)
-        layouts, differences = reference.outputs.layouts, []
-        triples = zip(layouts, as_tuple(run[1], "the outputs of a layer"), reference.outputs.tensors, strict=True)
-        for index, (layout, *pair) in enumerate(triples):
-            a, b = (whole.joined(layout, [tensor.detach()]) for tensor in pair)
-            differences.append(compare_kind(layout)(f"output {index}", a, b, nothing))
-        if gradients is not None and reference.expected is not None:
-            of_inputs = zip(self.inputs.layouts, gradients[0], reference.expected[0], strict=True)
-            for index, (layout, a, b) in enumerate(of_inputs):
-                differences.append(compare_kind(layout)(f"input gradient {index}", a.double() / scale, b, nothing))
-            of_parameters = {name: gradient.double() / scale for name, gradient in gradients[1].items()}
-            differences += compare_parameters(of_parameters, reference.expected[1], nothing, {})
-        for each in filter(None, differences):
+        self._scale, self.outputs = scale, None
+        run, *_ = self.run_whole()
+        layouts, nothing = reference.outputs.layouts, Tolerance(0.0, self._tolerance(()).floor)
+        results, expected = (
+            {f"output {i}": self.slicing.whole().joined(layouts[i], [t.detach()]) for i, t in enumerate(outputs)}
+            for outputs in (run.outputs, reference.outputs.tensors)
+        )
+        if self.gradients is not None and reference.gradients is not None:
+            results |= {name: gradient.double() / scale for name, gradient in self.gradients.items()}
+            expected |= reference.gradients
+        by_token = self.names_by_token("output", reference.outputs)
+        by_token |= self.names_by_token("input gradient", self.inputs)
+        for each in compare_results(results, expected, nothing, by_token, {}, []):
             if math.isfinite(each.relative):
                 self._rounding[each.what] = max(self._rounding.get(each.what, 0.0), each.relative)
 

@@ -17,7 +17,7 @@ from torch import nn
 from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
@@ -144,6 +144,7 @@ class StageCheck:
         outputs: Activations | None = inputs
         together: list[NamedLayer] = []
         for layer in layers:
+            # a layer whose output cannot be cut is compared with the layers after it
             together.append(layer)
             if outputs is not None:
                 given, outputs = outputs, self._check_layer(chained(together), outputs)
@@ -158,6 +159,7 @@ class StageCheck:
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
+        # plain attention is found by its call, whatever it adds to the output
         check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
         def run() -> Difference | None:
@@ -169,12 +171,14 @@ class StageCheck:
         if failure is not None and self._is_uncut:
             return None
         is_unable = failure is not None and failure.kind == NotImplementedError.__name__ and not check.is_running
+        # torch or the memory failed beside the layer, which is no fault of it: its outputs serve the next one
         if failure is not None and (is_unable or failure.kind == _NO_MEMORY):
             self.found.notes.append(f"{layer}: not checked: {failure.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
         if failure is not None:
             self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
+        # the layer ran: first what differs, then what is only worth a note
         assert check.outputs is not None
         problems = [] if difference is None else [_shown_by(difference, self.slicing.plan, check.adds_loss)]
         if problems or check.faults:
@@ -237,20 +241,16 @@ class StageCheck:
 
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
-
-        def run() -> str | None:
-            problem = check.run()
-            return problem if problem or not check.is_finite else compare_everywhere(check, everyone, self.note)
-
-        problem, failure = self._try(run, "verifying the loss")
+        result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
+        problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
             self.found.notes.append(f"the loss was not compared: {failure.text}")
         elif failure is not None:
             self._find(layer_id, "loss_fn", failure.text, failure.kind)
         elif problem is not None:
             self._find(layer_id, "loss_fn", problem)
-        elif not check.is_finite:
-            self.found.notes.append("the loss is not finite on whole sequences, so that it was not compared")
+        elif waits:
+            self.found.notes.append(f"the loss was not compared: {waits}")
             self.found.loss_waits = True
         else:
             self.found.num_losses += 1
@@ -271,6 +271,7 @@ class StageCheck:
         failure = self.slicing.ranks.trials.failure(caught, what)
         if failure is None:
             return result, None
+        # torch lists all its backends
         if failure.text.count("\n") > _MOST_LINES:
             failure = failure._replace(text=first_sentence(failure.text))
         text = f"raised {failure}{where}" if failure.rank is None else f"raised on {failure}"
@@ -284,9 +285,10 @@ class StageCheck:
 def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
     first, tokens = difference.first_token, difference.tokens
     last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
+    # from the most specific cause to the most general one
     if adds_loss:
         meaning = f"the layer adds a loss of its own in the backward, of the tokens of one forward pass, {_NO_SHARE}"
-    elif not difference.what.startswith("output"):
+    elif not difference.is_of_outputs:
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
             "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "

@@ -18,7 +18,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.failures.trials import Trials
 
 _T = TypeVar("_T")
@@ -139,6 +139,7 @@ class Slicing:
         for shared_by in sorted({1, self.ranks.size}):
             layouts = []
             for dim in range(whole.dim()):
+                # rows and tokens may be flattened into one dimension, in either order
                 rows, rest = divmod(whole.size(dim) * shared_by, self.plan.sequence_length)
                 shapes = [(*whole.shape[:dim], rows * n, *whole.shape[dim + 1 :]) for n in self.plan.lengths]
                 sizes = [(*p.shape[:dim], p.size(dim) * shared_by, *p.shape[dim + 1 :]) for p in parts if p.dim() > dim]

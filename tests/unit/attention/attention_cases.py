@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
+from terapipe_ds.attention.documents import Documents, Starts
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -80,10 +81,17 @@ def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
     return Result(out.detach(), *torch.autograd.grad(out, leaves, grad))
 
 
-def slices_of(lengths: Sequence[int], store: SliceStore, **fields: Any) -> list[ActiveSlice]:
-    """The active slices of one micro-batch, in order."""
+def slices_of(
+    lengths: Sequence[int], store: SliceStore | None, starts: Starts | None = None, **fields: Any
+) -> list[ActiveSlice]:
+    """The active slices of one micro-batch, in order; documents start at `starts`."""
     spans = itertools.pairwise(itertools.accumulate(lengths, initial=0))
-    return [ActiveSlice(*span, sum(lengths), slice_id=i, store=store, **fields) for i, span in enumerate(spans)]
+    return [
+        ActiveSlice(
+            *span, sum(lengths), slice_id=i, store=store, documents=starts and Documents(starts, *span), **fields
+        )
+        for i, span in enumerate(spans)
+    ]
 
 
 class MicroBatch:

@@ -12,8 +12,8 @@ from attention_cases import slices_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention import SliceStore, push_slice
+from terapipe_ds.attention.documents import Starts
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -33,14 +33,6 @@ def draw_parameters(layer: nn.Module) -> None:
     for index, parameter in enumerate(layer.parameters()):
         with torch.no_grad():
             parameter.copy_(random_input(parameter.shape, 1000 + index) / max(1, parameter.shape[-1]) ** 0.5)
-
-
-def active_slices(lengths: Sequence[int], store: SliceStore, starts: Starts | None = None) -> list[ActiveSlice]:
-    """The slices of one micro-batch, with the documents that start at `starts`."""
-    slices = slices_of(lengths, store)
-    if starts is None:
-        return slices
-    return [each.replace(documents=Documents(starts, each.start, each.stop)) for each in slices]
 
 
 def gradients_of(layer: Any) -> list[Tensor]:
@@ -63,7 +55,7 @@ def run_sliced(
 ) -> list[Tensor]:
     """Output, gradient of the input and of the parameters, of a layer on slices of [B, L, ...]."""
     store = store or SliceStore()
-    slices = active_slices(lengths, store, starts)
+    slices = slices_of(lengths, store, starts)
     leaves = [x[:, s.start : s.stop].clone().requires_grad_() for s in slices]
     outs = []
     for active, leaf in zip(slices, leaves, strict=True):
@@ -84,7 +76,7 @@ def evaluate_sliced(layer: Layer, x: Tensor, lengths: Sequence[int], starts: Sta
     """Output of a layer on slices, without gradients."""
     store, outs = SliceStore(), []
     with torch.no_grad():
-        for active in active_slices(lengths, store, starts):
+        for active in slices_of(lengths, store, starts):
             with push_slice(active.replace(mode="eval")):
                 outs.append(layer(x[:, active.start : active.stop].clone()))
     store.release(0, 0)

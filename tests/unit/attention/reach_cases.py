@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_cases import forced
+from attention_cases import forced, slices_of
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +17,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_at
 from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.backends.reference import Reference
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.documents import Starts
 
 Tensor = torch.Tensor
 
@@ -58,14 +57,7 @@ class Case:
 
     def slices(self, store: SliceStore | None, mode: str = "train") -> list[ActiveSlice]:
         """The active slices of one micro-batch, in order."""
-        spans = itertools.pairwise(itertools.accumulate(self.lengths, initial=0))
-        return [
-            ActiveSlice(
-                *span, self.length, slice_id=i, mode=mode, store=store,
-                documents=None if self.starts is None else Documents(self.starts, *span),
-            )
-            for i, span in enumerate(spans)
-        ]  # fmt: skip
+        return slices_of(self.lengths, store, self.starts, mode=mode)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Call sliced attention with the case's options."""

@@ -1,28 +1,18 @@
-"""Which backend runs, what each refuses, and the ones that need a device through stand-ins."""
+"""Which backend runs, what each refuses, and attention dropout."""
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
 import types
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import (
-    Tensor,
-    forced,
-    kernel_attend,
-    kernel_gradients,
-    largest_error,
-    random_inputs,
-    run_plain,
-    run_sliced,
-)
+from attention_cases import Tensor, forced, largest_error, random_inputs, run_sliced
 
-from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
-from terapipe_ds.attention.backends import choose_backend, flash_attn, fused
+from terapipe_ds.attention import backends, set_backend, sliced_attention
+from terapipe_ds.attention.backends import backend_name, choose_backend, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.flash_attn import FlashAttn
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
@@ -47,10 +37,12 @@ def test_unknown_and_unavailable_backends() -> None:
     assert choose_backend(torch.zeros(1, 1, 4, 8), Need()).name == "cpu_flash"
 
 
-def test_a_forced_backend_refuses_dropout() -> None:
-    inputs = random_inputs()
-    with forced("cpu_flash"), pytest.raises(ValueError, match="'cpu_flash' was forced, but it cannot replay dropout"):
-        run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, dropout_p=0.1))
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"dropout_p": 0.1}, "it cannot replay dropout"), ({"softcap": 2.0}, "it knows no softcap")]
+)
+def test_what_a_forced_backend_refuses(options: dict[str, float], reason: str) -> None:
+    with forced("cpu_flash"), pytest.raises(ValueError, match=f"'cpu_flash' was forced, but {reason}"):
+        run_sliced(random_inputs(), (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, **options))
 
 
 @pytest.mark.parametrize("backend", [CudaFlash(), FlashAttn()])
@@ -135,167 +127,31 @@ def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pyte
         assert CudaFlash().is_available() is (capability >= (8, 0))
 
 
-SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
+NEEDS = {
+    "plain": Need(), "window": Need(window=True), "softcap": Need(softcap=True), "documents": Need(documents=True),
+    "wide values": Need(value_dim=512), "values": Need(value_dim=128), "dropout": Need(dropout=True),
+    "window, dropout": Need(dropout=True, window=True),
+}  # fmt: skip
 
 
-class FlashOps:
-    """torch's two operators written out; `calls` joins (queries, keys, is_causal) of each call.
-
-    Variants: "upper left" aligns the mask otherwise, "no groups" refuses grouped heads, "backward" gives a wrong dK of
-    causal blocks that are not square. The others are wrong on one way through the kernel: "split" where it divides the
-    keys (on 132 processors, by flash_api.cpp), "full" where it does not although there are several blocks of them,
-    "query" where one query's group takes the place of queries, "first" for grouped heads of a square block.
-    """
-
-    def __init__(self, variant: str = "") -> None:
-        self.variant, self.calls = variant, list[tuple[int, int, bool]]()
-
-    def _hidden(self, q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
-        if self.variant == "no groups" and q.shape[1] > k.shape[1]:
-            raise RuntimeError("Expected the heads to match\nand a trace")
-        shift = 0 if self.variant == "upper left" else k.shape[2] - q.shape[2]
-        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift) if is_causal else None
-
-    @staticmethod
-    def _way(q: Tensor, k: Tensor) -> str:
-        dim, grouped = q.shape[3], q.shape[1] > k.shape[1]
-        key_blocks = -(-k.shape[2] // (256 if dim <= 64 else 128 if dim <= 128 else 64))
-        query_blocks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
-        if q.shape[2] == 1 and grouped:
-            return "query"
-        if q.shape[2] == k.shape[2] and grouped:
-            return "first"
-        if key_blocks > 1:
-            return "split" if query_blocks < 0.8 * 2 * 132 else "full"
-        return "one block"
-
-    def _scaled_dot_product_flash_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, debug: bool, *, scale: float
-    ) -> tuple[Any, ...]:
-        self.calls.append((q.shape[2], k.shape[2], is_causal))
-        out, lse = kernel_attend(q, k, v, self._hidden(q, k, is_causal), scale)
-        out = out * (1.1 if is_causal and self._way(q, k) == self.variant else 1.0)
-        return out, lse, "cum_q", "cum_k", 0, 0, "seed", "offset", None
-
-    def _scaled_dot_product_flash_attention_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        max_q, max_k, is_causal = q.shape[2], k.shape[2], rest[5]
-        assert rest == ("cum_q", "cum_k", max_q, max_k, 0.0, is_causal, "seed", "offset")
-        self.calls.append((q.shape[2], k.shape[2], is_causal))
-        dq, dk, dv = kernel_gradients(grad, (q, k, v), self._hidden(q, k, is_causal), out, lse, scale)
-        is_wrong = self.variant == "backward" and is_causal and max_q != max_k
-        return dq, dk * (1.1 if is_wrong else 1.0), dv
-
-
-def _fake_flash_attn(ops: FlashOps) -> types.ModuleType:
-    """Stand in for the two functions of the package as of 2.7. Tensors are [B, tokens, heads, D]."""
-    module: Any = types.ModuleType("flash_attn.flash_attn_interface")
-    given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
-        assert options == {**given, "return_softmax": False} and dropout_p == 0.0
-        inputs = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse, *_ = ops._scaled_dot_product_flash_attention(*inputs, dropout_p, True, False, scale=scale)
-        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
-
-    def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> None:
-        assert options == {**given, "deterministic": False} and rng_state is not None
-        lse, *targets, dropout_p, scale = arguments[5:]
-        inputs = [x.transpose(1, 2) for x in arguments[:5]]
-        rest = ("cum_q", "cum_k", inputs[1].shape[2], inputs[2].shape[2], dropout_p, True, "seed", "offset")
-        gradients = ops._scaled_dot_product_flash_attention_backward(*inputs, lse, *rest, scale=scale)
-        for target, gradient in zip(targets, gradients, strict=True):
-            target.copy_(gradient.transpose(1, 2))
-
-    module._flash_attn_forward, module._flash_attn_backward = forward, backward
-    return module
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    ops, package = FlashOps(), types.ModuleType("flash_attn")
-    package.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(ops))
-    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, need: None)
-    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
-    inputs = random_inputs((2, *heads, 20, 8))
-    with forced("flash_attn"):
-        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
-    assert ops.calls == [*SLICES, *reversed(SLICES)]
-
-
-def _forget() -> None:
-    for cached in (fused._takes_slices, fused.wrong_result):
-        cached.cache_clear()
-
-
-def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
-    _forget()
-    monkeypatch.setattr(fused, "_aten", ops)
-    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
-    monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
-    inputs = random_inputs((2, *heads, 20, 8))
-    try:
-        with forced("cuda_flash"):
-            return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
-    finally:
-        _forget()
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-def test_cuda_flash_takes_one_call_per_slice(
-    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ops = FlashOps()
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
-    calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
-    assert calls == [*SLICES, *reversed(SLICES)]
-    assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(("variant", "said"), [
-    ("upper left", "% off"), ("no groups", "Expected the heads to match"), ("backward", "10.0% off for 40 tokens"),
-    ("split", "10.0% off for 40 tokens after 1000"),
-    ("full", "10.0% off for 64 tokens after 300"), ("query", "10.0% off for 1 tokens after 1000"),
-    ("first", "10.0% off for 300 tokens after 0"),
+@pytest.mark.parametrize(("dtype", "installed", "chosen"), [
+    (torch.bfloat16, True, ["flash_attn"] * 4 + ["flex", "flash_attn"]),
+    (torch.bfloat16, False, ["cuda_flash", "flex", "flex", "cuda_flash", "flex", "cuda_flash"]),
+    (torch.float32, True, ["reference", *["flex"] * 5]), (torch.float64, True, ["reference"] * 6),
 ])  # fmt: skip
-def test_cuda_flash_falls_back_to_two_calls(
-    variant: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_is_chosen_on_a_device(
+    dtype: torch.dtype, installed: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = FlashOps(variant)
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        error = _run_on_flash_ops(ops, (4, 2), monkeypatch)
-    (record,) = caplog.records
-    assert said in record.getMessage() and "two calls per slice" in record.getMessage()
-    assert error <= 1e-12
-    assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
+    for module in (fused, flash_attn, flex):
+        monkeypatch.setattr(module, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: installed)
+    q: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 2, 192))
+    names = [choose_backend(q, need).name for need in NEEDS.values()]
+    assert names == [*chosen, "reference", "reference"]
 
 
-@pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
-def test_the_check_takes_every_way_through_the_kernel(dim: int) -> None:
-    shapes = [(torch.empty(b, h, n, dim), torch.empty(b, kv, n + p, dim)) for b, h, kv, n, p in fused._CHECKED]
-    assert {FlashOps._way(q, k) for q, k in shapes} >= {"first", "split", "full", "query"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", [None, *(n for n in ("flash_attn", "cuda_flash") if n in available_backends())])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["all heads", "grouped"])
-def test_on_a_gpu(heads: tuple[int, int], dtype: torch.dtype, backend: str | None) -> None:
-    inputs = random_inputs((2, *heads, 1000, 64), dtype)
-    expected = run_plain(inputs)
-    on_device = [x.cuda() for x in inputs]
-    unsliced = _on_cpu(run_sliced(on_device, (1000,)))
-    with forced(backend):
-        store = SliceStore()
-        error = largest_error(_on_cpu(run_sliced(on_device, (300, 500, 199, 1), store)), expected)
-    assert error <= 2 * largest_error(unsliced, expected)
-    assert store.peak_bytes() == 2 * 2 * 1000 * heads[1] * 64 * (2 + 4)
-
-
-def _on_cpu(result: Any) -> Any:
-    return type(result)(*(x.cpu() for x in result))
+def test_what_is_chosen_on_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    names = [choose_backend(torch.zeros(1, 4, 2, 8), need).name for need in NEEDS.values()]
+    softcap_or_dropout = ("softcap", "dropout", "window, dropout")
+    assert names == ["reference" if need in softcap_or_dropout else "cpu_flash" for need in NEEDS]
+    assert backend_name(torch.zeros(1, 4, 2, 8)) == "cpu_flash"

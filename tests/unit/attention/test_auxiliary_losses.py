@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
+from attention_cases import slices_of
 from carry_cases import draw_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention import SliceStore, push_slice
+from terapipe_ds.attention.documents import Starts
 from tests.auxiliary_layers import ExpertsLayer, plain_experts
 
 ROWS, LENGTH, WIDTH = 2, 11, 6
@@ -30,11 +31,10 @@ def loss_of(hidden: Tensor, added: Tensor) -> Tensor:
 
 def by_slices(layer: ExpertsLayer, x: Tensor, cuts: list[int], starts: Starts | None) -> list[Tensor]:
     store, runs, total = SliceStore(), [], torch.zeros((), dtype=x.dtype)
-    for slice_id, (start, stop) in enumerate(itertools.pairwise([0, *cuts, LENGTH])):
-        documents = None if starts is None else Documents(starts, start, stop)
-        active = ActiveSlice(start, stop, LENGTH, slice_id=slice_id, documents=documents, store=store)
+    lengths = [stop - start for start, stop in itertools.pairwise([0, *cuts, LENGTH])]
+    for active in slices_of(lengths, store, starts):
         with push_slice(active):
-            part = x[:, start:stop]
+            part = x[:, active.start : active.stop]
             runs.append((active, loss_of(*layer((part, part.new_zeros(part.shape[:2]))))))
         total = total + runs[-1][1].detach()
     for active, loss in reversed(runs):

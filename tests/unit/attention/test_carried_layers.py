@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import slices_of
 from carry_cases import (
     CHECKPOINTS,
-    active_slices,
     draw_parameters,
     evaluate_sliced,
     gradients_of,
@@ -178,7 +178,7 @@ def _sliced_loss(
     layer: Any, loss_fn: Any, hidden: Tensor, labels: Tensor, lengths: Sequence[int], recompute: str
 ) -> list[Tensor]:
     store = SliceStore()
-    slices = active_slices(lengths, store)
+    slices = slices_of(lengths, store)
     leaves = [hidden[:, s.start : s.stop].clone().requires_grad_() for s in slices]
     valid, losses = (labels != -100).sum(), []
     for active, leaf in zip(slices, leaves, strict=True):

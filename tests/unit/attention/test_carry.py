@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from carry_cases import active_slices
+from attention_cases import slices_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,7 @@ class Sums:
 
     def __init__(self, rows: int = 2, lengths: Sequence[int] = LENGTHS, starts: Starts | None = None) -> None:
         self.store = SliceStore()
-        self.slices = active_slices(lengths, self.store, starts)
+        self.slices = slices_of(lengths, self.store, starts)
         self.leaves = [torch.ones(rows, each.num_tokens, 2, requires_grad=True) for each in self.slices]
         self.outs: list[Tensor] = []
         self.states: list[Tensor | None] = []
@@ -79,7 +79,7 @@ def test_a_state_is_a_leaf_with_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
-    first, second, _ = active_slices(LENGTHS, SliceStore())
+    first, second, _ = slices_of(LENGTHS, SliceStore())
     x = torch.ones(2, 3, requires_grad=True)
     with push_slice(first):
         carry.write(0, "any", torch.full((2, 2), 5, dtype=dtype), x)
@@ -90,7 +90,7 @@ def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_state_may_be_a_number() -> None:
-    first, second, _ = active_slices(LENGTHS, SliceStore())
+    first, second, _ = slices_of(LENGTHS, SliceStore())
     x = torch.ones(2, 3)
     with push_slice(first):
         carry.write(0, "any", x.sum(), x)
@@ -176,7 +176,7 @@ def test_a_document_that_begins_in_all_rows_reads_none() -> None:
 
 
 def test_a_state_without_rows_at_an_edge() -> None:
-    first, *_ = active_slices(LENGTHS, SliceStore(), ((0, 3), (0,)))
+    first, *_ = slices_of(LENGTHS, SliceStore(), ((0, 3), (0,)))
     x = torch.ones(2, 3)
     with push_slice(first), pytest.raises(SliceStoreError, match=r"token 3 in 1 of 2 rows.*is \[5, 2\]; give it"):
         carry.write(0, "convolution", x.new_zeros(5, 2), x)
@@ -411,7 +411,7 @@ def test_reset_after_an_exception() -> None:
 
 def test_micro_batches_and_parts_have_states_of_their_own() -> None:
     store = SliceStore()
-    first, second, _ = active_slices(LENGTHS, store)
+    first, second, _ = slices_of(LENGTHS, store)
     changes = [{}, {"micro_batch_id": 1}, {"part_id": 1}]
     x = torch.ones(1, 1)
     for value, change in enumerate(changes):

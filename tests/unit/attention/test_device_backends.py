@@ -1,140 +1,39 @@
-"""The backends that need a device, on CPU: flash-attn through a stand-in, flex_attention uncompiled."""
+"""The kernels that need a device, on CPU: through stand-ins, flex_attention uncompiled, shapes on `meta`."""
 
 from __future__ import annotations
 
-import math
-import sys
-import types
+import itertools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import forced
+from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from device_ops import TorchOps, flash_attn_on_cpu, flex_on_cpu
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices
-from torch.nn.attention import flex_attention as torch_flex
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
-from terapipe_ds.attention.backends import backend_name, choose_backend, flash_attn, flex, fused
-from terapipe_ds.attention.backends.base import Need
-from terapipe_ds.attention.backends.flash_attn import FlashAttn
-from terapipe_ds.attention.backends.flex import Flex
+from terapipe_ds.attention import backends
+from terapipe_ds.attention.backends import choose_backend, cudnn, flex, fused
+from terapipe_ds.attention.backends.base import Need, Queries
+from terapipe_ds.attention.backends.cudnn import Cudnn
+from terapipe_ds.attention.backends.fused import CudaFlash
+from terapipe_ds.attention.backends.reference import Reference
 
-Tensor = torch.Tensor
 fewer = settings(max_examples=settings.default.max_examples // 4)
+SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
+
+# -- flash-attn and flex_attention ----------------------------------------------------------------------------------
 
 
-class FlashAttnPackage:
-    """The package's four functions as of 2.7, written out: bottom-right masks, windows, caps, packed rows.
-
-    Tensors are [B, tokens, heads, D], or [tokens, heads, D] where they are packed.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp for [heads, tokens, D]."""
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and options["causal"] and options["alibi_slopes"] is None
-        left, right, softcap = (options[name] for name in ("window_size_left", "window_size_right", "softcap"))
-        assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
-        k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for x in (k, v))
-        scores = q @ k.mT * scale
-        if softcap > 0:
-            scores = torch.tanh(scores / softcap) * softcap
-        ago = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-        hidden = (ago < 0) | (ago > left if left >= 0 else ago < 0)
-        scores = scores.masked_fill(hidden, -math.inf)
-        return torch.softmax(scores, -1) @ v, scores.logsumexp(-1)
-
-    def _backward_of(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, options: Any
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients by the kernel's formula: of `out` and `lse` as they are given, not of its own."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            own_out, own_lse = self._attend(*leaves, scale, options)
-        share = (own_lse - lse).exp().detach()
-        delta = (grad * out).sum(-1)
-        return torch.autograd.grad((own_out, own_lse), leaves, (grad * share.unsqueeze(-1), delta * (1 - share)))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> Any:
-        assert dropout_p == 0 and options.pop("return_softmax") is False
-        self.calls.append("rows")
-        rows = [self._attend(*(x.transpose(0, 1) for x in row), scale, options) for row in zip(q, k, v, strict=True)]
-        out, lse = (torch.stack(x) for x in zip(*rows, strict=True))
-        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
-
-    def backward(self, *tensors_and_numbers: Any, **options: Any) -> None:
-        *tensors, lse, dq, dk, dv, dropout_p, scale = tensors_and_numbers
-        assert dropout_p == 0 and options.pop("deterministic") is False and options.pop("rng_state") is not None
-        for row in range(lse.shape[0]):
-            found = self._backward_of(*(x[row].transpose(0, 1) for x in tensors), lse[row], scale, options)
-            for target, part in zip((dq, dk, dv), found, strict=True):
-                target[row] = part.transpose(0, 1)
-
-    @staticmethod
-    def _documents(cumulative_q: Tensor, cumulative_k: Tensor, longest_q: int, longest_k: int) -> Iterator[Any]:
-        for cumulative, longest in ((cumulative_q, longest_q), (cumulative_k, longest_k)):
-            assert cumulative.dtype == torch.int32 and cumulative[0] == 0 and longest == cumulative.diff().max()
-        for i in range(len(cumulative_q) - 1):
-            yield slice(*cumulative_q[i : i + 2].tolist()), slice(*cumulative_k[i : i + 2].tolist())
-
-    def packed_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-        *lengths, dropout_p, scale = rest
-        assert dropout_p == 0
-        self.calls.append("packed")
-        out, lse = torch.full_like(q, math.nan), q.new_full((q.shape[1], q.shape[0]), math.nan)
-        for own, keys in self._documents(*lengths):
-            parts = (q[own].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1))
-            of_document, lse[:, own] = self._attend(*parts, scale, options)
-            out[own] = of_document.transpose(0, 1)
-        assert not out.isnan().any()
-        return out, lse, torch.empty(0), torch.zeros(2)
-
-    def packed_backward(self, *tensors_and_numbers: Any, **options: Any) -> None:
-        grad, q, k, v, out, lse, dq, dk, dv, *lengths, dropout_p, scale = tensors_and_numbers
-        assert lse.is_contiguous() and dropout_p == 0
-        assert options.pop("deterministic") is False and options.pop("rng_state") is not None
-        for own, keys in self._documents(*lengths):
-            places = (own, own, keys, keys, own)
-            parts = (x[place].transpose(0, 1) for x, place in zip((grad, q, k, v, out), places, strict=True))
-            found = self._backward_of(*parts, lse[:, own], scale, options)
-            for target, place, part in zip((dq, dk, dv), (own, keys, keys), found, strict=True):
-                target[place] = part.transpose(0, 1)
-
-
-@contextmanager
-def flash_attn_on_cpu() -> Iterator[FlashAttnPackage]:
-    """Have `flash_attn` run on CPU, and take every dtype and head dim."""
-    package, written_out = types.ModuleType("flash_attn"), FlashAttnPackage()
-    package.__path__ = []
-    functions: Any = types.ModuleType("flash_attn.flash_attn_interface")
-    functions._flash_attn_forward, functions._flash_attn_backward = written_out.forward, written_out.backward
-    functions._flash_attn_varlen_forward = written_out.packed_forward
-    functions._flash_attn_varlen_backward = written_out.packed_backward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "flash_attn", package)
-        patch.setitem(sys.modules, "flash_attn.flash_attn_interface", functions)
-        patch.setattr(FlashAttn, "refusal", lambda self, q, need: None)
-        patch.setattr(FlashAttn, "is_available", lambda self: True)
-        with forced("flash_attn"):
-            yield written_out
-
-
-@contextmanager
-def flex_on_cpu() -> Iterator[None]:
-    """Have `flex` run uncompiled, and torch let it have a backward on CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-        patch.setattr(flex, "_compiled", lambda: flex.attend)
-        patch.setattr(Flex, "refusal", lambda self, q, need: None)
-        patch.setattr(Flex, "is_available", lambda self: True)
-        with forced("flex"):
-            yield
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["all heads", "grouped"])
+def test_flash_attn_takes_one_call_per_slice(kv_heads: int) -> None:
+    case = Case(kv_heads=kv_heads)
+    with flash_attn_on_cpu() as package:
+        assert error(run_in_slices(case), run_formula(case)) <= 1e-10
+    assert package.calls == ["rows"] * len(case.lengths)
 
 
 @fewer
@@ -175,53 +74,170 @@ def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
     assert torch.equal(places, (key <= query) & (key >= first.unsqueeze(-1)))
 
 
-NEEDS = {
-    "plain": Need(), "window": Need(window=True), "softcap": Need(softcap=True), "documents": Need(documents=True),
-    "wide values": Need(value_dim=512), "values": Need(value_dim=128), "dropout": Need(dropout=True),
-    "window, dropout": Need(dropout=True, window=True),
-}  # fmt: skip
+# -- torch's FlashAttention: one call per slice where the kernel is right --------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "installed", "chosen"), [
-    (torch.bfloat16, True, ["flash_attn"] * 4 + ["flex", "flash_attn"]),
-    (torch.bfloat16, False, ["cuda_flash", "flex", "flex", "cuda_flash", "flex", "cuda_flash"]),
-    (torch.float32, True, ["reference", *["flex"] * 5]), (torch.float64, True, ["reference"] * 6),
-])  # fmt: skip
-def test_what_is_chosen_on_a_device(
-    dtype: torch.dtype, installed: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+def _forget() -> None:
+    for cached in (fused._takes_slices, fused.wrong_result):
+        cached.cache_clear()
+
+
+def _run_on_flash_ops(ops: TorchOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
+    _forget()
+    monkeypatch.setattr(fused, "_aten", ops)
+    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
+    monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
+    inputs = random_inputs((2, *heads, 20, 8))
+    try:
+        with forced("cuda_flash"):
+            return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
+    finally:
+        _forget()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
+def test_cuda_flash_takes_one_call_per_slice(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in (fused, flash_attn, flex):
-        monkeypatch.setattr(module, "cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: installed)
-    q: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 2, 192))
-    names = [choose_backend(q, need).name for need in NEEDS.values()]
-    assert names == [*chosen, "reference", "reference"]
+    ops = TorchOps()
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
+    calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
+    assert calls == [*SLICES, *reversed(SLICES)]
+    assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
+    assert not caplog.records
 
 
-def test_what_is_chosen_on_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    names = [choose_backend(torch.zeros(1, 4, 2, 8), need).name for need in NEEDS.values()]
-    softcap_or_dropout = ("softcap", "dropout", "window, dropout")
-    assert names == ["reference" if need in softcap_or_dropout else "cpu_flash" for need in NEEDS]
-    assert backend_name(torch.zeros(1, 4, 2, 8)) == "cpu_flash"
-
-
-def test_a_forced_backend_refuses_a_softcap() -> None:
-    x = torch.zeros(1, 1, 5, 8)
-    with forced("cpu_flash"), push_slice(ActiveSlice(0, 5, 10, store=SliceStore())):
-        with pytest.raises(ValueError, match="'cpu_flash' was forced, but it knows no softcap"):
-            sliced_attention(x, x, x, 0, softcap=2.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", [None, "flex"])
-@pytest.mark.parametrize("options", [
-    {"window": 100}, {"window": 100, "softcap": 5.0, "with_sinks": True}, {"value_dim": 32},
-    {"starts": ((0, 120, 500), (0, 340))}, {"starts": ((0, 120, 500), (0, 340)), "window": 90, "with_sinks": True},
+@pytest.mark.parametrize(("variant", "said"), [
+    ("upper left", "% off"), ("no groups", "Expected the heads to match"), ("backward", "10.0% off for 40 tokens"),
+    ("split", "10.0% off for 40 tokens after 1000"),
+    ("full", "10.0% off for 64 tokens after 300"), ("query", "10.0% off for 1 tokens after 1000"),
+    ("first", "10.0% off for 300 tokens after 0"),
 ])  # fmt: skip
-def test_options_on_a_gpu(options: dict[str, Any], backend: str | None) -> None:
-    case = Case((300, 250, 99, 1), dim=64, **{"value_dim": 64, **options}, dtype=torch.bfloat16)
-    inputs: Callable[[], list[Tensor]] = case.inputs
-    with pytest.MonkeyPatch.context() as patch, forced(backend):
-        patch.setattr(Case, "inputs", lambda self: [x.cuda() for x in inputs()])
-        found = [x.cpu() for x in run_in_slices(case)]
-    assert error(found, run_formula(case)) <= 2e-2
+def test_cuda_flash_falls_back_to_two_calls(
+    variant: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ops = TorchOps(variant)
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        error = _run_on_flash_ops(ops, (4, 2), monkeypatch)
+    (record,) = caplog.records
+    assert said in record.getMessage() and "two calls per slice" in record.getMessage()
+    assert error <= 1e-12
+    assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
+
+
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
+def test_the_check_takes_every_way_through_the_kernel(dim: int) -> None:
+    shapes = [(torch.empty(b, h, n, dim), torch.empty(b, kv, n + p, dim)) for b, h, kv, n, p in fused._CHECKED]
+    assert {TorchOps._way(q, k) for q, k in shapes} >= {"first", "split", "full", "query"}
+
+
+# -- cuDNN, and windows of FlashAttention ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _on_cpu(ops: TorchOps, kernel: type, **replaced: Callable[..., Any]) -> Iterator[None]:
+    """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
+    for cached in (cudnn._times_ms, fused.wrong_result):
+        cached.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fused, cudnn):
+            patch.setattr(module, "_aten", ops)
+            patch.setattr(module, "cuda_refusal", lambda q, need: None)
+            patch.setattr(module, "cuda_capability", lambda: (9, 0))
+        for backend in backends._BACKENDS:
+            if isinstance(backend, Cudnn):
+                patch.setattr(backend, "_of_one_token", Reference())
+        for name, stand_in in replaced.items():
+            patch.setattr(cudnn, name, stand_in)
+        with forced(kernel.name):  # type: ignore[attr-defined]
+            yield
+    for cached in (cudnn._times_ms, fused.wrong_result):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["all heads", "grouped", "one key head"])
+@pytest.mark.parametrize("lengths", [(9, 10, 1), (20,), (1, 19), (2, 18)])
+def test_cudnn_takes_a_dense_call_and_a_causal_one(heads: tuple[int, int], lengths: tuple[int, ...]) -> None:
+    inputs, ops = random_inputs((2, *heads, 20, 8)), TorchOps()
+    with _on_cpu(ops, Cudnn):
+        run_sliced(inputs, lengths)  # with the comparison on first use
+        ops.calls.clear()
+        assert largest_error(run_sliced(inputs, lengths), run_plain(inputs)) <= 1e-12
+    starts = [0, *itertools.accumulate(lengths)][:-1]
+    several = [(n, p) for n, p in zip(lengths, starts, strict=True) if n > 1 and len(lengths) > 1]
+    expected = [call for n, p in several for call in ([(n, n, True), (n, p, False)] if p else [(n, n, True)])]
+    assert ops.calls == expected
+
+
+def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    with _on_cpu(TorchOps(), Cudnn):
+        assert Cudnn().refusal(torch.zeros(1, 4, 2, 8), Need()) is None
+    with pytest.raises(ValueError, match="'cudnn' was forced, but it is .*% off for 300 tokens after 0"):
+        with _on_cpu(TorchOps(shift=1), Cudnn):
+            run_sliced(random_inputs((1, 4, 2, 20, 8)), (9, 11))
+
+
+def test_the_faster_kernel_is_chosen_and_determinism_rules_cudnn_out() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    for own_ms, chosen in ((1.0, "cudnn"), (3.0, "cuda_flash")):
+        with _on_cpu(TorchOps(), Cudnn, _times_ms=lambda *key, own_ms=own_ms: (own_ms, 2.0)):
+            backends.set_backend(None)
+            assert choose_backend(q, Need()).name == chosen
+            if chosen == "cuda_flash":
+                assert backends.passed_over(q)["cudnn"] == "it takes 3.000 ms where cuda_flash takes 2.000 ms"
+    with _on_cpu(TorchOps(), Cudnn):
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert "use_deterministic_algorithms is on" in (Cudnn().refusal(q, Need()) or "")
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", [
+    Case((5, 6, 1), window=3), Case((5, 6, 1), window=1), Case((5, 6, 1), window=4, with_sinks=True, scale=0.3),
+    Case((5, 7), starts=((0, 3, 9), (0, 6)), window=4, kv_heads=4), Case((5, 7), window=5, value_dim=4),
+    Case((5, 4, 3), window=6, recompute=True, value_dim=12),
+], ids=["window", "own token", "sinks", "documents", "narrow values", "wide values"])  # fmt: skip
+def test_windows_of_torchs_flash_attention(case: Case) -> None:
+    ops = TorchOps()
+    with _on_cpu(ops, CudaFlash):
+        assert error(run_in_slices(case), run_formula(case)) <= 1e-10
+    assert ops.calls
+
+
+def test_a_window_that_the_operator_lacks_is_refused() -> None:
+    class Older:
+        """A torch without the operator's windows."""
+
+    with _on_cpu(TorchOps(), CudaFlash):
+        fused.wrong_result.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused, "_aten", Older())
+            refusal = CudaFlash().refusal(torch.zeros(1, 4, 2, 8), Need(window=True))
+    assert refusal is not None and "with a window it raised" in refusal
+
+
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["cudnn", "window"])
+def test_shapes_on_meta(kernel: str, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
+    """The real operators of this torch: arguments, shapes and dtypes of first, later and two-token slices."""
+    backend = Cudnn() if kernel == "cudnn" else CudaFlash()
+    for start, tokens in ((0, 300), (300, 500), (998, 2)):
+        q, grad = (torch.empty(2, heads[0], tokens, dim, dtype=dtype, device="meta") for _ in range(2))
+        keys, values = (torch.empty(2, heads[1], 1000, dim, dtype=dtype, device="meta") for _ in range(2))
+        seen = (x[:, :, : start + tokens] for x in (keys, values))
+        queries = Queries(q, *seen, start, dim**-0.5, window=None if kernel == "cudnn" else 100)
+        attended, pieces = backend.forward(queries), list[tuple[int, int]]()
+
+        def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False, pieces: Any = pieces) -> None:
+            assert dk.shape == dv.shape == (2, heads[1], dk.shape[2], dim) and dk.dtype == dtype
+            pieces.append((offset, offset + dk.shape[2]))
+
+        dq = backend.backward(grad, queries, attended, add)
+        assert attended.out.shape == q.shape == dq.shape and attended.lse.shape == q.shape[:3]
+        assert attended.lse.dtype == torch.float32 and dq.dtype == dtype
+        covered = [(0, start), (start, start + tokens)] if kernel == "cudnn" and start else [(0, start + tokens)]
+        assert pieces == covered

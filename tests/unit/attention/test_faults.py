@@ -11,7 +11,7 @@ import torch
 from reach_cases import Case, error, run_formula, run_in_slices, small_blocks
 from test_store_reach import evaluate, undefined_memory_is_nan
 
-from terapipe_ds.attention import SliceStore, SliceStoreError, sliced
+from terapipe_ds.attention import SliceStore, SliceStoreError, call, sliced
 from terapipe_ds.attention.backends import bands, reference
 from terapipe_ds.attention.backends.bands import Bands
 from terapipe_ds.attention.backends.blocks import BlockKernel
@@ -115,7 +115,7 @@ def sink_with_the_gradient_of_other_keys(gradient: Any, *args: Any) -> Any:
     return -gradient(*args)
 
 
-@fault(SINKS, sliced, "with_sinks")
+@fault(SINKS, call, "with_sinks")
 def sink_not_in_the_log_sum_exp(with_sinks: Any, out: Any, lse: Any, sinks: Any) -> Any:
     return with_sinks(out, lse, sinks)[0], lse
 

@@ -199,18 +199,6 @@ def test_a_probe_may_run_any_slice() -> None:
         assert out.isfinite().all() and all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
 
 
-def test_the_weight_pass_only_reads() -> None:
-    case, store = Case((6, 6), window=4), SliceStore()
-    q, k, v, *_ = case.inputs()
-    outs = {}
-    for mode in ("train", "weight"):
-        for active in case.slices(store):
-            with push_slice(active.replace(mode=mode)):
-                parts = (x[:, :, active.start : active.stop] for x in (q, k, v))
-                outs[mode, active.start] = case.attend(*parts, None)
-    assert torch.equal(outs["train", 6], outs["weight", 6])
-
-
 def test_what_documents_say_of_a_slice() -> None:
     documents = Documents(((0, 3, 12), (0, 10)), 10, 15)
     assert [documents.first_token(row) for row in (0, 1)] == [3, 10]

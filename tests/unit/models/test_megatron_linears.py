@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.models.megatron import linears
 from terapipe_ds.models.megatron.linears import split_backwards
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from tests.unit.runtime.layers.split_cases import Run, unit
 
 UNITS = ((0, 0, 1), (0, 0, 0))
 TOKENS, ROWS, IN, OUT = 5, 2, 6, 4
@@ -65,58 +64,20 @@ def by_torch(layers: Layers, hidden: Tensor) -> Tensor:
     return F.linear(torch.tanh(F.linear(hidden, layers.up.weight, bias)), layers.down.weight, layers.down.bias)
 
 
-def slice_of(unit: tuple[int, int, int]) -> AbstractContextManager[ActiveSlice]:
-    part_id, micro_batch_id, slice_id = unit
-    ids = {"part_id": part_id, "micro_batch_id": micro_batch_id, "slice_id": slice_id}
-    return push_slice(ActiveSlice(0, TOKENS, 2 * TOKENS, **ids))
-
-
-class Run:
-    """The same slices through layers whose backward is split, and through copies of their parameters by torch."""
-
-    def __init__(
-        self, layers: nn.Module | None = None, optimizer: Any = None, expected: Callable[..., Tensor] = by_torch
-    ) -> None:
-        torch.manual_seed(0)
-        self.layers = Layers() if layers is None else layers
-        for parameter in self.layers.parameters():
-            nn.init.normal_(parameter)
-        group = dist.group.WORLD
-        self.plain, self.expected = copy.deepcopy(self.layers, {id(group): group}), expected
-        self.inputs = {unit: torch.randn(TOKENS, ROWS, IN, dtype=torch.float64) for unit in UNITS}
-        self.gradients = accumulate_in_products(self.layers, optimizer)
-        self.gradients.open_batch(UNITS)
-
-    def backward(self, forward: Callable[[Tensor], Tensor] | None = None, units: Any = UNITS) -> None:
-        """F and B of each slice, compared with torch's gradient of its inputs."""
-        for unit in units:
-            mine, theirs = (self.inputs[unit].clone().requires_grad_() for _ in range(2))
-            with slice_of(unit), self.gradients.deferred(unit):
-                outputs = (forward or self.layers)(mine)
-                outputs.square().sum().backward()
-            expected = self.expected(self.plain, theirs)
-            expected.square().sum().backward()
-            torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-    def weights(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[int]:
-        return [self.gradients.compute(unit, around) for unit in UNITS]
-
-    def assert_same(self) -> None:
-        for (name, mine), theirs in zip(self.layers.named_parameters(), self.plain.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None), name
-            if theirs.grad is not None:
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-    def deferred(self) -> set[str]:
-        """The parameters that have no gradient yet."""
-        return {name for name, parameter in self.layers.named_parameters() if parameter.grad is None}
+def run_of(
+    layers: Layers | None = None, optimizer: Any = None, expected: Callable[[Any, Tensor], Tensor] = by_torch
+) -> Run:
+    torch.manual_seed(0)
+    layers = Layers() if layers is None else layers
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    return Run(layers, (TOKENS, ROWS, IN), UNITS, optimizer, expected, shared=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("column", [{}, {"bias": False}], ids=["bias", "no bias"])
 @pytest.mark.parametrize("optimizer", [None, DeepSpeedOptimizer()], ids=["plain", "watched"])
 def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer: Any) -> None:
-    run = Run(Layers(**column), optimizer)
+    run = run_of(Layers(**column), optimizer)
     run.backward()
     assert run.deferred() == {"up.weight", "down.weight"}
     assert all(run.gradients.kept_bytes(unit) == 8 * TOKENS * ROWS * 2 * (IN + OUT) for unit in UNITS)
@@ -125,22 +86,22 @@ def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer
 
 
 def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
+    run = run_of()
     run.gradients.open_batch(UNITS[:1])
     monkeypatch.setattr(linears._SplitLinear, "apply", lambda *_: pytest.fail("not Megatron's"))
     mine, theirs = (run.inputs[UNITS[1]].clone().requires_grad_() for _ in range(2))
-    with slice_of(UNITS[1]):
+    with unit(*UNITS[1]):
         run.layers(mine).square().sum().backward()
     by_torch(run.plain, theirs).square().sum().backward()
     run.assert_same()
-    with torch.no_grad(), slice_of(UNITS[0]):
+    with torch.no_grad(), unit(*UNITS[0]):
         run.layers(mine)
 
 
 def test_a_frozen_weight() -> None:
     layers = Layers(bias=False)  # megatron-core gives the bias of a frozen weight no gradient
     layers.up.weight.requires_grad_(False)
-    run = Run(layers)
+    run = run_of(layers)
     run.backward()
     assert run.weights() == [1, 1]
     run.assert_same()
@@ -173,7 +134,7 @@ def test_a_weight_or_a_product_that_is_not_megatron_s(how: str) -> None:
         inner = torch.tanh(F.linear(hidden, 2 * layers.up.weight, layers.up.bias))
         return F.linear(inner, layers.down.weight, layers.down.bias)
 
-    run = Run(layers, expected=expected)
+    run = run_of(layers, expected=expected)
     run.backward()
     assert run.deferred() == {"down.weight"}
     assert run.weights() == [1, 1]
@@ -185,14 +146,14 @@ def test_autocast() -> None:
     gradients = accumulate_in_products(layers, None)
     gradients.open_batch(UNITS)
     hidden = torch.randn(TOKENS, ROWS, IN, requires_grad=True)
-    with slice_of(UNITS[0]), gradients.deferred(UNITS[0]), torch.autocast("cpu", dtype=torch.bfloat16):
+    with unit(*UNITS[0]), gradients.deferred(UNITS[0]), torch.autocast("cpu", dtype=torch.bfloat16):
         layers(hidden).float().sum().backward()
     assert layers.up.weight.grad is not None and layers.down.weight.grad is not None
     assert gradients.compute(UNITS[0], nullcontext) == 0
 
 
 def test_a_hook_on_a_weight_is_called_in_w_and_once() -> None:
-    run, seen = Run(), []
+    run, seen = run_of(), []
     run.layers.up.weight.register_hook(lambda gradient: seen.append(gradient.norm()) or 3 * gradient)
     run.backward()
     assert not seen

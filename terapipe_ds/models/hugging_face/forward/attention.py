@@ -86,6 +86,7 @@ def attend(
 
     Raises ModelRefusedError for whatever the model asks that sliced attention does not have.
     """
+    # an argument that nobody knows may change the result: it is refused, not dropped
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT)
     if unknown:
         raise ModelRefusedError(f"its attention asks for {', '.join(unknown)}")
@@ -95,6 +96,7 @@ def attend(
         raise ModelRefusedError(f"it makes a mask of its own, a {type(attention_mask).__name__}")
     if attention_mask.problem:
         raise ModelRefusedError(attention_mask.problem)
+    # a mask and an attention that disagree are a mistake of the family or of this file
     window = attention_mask.window
     if sliding_window is not None and sliding_window != window:
         raise ModelRefusedError(f"its mask has a window of {window}, and its attention one of {sliding_window}")

@@ -147,6 +147,7 @@ class _Layer(CacheLayerMixin, _States):
     ) -> Tensor:
         """Keep the last inputs [B, C, kernel] of a convolution; return them before those of the slice."""
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        # the inputs of the slice before stand where padding stands on the first slice
         before = self.conv_states[state_idx]
         inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
         if inputs.shape[-1] < size:
@@ -180,6 +181,7 @@ class _WithPrefix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable) -> tuple[Tensor, Tensor]:
         assert active.store is not None
+        # the model attends to these by itself; the store only appends, and gathers gradients
         entry = active.store.write(active, layer, k, v)
         entry.record(ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         ctx.entry, ctx.active = entry, active

@@ -97,18 +97,21 @@ class Outline:
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
+        # asked before modules become stand-ins
         self.tied = _tied_matrix(model)
         self.cache = SliceCache(self.config.num_hidden_layers)
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
         self._places_of = [StandIn(layer) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
-        self._others = {name: StandIn(each) for name, each in _with_weights(model, "")}
-        _refuse_shared_parameters([*self.layers, *map(self.module, self._others)], self.tied)
+        # decoder layers are stand-ins by now, so what is left with weights runs before or after them
+        self._others = {name: StandIn(module) for name, module in _with_weights(model, "")}
+        _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)
         if left := [name for name, _ in model.named_parameters()]:
             raise ModelRefusedError(f"it has parameters beside those of its layers ({', '.join(left)})")
+        # forwards name their cache differently, and some take no positions
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = next(filter(parameters.get, compat.cache_arguments(transformers.__version__)), "")
         if not self._cache_name:
@@ -116,11 +119,12 @@ class Outline:
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
+        self._device = torch.device("cpu")
         self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()
 
     def _name_of(self, stand_in: nn.Module | None) -> str:
-        name = next((name for name, each in self._others.items() if each is stand_in), None)
+        name = next((name for name, other in self._others.items() if other is stand_in), None)
         if name is None:
             raise ModelRefusedError("its embedding, or its output matrix, is not a module with weights of its own")
         return name
@@ -128,11 +132,15 @@ class Outline:
     @property
     def names(self) -> list[str]:
         """Return the names of all modules with weights."""
-        return [*self._others, *(f"{self.layers_name}.{index}" for index in range(len(self.layers)))]
+        return [*self._others, *map(self.layer_name, range(len(self.layers)))]
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of a decoder layer."""
+        return f"{self.layers_name}.{index}"
 
     def module(self, name: str) -> nn.Module:
         """Return a module of the model, whose parameters are on the device "meta"."""
-        original: nn.Module = self._others[name].__dict__["original"]
+        original: nn.Module = self.model.get_submodule(name).original
         return original
 
     def copy_of(self, module: nn.Module) -> nn.Module:
@@ -178,6 +186,7 @@ class Outline:
     def _run(
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
+        # for this run alone, and put back after it: a closure holds the activations of a slice
         stand_ins = list(zip(self._places_of, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
@@ -198,16 +207,20 @@ class Outline:
 
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
         """Let attention go the way that the layer wants, and buffers be where its inputs are."""
+        # the model reads this name whenever it makes a mask or attends
         way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast
-        for each in self.model.modules():
-            if isinstance(each, StandIn):
-                each.device = inputs.device
-            for name, buffer in each._buffers.items():
+        if inputs.device == self._device:  # the walk over all modules would come once per layer and slice
+            return
+        self._device = inputs.device
+        for module in self.model.modules():
+            if isinstance(module, StandIn):
+                module.device = inputs.device
+            for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
-                    each._buffers[name] = buffer.to(inputs.device)
+                    module._buffers[name] = buffer.to(inputs.device)
 
     # -- what runs when ----------------------------------------------------------------------------------------------
 
@@ -220,6 +233,7 @@ class Outline:
             except Exception as error:  # of the model's own code, which got a form that it does not know
                 problems.append(error)
                 continue
+            # calls up to the first decoder layer, and from the last one on
             before = tuple(dict.fromkeys(itertools.takewhile(bool, calls)))
             after = tuple(dict.fromkeys(itertools.takewhile(bool, reversed(calls))))[::-1]
             unknown = {*self._others, head} - {*before, *after, head}
@@ -228,8 +242,8 @@ class Outline:
             if unknown or set(before) & set(after) or runs != len(self.layers):
                 raise ModelRefusedError(f"its forward is not a list of decoder layers between other modules: {calls}")
             return before, after, head
-        refusals = [each for each in problems if isinstance(each, ModelRefusedError)]
-        in_this_form = [each for each in problems if not isinstance(each, _OtherFormError)]
+        refusals = [problem for problem in problems if isinstance(problem, ModelRefusedError)]
+        in_this_form = [problem for problem in problems if not isinstance(problem, _OtherFormError)]
         raise ModelRefusedError(str((refusals or in_this_form or problems)[-1])) from problems[0]
 
     def _calls(self, head: str) -> list[str]:
@@ -237,6 +251,7 @@ class Outline:
 
         Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
         """
+        # twice, with other hidden states: what differs in the other arguments depends on the tokens
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
         trial = _Trial(self._form)
         self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
@@ -277,7 +292,7 @@ class _Trial:
             self._note(head, x)
             _finish(x)
 
-        return {name: noted(name, each.skip) for name, each in others.items()} | {head: end}
+        return {name: noted(name, other.skip) for name, other in others.items()} | {head: end}
 
     def layer(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
         if torch.is_tensor(hidden) and hidden.dim() > 3:
@@ -287,8 +302,10 @@ class _Trial:
             )
         self._note("", hidden)
         self.hidden.append(hidden)
-        given = {f"argument {place}": each for place, each in enumerate(args, 1)} | named
-        self.others.append({name: each for name, each in given.items() if not isinstance(each, SliceCache)})
+        arguments = {f"argument {place}": argument for place, argument in enumerate(args, 1)} | named
+        self.others.append(
+            {name: argument for name, argument in arguments.items() if not isinstance(argument, SliceCache)}
+        )
         return self._form(hidden)
 
     def _note(self, name: str, x: Tensor) -> None:
@@ -324,21 +341,21 @@ def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter |
 
 def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder layers and its name."""
-    for name, each in model.named_modules():
-        if isinstance(each, nn.ModuleList) and len(each) == number:
-            return name, each
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return name, module
     raise ModelRefusedError(f"it has no list of {number} decoder layers")
 
 
 def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules with parameters beside the decoder layers, which are stand-ins already."""
-    found: list[tuple[str, nn.Module]] = []
+    modules: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList) or any(isinstance(each, StandIn) for each in child.modules()):
-            found += _with_weights(child, f"{prefix}{name}.")
+        if isinstance(child, nn.ModuleList) or any(isinstance(inner, StandIn) for inner in child.modules()):
+            modules += _with_weights(child, f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
-            found.append((f"{prefix}{name}", child))
-    return found
+            modules.append((f"{prefix}{name}", child))
+    return modules
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

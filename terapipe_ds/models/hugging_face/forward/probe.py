@@ -6,6 +6,8 @@ it can be trained so. Nothing is known of families: what a layer does decides.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +21,11 @@ _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 
 
-class Way:
+class Way(NamedTuple):
     """How a layer runs in slices: through `sliced_attention` (`is_fast`) or by a cache; and whether it has states."""
 
-    def __init__(self, is_fast: bool, has_states: bool) -> None:
-        self.is_fast, self.has_states = is_fast, has_states
+    is_fast: bool
+    has_states: bool
 
     @property
     def mixing(self) -> str:
@@ -50,6 +52,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
         trial.float()
     outline.model.eval()
     devices = {p.device for p in trial.parameters() if p.device.type != "cpu"}
+    # the fast way first; code of its own, with a cache, where that gives other numbers
     for is_fast in (True, False) if outline.takes_patterns else (False,):
         with torch.random.fork_rng(devices), torch.enable_grad():
             problem = _problem(outline, index, trial, is_fast)
@@ -73,6 +76,7 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
         if not error <= _TOLERANCE:
             problem = f"on slices it computes something else than on the whole sequence (relative error {error:.0e})"
     outline.cache.forget_written()
+    # a state that the layer keeps by itself would mix micro-batches
     after = _tensors_in_attributes(layer)
     kept = [name for name in sorted(after) if name not in before or not torch.equal(before[name], after[name])]
     return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
@@ -84,6 +88,7 @@ def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bo
     generator = torch.Generator().manual_seed(index)
     width = outline.config.hidden_size
     hidden, grad = (torch.randn(_ROWS, length, width, generator=generator).to(like) for _ in range(2))
+    # the same layer is its own reference: no formula of a family is needed
     whole = _run_slices(outline, index, layer, is_fast, (length,), hidden, grad)
     sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
     # what the layer adds, where it adds: the residual stream is equal in any case

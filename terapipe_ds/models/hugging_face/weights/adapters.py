@@ -46,7 +46,8 @@ class Adapters:
     depend only on the seed and the name of a module.
 
     Args:
-        given: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained on.
+        adapter: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained
+            on.
         whole: the model with such adapters, as `with_adapters` makes it.
         outline: which modules of the model have weights.
 
@@ -56,12 +57,13 @@ class Adapters:
     """
 
     def __init__(
-        self, given: LoraConfig | PeftModel | str | os.PathLike[str], whole: PeftModel, outline: Outline, seed: int
+        self, adapter: LoraConfig | PeftModel | str | os.PathLike[str], whole: PeftModel, outline: Outline, seed: int
     ) -> None:
         self._outline, self._seed = outline, seed
         self._changes, self._keeps_dtypes = Changes(), False
         self.beside: list[str] = []
         self.config = whole.peft_config[_NAME]
+        # peft knows by which keys it saves; here they are asked for on the whole model, without values
         key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
@@ -76,7 +78,7 @@ class Adapters:
                 "its embedding is the output matrix as well, and takes no adapter: leave both out of target_modules "
                 "and modules_to_save"
             )
-        self._stored = None if isinstance(given, PeftConfig) else self._checked(_tensors_of(given))
+        self._stored = None if isinstance(adapter, PeftConfig) else self._checked(_tensors_of(adapter))
 
     def take_over(self, changes: Changes, keeps_dtypes: bool) -> None:
         """Give the adapters, and trained weights beside them, the settings of a model in memory."""
@@ -99,11 +101,13 @@ class Adapters:
         if name not in self._owners:
             self._changes.put_onto(module, name)
             return module
+        # peft goes by names in the whole model, of which a stage has one module
         whole = module
         for part in reversed(name.split(".")):  # so that its parts have the names that the config speaks of
             whole, inner = nn.Module(), whole
             whole.add_module(part, inner)
         whole.config = self._outline.config  # type: ignore[assignment]
+        # peft writes into the config that it injects
         config = copy.deepcopy(self.config)
         if not any(key.startswith(f"{name}.") and ".lora_" in key for key in self._trained):
             config.target_modules = DUMMY_TARGET_MODULES  # a whole module, or a bias, is trained and nothing beside it
@@ -140,12 +144,12 @@ class Adapters:
         config.save_pretrained(folder)
 
 
-def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:
+def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:
     """Put adapters without values into a model on the device "meta", as peft does.
 
     Raises ModelRefusedError where no module has such a name, or where stages do not serve such adapters.
     """
-    config = copy.deepcopy(_config_of(given))
+    config = copy.deepcopy(_config_of(adapter))
     if config.peft_type != "LORA":
         raise ModelRefusedError(
             f"stages train adapters of LoraConfig, and not of {type(config).__name__}, for which peft needs the whole "
@@ -155,6 +159,7 @@ def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model:
         raise ModelRefusedError(
             f"init_lora_weights {config.init_lora_weights!r} changes the weights that are not saved: give True"
         )
+    # an option of a newer peft that stages do not serve is refused unless it has its default
     plain = vars(LoraConfig())
     for name in sorted(vars(config).keys() - {*_SERVED.split()}):
         value = getattr(config, name)
@@ -167,30 +172,30 @@ def with_adapters(given: PeftConfig | PeftModel | str | os.PathLike[str], model:
         raise ModelRefusedError(str(error)) from error
 
 
-def _config_of(given: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
-    if isinstance(given, PeftModel):
-        if list(given.peft_config) != [_NAME]:
-            raise ModelRefusedError(f"its adapters are named {list(given.peft_config)}: give one, named {_NAME!r}")
-        if any(isinstance(each, BaseTunerLayer) and each.merged for each in given.modules()):
+def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
+    if isinstance(adapter, PeftModel):
+        if list(adapter.peft_config) != [_NAME]:
+            raise ModelRefusedError(f"its adapters are named {list(adapter.peft_config)}: give one, named {_NAME!r}")
+        if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in adapter.modules()):
             raise ModelRefusedError("its adapters are merged into its weights: call model.unmerge_adapter() before")
-        return given.peft_config[_NAME]
-    if isinstance(given, PeftConfig):
-        return given
-    if not isinstance(given, str | os.PathLike):
-        raise ModelRefusedError(f"adapters are a LoraConfig or a folder of peft, not a {type(given).__name__}")
-    if not (Path(given) / ADAPTER_CONFIG).is_file():
+        return adapter.peft_config[_NAME]
+    if isinstance(adapter, PeftConfig):
+        return adapter
+    if not isinstance(adapter, str | os.PathLike):
+        raise ModelRefusedError(f"adapters are a LoraConfig or a folder of peft, not a {type(adapter).__name__}")
+    if not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ModelRefusedError(
-            f"adapter={os.fspath(given)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download it "
-            f"and give the folder: huggingface_hub.snapshot_download({os.fspath(given)!r})"
+            f"adapter={os.fspath(adapter)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download "
+            f"it and give the folder: huggingface_hub.snapshot_download({os.fspath(adapter)!r})"
         )
-    return PeftConfig.from_pretrained(os.fspath(given))
+    return PeftConfig.from_pretrained(os.fspath(adapter))
 
 
-def _tensors_of(given: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:
-    if isinstance(given, PeftModel):
-        tensors: dict[str, Tensor] = get_peft_model_state_dict(given, save_embedding_layers=False)
+def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:
+    if isinstance(adapter, PeftModel):
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(adapter, save_embedding_layers=False)
         return tensors
-    file = Path(given) / ADAPTER_FILE
+    file = Path(adapter) / ADAPTER_FILE
     if not file.is_file():
         raise ModelRefusedError(f"{file.parent} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
     return load_file(file)
@@ -204,9 +209,9 @@ def without_adapters(model: PeftModel) -> dict[str, Tensor]:
 def merged(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a module with its adapters added to them, by the names that they have without adapters."""
     module = copy.deepcopy(module)
-    for each in module.modules():
-        if isinstance(each, BaseTunerLayer):
-            each.merge()
+    for layer in module.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
     return _plain(module.state_dict(), f"modules_to_save.{_NAME}.", "original_module.")
 
 

@@ -49,9 +49,9 @@ class Changes:
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
         """Set them on the module with this name in the model; the model itself has the name ""."""
-        for inner, each in module.named_modules(prefix=name):
+        for inner, part in module.named_modules(prefix=name):
             for attribute, value in self.values.get(inner, {}).items():
-                setattr(each, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
+                setattr(part, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
         for key, parameter in module.named_parameters(prefix=name):
             parameter.requires_grad_(self.requires_grad.get(key, parameter.requires_grad))
 
@@ -81,7 +81,9 @@ def _of_modules(
     if isinstance(ours, nn.ModuleList) and isinstance(fresh, nn.ModuleList) and len(ours) != len(fresh):
         yield name, f"has {len(ours)} layers, in a fresh model {len(fresh)}"
         return
+    # what both modules are, by the same names; peft puts a name of its own before them
     prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(IN_PEFT)
+    # settings that stages can have are noted, all else is a difference
     for key in sorted(facts.keys() | others.keys()):
         one, other = facts.get(key), others.get(key)
         if _form(one) == _form(other):
@@ -108,16 +110,16 @@ def _facts(module: nn.Module) -> dict[str, object]:
         key for key, value in own.items() if getattr(value, "__func__", own) is getattr(type(module), key, 0)
     }
     hooks = [hook for name in _HOOKS for hook in own[name].values()]
-    parameters = {key: each for key, each in module._parameters.items() if each is not None}
+    parameters = {key: member for key, member in module._parameters.items() if member is not None}
     return {
         **{key: value for key, value in own.items() if key not in passed_over},
         **module._buffers,
-        **{key: [type(each).__name__, *each.shape] for key, each in parameters.items()},
-        **{key: type(each) for key, each in module.named_children()},
+        **{key: [type(member).__name__, *member.shape] for key, member in parameters.items()},
+        **{key: type(member) for key, member in module.named_children()},
         "(buffers that are not saved)": sorted(own["_non_persistent_buffers_set"]),
         "(hooks)": [_shown(hook) for hook in hooks if getattr(hook, "__name__", "") not in _WITHOUT_EFFECT],
         "(hooks of parameters)": [
-            key for key, each in parameters.items() if any(map(each.__getattribute__, _OF_TENSORS))
+            key for key, member in parameters.items() if any(map(member.__getattribute__, _OF_TENSORS))
         ],
     }
 
@@ -151,17 +153,17 @@ _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
     (PretrainedConfig, lambda x: _form(x.to_dict())),
     (types.MethodType, lambda x: x.__func__),
     (functools.partial, lambda x: [_form(x.func), _form(x.args), _form(x.keywords)]),
-    (Mapping, lambda x: {key: _form(each) for key, each in x.items() if key not in _NOT_COMPUTED}),
-    (list | tuple, lambda x: [_form(each) for each in x]),
+    (Mapping, lambda x: {key: _form(entry) for key, entry in x.items() if key not in _NOT_COMPUTED}),
+    (list | tuple, lambda x: [_form(entry) for entry in x]),
 )  # type: ignore[assignment]
 
 
 def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
     """Yield what `activation_checkpoint_interval`, which computes each decoder layer again, does not do."""
-    asked = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    on = [module for module in asked if module.gradient_checkpointing]
-    if len(on) not in (0, len(asked)):
-        yield "gradient checkpointing", f"is on in {len(on)} of {len(asked)} modules, and must be in all or none"
+    able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    on = [module for module in able if module.gradient_checkpointing]
+    if len(on) not in (0, len(able)):
+        yield "gradient checkpointing", f"is on in {len(on)} of {len(able)} modules, and must be in all or none"
     for function in {getattr(module, "_gradient_checkpointing_func", checkpoint) for module in on}:
         options = {k: v for k, v in getattr(function, "keywords", {}).items() if k != "use_reentrant"}
         if getattr(function, "func", function) is not checkpoint or options:
@@ -178,9 +180,10 @@ def _of_ties(model: nn.Module, fresh: nn.Module) -> Iterator[Difference]:
 
 def _tied(model: nn.Module) -> set[tuple[str, ...]]:
     owners: dict[object, list[str]] = defaultdict(list)
-    for name, each in model.named_parameters(remove_duplicate=False):
-        has_memory = each.numel() > 0 and not each.is_meta
-        owners[(each.untyped_storage().data_ptr(), each.storage_offset()) if has_memory else id(each)].append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        has_memory = parameter.numel() > 0 and not parameter.is_meta
+        memory = (parameter.untyped_storage().data_ptr(), parameter.storage_offset()) if has_memory else id(parameter)
+        owners[memory].append(name)
     return {tuple(names) for names in owners.values() if len(names) > 1}
 
 

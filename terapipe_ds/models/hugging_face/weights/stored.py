@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as torch_dist
@@ -33,16 +33,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-class Weights(Protocol):
-    """Where weights come from."""
-
-    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Set all parameters of `module`, a copy of `original`, which has the name `name` in the model.
-
-        They may be set later, when somebody looks at them.
-        """
-
-
 class DrawnWeights:
     """Random weights, as the family draws them.
 
@@ -55,13 +45,14 @@ class DrawnWeights:
 
     @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Draw the parameters; see `Weights`."""
+        """Draw all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
+        # other random numbers of the process stay as they are
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))
-            for each in reversed(list(module.modules())):
-                self._outline.initialize(each)
+            for part in reversed(list(module.modules())):
+                self._outline.initialize(part)
         for key, parameter in module.named_parameters():
             if parameter.isnan().any():
                 initial = getattr(original.get_parameter(key), "initial", None)
@@ -90,8 +81,9 @@ class StoredWeights:
         self._conversions = _conversions(model)
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
         self._keys_of: dict[str, list[str]] = {name: [] for name in names}
+        # headers alone: a wrong folder is refused before gigabytes are read
         state, stored = model.state_dict(), _headers(self._folder, self._file_of)
-        found, without_place = set[str](), list[str]()
+        filled, without_place = set[str](), list[str]()
         for key, header in stored.items():
             target, is_converted = self._conversions.target(key, state)
             owner = next((name for name in names if target.startswith(f"{name}.")), None)
@@ -100,8 +92,9 @@ class StoredWeights:
                 continue
             header.check(key, state[target], is_converted)
             self._keys_of[owner].append(key)
-            found.add(target)
-        missing = [key for key in state if key not in found and key.startswith(tuple(f"{name}." for name in names))]
+            filled.add(target)
+        # buffers may be missing: they have real values in the model
+        missing = [key for key in state if key not in filled and key.startswith(tuple(f"{name}." for name in names))]
         ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
         missing = [key for key in missing if state[key].is_meta or not re.search(ignored, key)]
         if missing:
@@ -114,19 +107,20 @@ class StoredWeights:
             self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
 
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Let parameters and saved buffers be read when they are needed; see `Weights`."""
+        """Let parameters and saved buffers be read when they are needed."""
         leave_unread(module, functools.partial(self._read, name))
 
     def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read what is stored of the module `name` into the tensors of a copy of it."""
         holder = self._model.get_submodule(name)
-        meta = [(each, key, value) for each in holder.modules() for key, value in each._parameters.items()]
+        meta = [(part, key, value) for part in holder.modules() for key, value in part._parameters.items()]
         with contextlib.ExitStack() as stack:
             opened: dict[str, Any] = {}
             for key in self._keys_of[name]:
                 file = self._file_of[key]
                 if file not in opened:
                     opened[file] = stack.enter_context(_opened(self._folder / file))
+            # the files are mapped: what no stage asks for is never read
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict()
@@ -138,11 +132,12 @@ class StoredWeights:
                 )
             for key, value in tensors.items():
                 value.copy_(loaded[key])  # out of the file, whose memory is mapped
-        for each, key, value in meta:
-            each._parameters[key] = value
+        for part, key, value in meta:
+            part._parameters[key] = value
 
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelRefusedError where embedding and output matrix are both stored, and differ."""
+        # once, by one rank: the rest holds one of the two
         both = [key for key in self._file_of if self._conversions.target(key, state)[0] in targets]
         with contextlib.ExitStack() as stack:
             tensors = [stack.enter_context(_opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
@@ -168,10 +163,14 @@ class HeldWeights:
 
     @torch.no_grad()
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Copy the parameters and saved buffers; see `Weights`."""
+        """Copy the parameters and saved buffers."""
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()
             value.data = held.to(value.device, held.dtype if self._dtype is None else value.dtype, copy=True)
+
+
+Weights: TypeAlias = DrawnWeights | StoredWeights | HeldWeights
+"""Where a stage's weights come from."""
 
 
 class _Header(NamedTuple):
@@ -196,7 +195,7 @@ class _Header(NamedTuple):
 
 def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
     """Return what the files of a folder say of each key. Raises ModelRefusedError where the index says otherwise."""
-    found: dict[str, _Header] = {}
+    headers: dict[str, _Header] = {}
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise ModelRefusedError(f"{folder / INDEX} names {name}, which is not there: download or copy it again")
@@ -207,8 +206,8 @@ def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
                 raise ModelRefusedError(f"{folder / name} lacks {named(absent)}, which {INDEX} says it has")
             for key in keys:
                 entry = file.get_slice(key)
-                found[key] = _Header(entry.get_dtype(), entry.get_shape())
-    return found
+                headers[key] = _Header(entry.get_dtype(), entry.get_shape())
+    return headers
 
 
 def _opened(path: Path) -> Any:
@@ -231,9 +230,9 @@ class _Conversions:
         return key, False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
-        for key, each in slices.items():
+        for key, stored in slices.items():
             owner, _, last = key.rpartition(".")
-            setattr(model.get_submodule(owner), last, nn.Parameter(each[...], False))
+            setattr(model.get_submodule(owner), last, nn.Parameter(stored[...], False))
 
 
 class _RegisteredConversions(_Conversions):
@@ -245,17 +244,17 @@ class _RegisteredConversions(_Conversions):
 
         self._prefix = model.base_model_prefix
         self._all = get_model_conversion_mapping(model)
-        self._renamings = [each for each in self._all if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in self._all if isinstance(each, WeightConverter)]
+        self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
 
     def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
         from transformers.core_model_loading import rename_source_key
 
-        known = dict(state)
-        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
+        targets = dict(state)
+        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, targets)
         if target in state:
             return target, pattern is not None
-        return rename_source_key(key, [], [], self._prefix, known)[0], False
+        return rename_source_key(key, [], [], self._prefix, targets)[0], False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model

@@ -4,6 +4,10 @@ DeepSpeed builds the layers of a stage before any config is read, and an engine 
 then they have memory that nothing has touched. Under each engine values are read when the engine is built: ours asks
 for all of them (`HuggingFaceModule.laid_out`), and DeepSpeed's own looks at each to cast it and to bring it to its
 device. Whoever looks earlier (a norm, a copy, a `state_dict`) finds the values too.
+
+Parameters on the device "meta" would not do: what a user changes before the engine is there (`weight.mul_(2)`) would be
+lost without a word, and peft could not compute initial values from them. torch's `UninitializedParameter` has no shape,
+which DeepSpeed asks for.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class Unread(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _WITHOUT_VALUES:
-            read(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            read(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -67,22 +71,22 @@ def leave_unread(module: nn.Module, how: Read) -> None:
     def read_all() -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             how(tensors)
-        for each in parameters:
-            del each.read  # type: ignore[attr-defined]
-            each.__class__ = nn.Parameter
+        for parameter in parameters:
+            del parameter.read  # type: ignore[attr-defined]
+            parameter.__class__ = nn.Parameter
 
-    for each in parameters:
-        each.read = read_all  # type: ignore[attr-defined]
-        each.__class__ = Unread
+    for parameter in parameters:
+        parameter.read = read_all  # type: ignore[attr-defined]
+        parameter.__class__ = Unread
 
 
 def read(tensors: Iterable[Tensor]) -> None:
     """Read the values of those that have none yet."""
-    for each in tensors:
-        if isinstance(each, Unread):
-            each.read()
+    for tensor in tensors:
+        if isinstance(tensor, Unread):
+            tensor.read()
 
 
 def is_unread(module: nn.Module) -> bool:
     """Return whether some parameter of the module has no values yet."""
-    return any(isinstance(each, Unread) for each in module.parameters())
+    return any(isinstance(parameter, Unread) for parameter in module.parameters())

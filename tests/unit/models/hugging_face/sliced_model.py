@@ -18,8 +18,8 @@ from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face.create import model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline
+from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.module import to_tuple
-from terapipe_ds.models.hugging_face.pieces import Blueprint, DecoderLayer, Piece, layers_of
 from terapipe_ds.models.hugging_face.refusals import check_config
 from terapipe_ds.models.hugging_face.weights.stored import DrawnWeights
 

@@ -13,9 +13,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults, accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
 from terapipe_ds.runtime.verify.tokens import Slicing
@@ -39,17 +39,20 @@ def test_replicas_reduce_losses_of_one_dtype(has_labels: tuple[bool, bool]) -> N
     torch.testing.assert_close(total, expected, rtol=2**-8, atol=0.0)
 
 
-def results_of(weights: tuple[float, ...], loss_fn: Any, training: bool = True) -> BatchResults:
+def results_of(
+    weights: tuple[float, ...], loss_fn: Any, training: bool = True, sums_outputs: bool = False, outputs: Any = None
+) -> BatchResults:
     """One micro-batch whose slices all ran."""
     labels = SliceableTensors.of_labels(torch.tensor([[1, 2, 3, 4, 0, 0, 0]]), 1)
     module = SimpleNamespace(loss_fn=loss_fn, get_additional_losses=lambda: None)
     engine: Any = SimpleNamespace(module=module, eval_return_logits=False, _compute_loss=True, fwd_outputs=[])
-    results, store = BatchResults(engine, 1), SliceStore()
+    results, store = BatchResults(engine, 1, sums_outputs=sums_outputs), SliceStore()
     shape: Any = SimpleNamespace(rows=1)
     micro_batch = MicroBatchInFlight(PLAN, shape, None, labels, weights, weights)
     results.begin(SimpleNamespace(micro_batches=[micro_batch], training=training))  # type: ignore[arg-type]
     for slice_id in range(PLAN.num_slices):
-        results.add(Slicing(PLAN, weights, store=store).active(slice_id), torch.randn(1, PLAN.lengths[slice_id], 5))
+        given = torch.randn(1, PLAN.lengths[slice_id], 5) if outputs is None else outputs
+        results.add(Slicing(PLAN, weights, store=store).active(slice_id), given)
     return results
 
 
@@ -59,16 +62,28 @@ def without_zeros(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 class TestLossesOfNaN:
     def test_the_first_slice_that_counts_is_named(self) -> None:
-        said = results_of((0.5, 0.25, 0.25), without_zeros).problem_of_losses()
-        assert said is not None and "micro-batch 0, slice 1 (tokens [4, 6) of 7) is NaN" in said
-        assert "set ignore_index to the label" in said
+        said = results_of((0.5, 0.25, 0.25), without_zeros).loss_of_nan()
+        assert said is not None and "micro-batch 0, slice 1 (tokens [4, 6) of 7) is NaN" in said.problem
+        assert "set ignore_index to the label" in said.problem
         of_lists = results_of((0.5, 0.25, 0.25), lambda *args: [without_zeros(*args), torch.zeros(())])
-        assert of_lists.problem_of_losses() == said
+        assert of_lists.loss_of_nan() == said
+
+    def test_finite_outputs_show_that_the_loss_function_made_it(self) -> None:
+        def said(loss_fn: Any, *values: float, sums_outputs: bool = True) -> bool:
+            outputs = torch.tensor(values, dtype=torch.float16).expand(1, 3, 2)
+            nan = results_of((0.5, 0.25, 0.25), loss_fn, True, sums_outputs, outputs).loss_of_nan()
+            assert nan is not None and ("outputs of the last layer are finite" in nan.problem) == nan.is_of_loss_fn
+            return nan.is_of_loss_fn
+
+        assert said(lambda logits, _: logits.sum() * math.nan, 65504.0, 65504.0), "a sum in fp16 would be infinite"
+        assert not said(lambda logits, _: logits.sum() * math.nan, 65504.0, 1.0, sums_outputs=False)
+        assert not said(lambda logits, _: logits.sum(), math.inf, -math.inf)
+        assert not said(lambda logits, _: logits.sum(), 1.0, math.nan)
 
     def test_slices_that_do_not_count_and_evaluation_have_none(self) -> None:
-        assert results_of((1.0, 0.0, 0.0), without_zeros).problem_of_losses() is None
-        assert results_of((0.5, 0.25, 0.25), without_zeros, training=False).problem_of_losses() is None
-        assert results_of((0.5, 0.25, 0.25), lambda logits, _: logits.sum() * math.inf).problem_of_losses() is None
+        assert results_of((1.0, 0.0, 0.0), without_zeros).loss_of_nan() is None
+        assert results_of((0.5, 0.25, 0.25), without_zeros, training=False).loss_of_nan() is None
+        assert results_of((0.5, 0.25, 0.25), lambda logits, _: logits.sum() * math.inf).loss_of_nan() is None
 
 
 class TestJoined:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
 from terapipe_ds.runtime.layers import weight_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from tests.unit.runtime.layers.split_cases import Run, assert_same, unit
 
 SLICES = ((0, 3), (3, 8), (8, 10))
 
@@ -62,13 +63,6 @@ def example(bias: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
     ours = copy.deepcopy(model)
     accumulate_in_products(ours, None)
     return model, ours, torch.randn(2, 10, 4, dtype=torch.float64)
-
-
-def assert_same(ours: nn.Module, model: nn.Module) -> None:
-    for (name, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -169,130 +163,94 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in ours.parameters())
 
 
-def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> AbstractContextManager[ActiveSlice]:
-    stop = 10 if whole else 5
-    return push_slice(ActiveSlice(0, stop, 10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id))
+# -- split backwards: W computes what B has left, and nothing else
+
+UNITS = ((3, 0, 1), (3, 0, 0), (3, 1, 0))
 
 
-class TestSplitBackward:
-    """W computes what B has left, and nothing else."""
+def split_run(optimizer: Any = None) -> Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 5)).double()
+    return Run(model, (2, 5, 4), UNITS, optimizer)
 
-    UNITS = ((3, 0, 1), (3, 0, 0), (3, 1, 0))
 
-    def setup_method(self) -> None:
-        torch.manual_seed(0)
-        self.plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 5))
-        self.plain = self.plain.double()
-        self.model = copy.deepcopy(self.plain)
-        self.inputs = {unit: torch.randn(2, 5, 4, dtype=torch.float64) for unit in self.UNITS}
-        self.hooked: list[Any] = []
+@pytest.mark.parametrize("whole", [False, True])
+def test_b_has_all_but_the_weights_and_w_these(whole: bool) -> None:
+    run = split_run()
+    run.backward(whole=whole)
+    assert run.deferred() == {"0.weight", "2.weight", "4.weight"}
+    assert run.weights(around=lambda: pytest.fail("nobody watches")) == [3, 3, 3]
+    run.gradients.assert_done()
+    run.assert_same()
 
-    def gradients(self, optimizer: Any = None) -> WeightGradients:
-        gradients = accumulate_in_products(self.model, optimizer)
-        gradients.open_batch(self.UNITS)
-        return gradients
 
-    def forward_and_backward(self, gradients: WeightGradients, which: tuple[int, int, int], whole: bool = False) -> Any:
-        inputs = self.inputs[which].clone().requires_grad_()
-        with unit(*which, whole=whole), gradients.deferred(which):
-            self.model(inputs).square().sum().backward()
-        return inputs.grad
+def test_who_watches_is_told_in_w() -> None:
+    """Hooks of optimizers for half precision and ZeRO see each weight gradient when W adds it."""
+    run, hooked = split_run(DeepSpeedOptimizer()), list[str]()
+    for name, parameter in run.layers.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooked.append(name))
+    run.backward()
+    assert "0.bias" in hooked and "0.weight" not in hooked
+    hooked.clear()
+    run.weights(around=lambda: nullcontext(hooked.append("begin")))
+    assert sorted(hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
+    assert hooked[0] == hooked[4] == "begin" and len(hooked) == 12
+    run.assert_same()
 
-    def autograd_s(self) -> dict[tuple[int, int, int], Tensor]:
-        """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
-        inputs = {which: self.inputs[which].clone().requires_grad_() for which in self.UNITS}
-        for each in inputs.values():
-            self.plain(each).square().sum().backward()
-        return {which: each.grad for which, each in inputs.items() if each.grad is not None}
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        self.hooked.append("begin")
-        yield
+def test_w_before_b_w_twice_and_w_that_never_came() -> None:
+    run, first = split_run(), UNITS[0]
+    with unit(*first), pytest.raises(InFlightError, match="but not in its B"):
+        run.layers(run.inputs[first].clone().requires_grad_()).sum().backward()
+    with pytest.raises(InFlightError, match=r"W0\.1 of part 3 ran before its B, or a second time"):
+        run.gradients.compute(first, nullcontext)
+    run.backward([first])
+    with pytest.raises(InFlightError, match=r"B0\.1 of part 3 ran twice before its W"):
+        run.backward([first])
+    with pytest.raises(InFlightError, match=r"the W of \[\(3, 0, 1\)\]"):
+        run.gradients.assert_done()
+    run.gradients.compute(first, nullcontext)
+    with pytest.raises(InFlightError, match="a second time"):
+        run.gradients.compute(first, nullcontext)
+    run.gradients.assert_done()
 
-    @pytest.mark.parametrize("whole", [False, True])
-    def test_b_has_all_but_the_weights_and_w_these(self, whole: bool) -> None:
-        gradients, expected = self.gradients(), self.autograd_s()
-        for which in self.UNITS:
-            ours = self.forward_and_backward(gradients, which, whole)
-            torch.testing.assert_close(ours, expected[which], rtol=1e-13, atol=1e-13)
-        left = [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
-        assert left == ["0.weight", "2.weight", "4.weight"]
-        assert [gradients.compute(which, self.around) for which in self.UNITS] == [3, 3, 3]
-        gradients.assert_done()
-        assert_same(self.model, self.plain)
-        assert not self.hooked, "nobody watches"
 
-    def test_who_watches_is_told_in_w(self) -> None:
-        """Hooks of optimizers for half precision and ZeRO see each weight gradient when W adds it."""
-        gradients = self.gradients(optimizer=DeepSpeedOptimizer())
-        for name, parameter in self.model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.hooked.append(name))
-        self.autograd_s()
-        for which in self.UNITS:
-            self.forward_and_backward(gradients, which)
-        assert "0.bias" in self.hooked and "0.weight" not in self.hooked
-        self.hooked.clear()
-        for which in self.UNITS:
-            gradients.compute(which, self.around)
-        assert sorted(self.hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
-        assert self.hooked[0] == self.hooked[4] == "begin" and len(self.hooked) == 12
-        assert_same(self.model, self.plain)
+def test_a_gradient_of_another_dtype_is_added_to() -> None:
+    run = split_run()
+    weight = run.layers.get_parameter("0.weight")
+    weight.grad_dtype, weight.grad = None, torch.ones_like(weight, dtype=torch.float32)
+    run.backward()
+    run.weights()
+    torch.testing.assert_close(weight.grad, run.plain.get_parameter("0.weight").grad + 1)
 
-    def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
-        gradients = self.gradients()
-        with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
-            self.model(self.inputs[3, 0, 1].clone().requires_grad_()).sum().backward()
-        with pytest.raises(InFlightError, match=r"W0\.1 of part 3 ran before its B, or a second time"):
-            gradients.compute((3, 0, 1), self.around)
-        self.forward_and_backward(gradients, (3, 0, 1))
-        with pytest.raises(InFlightError, match=r"B0\.1 of part 3 ran twice before its W"):
-            self.forward_and_backward(gradients, (3, 0, 1))
-        with pytest.raises(InFlightError, match=r"the W of \[\(3, 0, 1\)\]"):
-            gradients.assert_done()
-        gradients.compute((3, 0, 1), self.around)
-        with pytest.raises(InFlightError, match="a second time"):
-            gradients.compute((3, 0, 1), self.around)
-        gradients.assert_done()
 
-    def test_a_gradient_of_another_dtype_is_added_to(self) -> None:
-        gradients, weight = self.gradients(), self.model[0].weight
-        weight.grad_dtype, weight.grad = None, torch.ones_like(weight, dtype=torch.float32)
-        self.autograd_s()
-        for which in self.UNITS:
-            self.forward_and_backward(gradients, which)
-            gradients.compute(which, self.around)
-        torch.testing.assert_close(weight.grad, self.plain[0].weight.grad + 1)
+def test_what_is_kept_must_not_change() -> None:
+    run, first = split_run(), UNITS[0]
+    kept = run.inputs[first].requires_grad_()
+    with unit(*first), run.gradients.deferred(first):
+        run.layers(kept).square().sum().backward()
+    with torch.no_grad():
+        kept.zero_()
+    with pytest.raises(InFlightError, match="changed in place after its B"):
+        run.gradients.compute(first, nullcontext)
 
-    def test_what_is_kept_must_not_change(self) -> None:
-        gradients = self.gradients()
-        kept = self.inputs[3, 0, 1].requires_grad_()
-        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
-            self.model(kept).square().sum().backward()
-        with torch.no_grad():
-            kept.zero_()
-        with pytest.raises(InFlightError, match="changed in place after its B"):
-            gradients.compute((3, 0, 1), self.around)
 
-    def test_other_dtypes_and_autocast_stay_in_b(self) -> None:
-        gradients = self.gradients()
-        model = self.model.float()
-        inputs = self.inputs[3, 0, 1].float().requires_grad_()
-        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(inputs).float().square().sum()
-            loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        assert gradients.compute((3, 0, 1), self.around) == 0
+def test_other_dtypes_and_autocast_stay_in_b() -> None:
+    run, first = split_run(), UNITS[0]
+    model = run.layers.float()
+    with unit(*first), run.gradients.deferred(first):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(run.inputs[first].float().requires_grad_()).float().square().sum()
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert run.gradients.compute(first, nullcontext) == 0
 
-    def test_a_layer_whose_input_has_no_gradient_stays_in_b(self) -> None:
-        gradients = self.gradients()
-        self.autograd_s()
-        for which in self.UNITS:
-            with unit(*which), gradients.deferred(which):
-                self.model(self.inputs[which]).square().sum().backward()
-            assert gradients.compute(which, self.around) == 2
-        assert_same(self.model, self.plain)
+
+def test_a_layer_whose_input_has_no_gradient_stays_in_b() -> None:
+    run = split_run()
+    run.backward(input_needs_grad=False)
+    assert run.weights() == [2, 2, 2]
+    run.assert_same()
 
 
 class Sums:
@@ -380,16 +338,8 @@ def test_the_layer_of_ones_own_in_the_documents_leaves_its_products_to_w(watched
     exec(code, names)
     torch.manual_seed(0)
     model = nn.Sequential(names["Projection"](4), nn.Tanh(), names["Projection"](4)).double()
-    plain, units = copy.deepcopy(model), ((0, 0, 1), (0, 0, 0))
-    gradients = accumulate_in_products(model, DeepSpeedOptimizer() if watched else None)
-    gradients.open_batch(units)
-    inputs = torch.randn(2, 5, 4, dtype=torch.float64)
-    for which in units:
-        ours, autograd_s = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
-        with unit(*which), gradients.deferred(which):
-            model(ours).square().sum().backward()
-        plain(autograd_s).square().sum().backward()
-        torch.testing.assert_close(ours.grad, autograd_s.grad, rtol=1e-13, atol=1e-13)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert [gradients.compute(which, nullcontext) for which in units] == [2, 2]
-    assert_same(model, plain)
+    run = Run(model, (2, 5, 4), ((0, 0, 1), (0, 0, 0)), DeepSpeedOptimizer() if watched else None)
+    run.backward()
+    assert run.deferred() == dict(model.named_parameters()).keys()
+    assert run.weights() == [2, 2]
+    run.assert_same()

@@ -17,9 +17,9 @@ from tests.unit.runtime.verify.test_verify_layers import LENGTH, Findings, _chec
 from tests.zoo import ZOO
 from tests.zoo.layers import WIDTH
 from tests.zoo.members import BACKWARD
-from tests.zoo.training import COUNTED, DRAWN, ONCE, ZERO, Clipping, Keeping, clipped, generator, keeping, then
+from tests.zoo.training import COUNTED, DRAWN, ONCE, ZERO, Keeping, clipped, generator, keeping, then
 
-NUMPY, TORCH = np.random.default_rng(0), torch.Generator()
+TORCH = torch.Generator()
 
 
 def outside(it: Any, x: Tensor) -> Tensor:
@@ -51,7 +51,6 @@ FAULTS: dict[str, tuple[LayerSpec, tuple[str, ...]]] = {
     ),
     "drop by another variable": (keeping(lambda _, x: x * (torch.rand((), generator=TORCH) < 0.9)), (ONCE,)),
     "dropped features": (keeping(lambda _, x: F.dropout1d(x.transpose(1, 2), 0.1).transpose(1, 2)), (ONCE,)),
-    "clipped by a function": (keeping(lambda _, x: Clipping.apply(x)), (BACKWARD,)),
     "clipped by a module": (keeping(lambda it, x: it.norm(x), hook_module, norm=lambda: nn.Identity()), (BACKWARD,)),
 }
 
@@ -118,7 +117,6 @@ NAMED = {
     **{name: (spec, says) for name, (spec, lost, says) in COUNTED.items() if not lost},
     "drop by Python": (keeping(lambda _, x: x if random.random() < 0.9 else 0 * x), DRAWN),
     "drop by NumPy": (keeping(lambda _, x: x if np.random.rand() < 0.9 else 0 * x), DRAWN),
-    "drop by a variable": (keeping(lambda _, x: x if NUMPY.random() < 0.9 else 0 * x), DRAWN),
     "log now and then": (keeping(then(lambda _, x: random.random() < 1e-9)), DRAWN),
 }
 

@@ -1,0 +1,298 @@
+"""`terapipe strategy`: from a model and a cluster to a strategy, a DeepSpeed JSON and the line that starts it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, option
+from terapipe_ds.commands.plan_options import CostOptions
+from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.schedule.show import many
+
+if TYPE_CHECKING:
+    from terapipe_ds.planner.strategy import Cluster
+    from terapipe_ds.strategy import Strategy
+
+HELP = "find the strategy for a cluster that takes the least time"
+DESCRIPTION = (
+    "Find the whole strategy for a cluster: stages, tensor and data parallelism, placement, layer cuts, micro-batches, "
+    "schedule, slices, recomputation and ZeRO. --stages, --tensor-parallel, --data-parallel, --chunks-per-stage and "
+    "--schedule fix that choice. Costs are counted from the model's sizes and a device card, or measured (--profile). "
+    "Nothing runs; no GPU is needed."
+)
+EXAMPLES = """\
+  terapipe strategy --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
+                    --out ds.json --picture strategy.svg
+  terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
+"""
+_SHOWN = 10  # strategies in the table
+_ROOM = 4e9  # bytes that a device should have left: what CUDA, NCCL and the allocator take is not counted
+_FIXED = ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage")
+
+
+class StrategyOptions(CostOptions):
+    """Which cluster, how large a step, and what is written."""
+
+    devices: int = option("so many in all", "N", group="cluster", required=True, ge=1, le=MAX_DEVICES)
+    devices_per_node: int = option(
+        "default: what nodes of the device card have", "N", 0, group="cluster", ge=1, le=MAX_DEVICES
+    )
+    global_batch: int = option("sequences of a step, of all replicas", "N", 0, group="training", ge=1, le=MAX_FORWARDS)
+    within_gb_per_s: float | None = option(
+        "a device's link to others of its node, one way (default: the card's)", "GB/S", group="cluster", gt=0
+    )
+    between_gb_per_s: float | None = option(
+        "a device's link to other nodes, one way (default: the card's)", "GB/S", group="cluster", gt=0
+    )
+    node_gb_per_s: float | None = option(
+        "of all links of a node to other nodes together, where devices share a network card",
+        "GB/S",
+        group="cluster",
+        gt=0,
+    )
+    strategy_out: Output | None = option("write the strategy, for terapipe.strategy", "FILE", group="output")
+
+
+add_arguments = StrategyOptions.add_to
+
+
+class _Question(NamedTuple):
+    """What `rank_strategies` is asked."""
+
+    model: str | list[str]
+    cluster: Cluster
+    words: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.model if isinstance(self.model, str) else ", ".join(self.model)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Search, print the best strategies, and write the files that the user asks for."""
+    from terapipe_ds.planner.strategy import rank_strategies
+
+    options = StrategyOptions.read(arguments)
+    question = _question(options)
+    with Progress("  (Ctrl-C: the best so far)") as progress:
+        strategies = rank_strategies(question.model, question.cluster, progress=progress.callback, **question.words)
+    best = strategies[0]
+    if not best.is_complete:
+        print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
+    _write(best, options)
+    if options.picture:
+        from terapipe_ds.commands.strategy_picture import draw_strategy
+
+        draw_strategy(best, question.model, question.cluster, options.picture)
+    print(_as_json(strategies, options) if options.as_json else "\n".join(_lines(strategies, question, options)))
+
+
+# --- the question
+
+
+def _question(options: StrategyOptions) -> _Question:
+    """Return what to search; raise CommandError with all that is missing."""
+    if options.strategy_out and not options.strategy_out.endswith(".json"):
+        raise CommandError(f"--strategy-out {options.strategy_out}: terapipe.strategy takes files that end with .json")
+    # the rest of a DeepSpeed JSON is what the search finds
+    configured = from_config(options.config)
+    taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
+    options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
+    if options.model and options.profiles:
+        raise CommandError("--model and --profile: a profile says which model it is; give one of them")
+    missing = [] if options.model or options.profiles else [NO_COSTS]
+    if not options.device and not missing:
+        more = ": its memory and links between nodes are not in a profile" if options.profiles else ""
+        missing.append(f"--device is missing: give a device card, for example h100{more}")
+    if not options.global_batch:
+        missing.append("--global-batch is missing: give the number of sequences of a step, of all replicas together")
+    if missing:
+        raise CommandError("; ".join(missing))
+    words = {name: options.given[name] for name in _FIXED if name in options.given} | {
+        "global_batch_size": options.global_batch,
+        "sequence_length": options.sequence_length or _usual_length(options),
+        "memory_limit_gb": options.memory_limit_gb,
+        "dtype": DTYPE_NAMES.get(options.dtype, options.dtype) if options.profiles else options.dtype,
+        "schedule": None if options.schedule == "auto" else options.schedule,
+    }
+    return _Question(list(options.profiles) or options.model, _cluster(options), words)
+
+
+def _usual_length(options: StrategyOptions) -> int:
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.strategy import size_of
+
+    if options.profiles:
+        return Profile.load(options.profiles[0]).key.sequence_length
+    return size_of(options.model).max_sequence_length
+
+
+def _cluster(options: StrategyOptions) -> Cluster:
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.layers.measured import measured_cluster
+    from terapipe_ds.planner.strategy import Cluster
+
+    card = device_card(options.device)
+    per_node = options.devices_per_node or min(options.devices, card.devices_per_node)
+    if options.devices % per_node:
+        fitting = [count for count in range(1, options.devices + 1) if options.devices % count == 0]
+        nearest = min(fitting, key=lambda count: (abs(count - per_node), count))
+        whole = per_node * max(1, round(options.devices / per_node))
+        raise CommandError(
+            f"--devices {options.devices}: nodes of {per_node} devices do not make up that many; give a multiple of "
+            f"{per_node}, such as {whole}, or --devices-per-node {nearest}"
+        )
+    nodes = options.devices // per_node
+    names = ("within", "between", "node")
+    rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
+    links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
+    if options.profiles:
+        return measured_cluster(Profile.load(options.profiles[0]), nodes, per_node, card, **links)
+    return Cluster(card, nodes, per_node, **links)
+
+
+# --- the answer
+
+
+def _write(best: Strategy, options: StrategyOptions) -> None:
+    from terapipe_ds.files.atomic import write_text
+
+    if options.out:
+        write_text(options.out, json.dumps(best.to_deepspeed(), indent=2) + "\n")
+    if options.strategy_out:
+        write_text(options.strategy_out, best.to_json() + "\n")
+
+
+def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
+    def entry(strategy: Strategy) -> dict[str, Any]:
+        return strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+
+    best = strategies[0]
+    return json.dumps(
+        {
+            "strategy": entry(best),
+            "deepspeed": best.to_deepspeed(),
+            "launch_command": _launch(best, options),
+            "placement": [[*coordinate, *place] for coordinate, place in sorted(best.placement.items())],
+            "ranking": [entry(strategy) for strategy in strategies[:_SHOWN]],
+        },
+        indent=1,
+    )
+
+
+def _lines(strategies: Sequence[Strategy], question: _Question, options: StrategyOptions) -> Iterator[str]:
+    best, cluster, words = strategies[0], question.cluster, question.words
+    yield f"{question.name} in {best.dtype} on {cluster.nodes} x {cluster.devices_per_node} x {cluster.card.title}"
+    batch, length = words["global_batch_size"], words["sequence_length"]
+    source = "measured" if options.profiles else "counted"
+    yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
+    yield ""
+    yield from _best_lines(best, batch * length)
+    if options.memory_limit_gb is None and (room := cluster.card.memory_bytes - max(best.memory_bytes)) < _ROOM:
+        yield f"              the fullest device has {room / 1e9:.1f} GB left for the driver, NCCL and gaps in memory;"
+        yield "              --memory-limit-gb leaves more"
+    yield ""
+    yield from _ranking_lines(strategies[:_SHOWN])
+    yield ""
+    sizes = best.grid
+    if sizes["model"] > 1:
+        yield f"  {sizes['model']} tensor ranks: build the layers with so many, on terapipe_ds.topology_of(strategy)"
+    yield "  start:  " + _launch(best, options)
+    if options.out:
+        yield f"  config: {options.out} (set optimizer and learning rate)"
+    if options.strategy_out:
+        yield f'  or in your own JSON: "terapipe": {{"enabled": true, "strategy": {json.dumps(options.strategy_out)}}}'
+    if not (options.out or options.strategy_out):
+        yield "  --out ds.json writes the DeepSpeed JSON, --strategy-out strategy.json the file of terapipe.strategy"
+
+
+def _launch(best: Strategy, options: StrategyOptions) -> str:
+    return best.launch_command("hostfile", config=os.path.basename(options.out) if options.out else "ds.json")
+
+
+def _best_lines(best: Strategy, tokens: int) -> Iterator[str]:
+    sizes, again = best.grid, best.recompute
+    chunks = f", {best.chunks_per_stage} parts per stage" if best.chunks_per_stage > 1 else ""
+    near = "the replicas of a stage" if best.axes[0] == "pipe" else "the stages of a pipeline"
+    side = f", {near} side by side" if sizes["pipe"] > 1 and sizes["data"] > 1 else ""
+    degrees = zip(("stage", "replica", "tensor rank"), sizes.values(), strict=True)
+    parts = [str(stop - start) for start, stop in itertools.pairwise(best.partition)]
+    memory = [f"{number / 1e9:.2f}" for number in best.memory_bytes]
+    below = f"; this is {best.gap:.1%} more" if best.gap > 1e-9 else ""
+    lines = {
+        "step": f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s",
+        "": f"no strategy that is searched takes less than {best.lower_bound_s:.4g} s (proven){below}",
+        "devices": " x ".join(many(size, noun) for noun, size in degrees),
+        "placement": f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}",
+        "batch": f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica",
+        "ZeRO": str(best.zero_stage),
+        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "schedule": best.schedule + chunks,
+        "slices": _slices(best) + (" tokens" if len(best.slices) > 1 else ""),
+        "layers": f"{_runs(parts)} (embedding and head count as one each)",
+        "memory": f"{_runs(memory)} GB per device, by stage",
+    }
+    yield from (f"  {name:11} {text}" for name, text in lines.items())
+
+
+def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
+    """Return the table: what each strategy takes, and what of it differs from the best."""
+    best = _choices(strategies[0])
+    rows = [("", "step", "ratio", "memory", "what differs from the best")]
+    for place, strategy in enumerate(strategies, 1):
+        changes = [f"{name} {value}" for name, value in _choices(strategy).items() if value != best[name]]
+        ratio = strategy.predicted_s / strategies[0].predicted_s
+        memory = f"{max(strategy.memory_bytes) / 1e9:.2f} GB"
+        rows.append((str(place), f"{strategy.predicted_s:.4g} s", f"{ratio:.3f}x", memory, "; ".join(changes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *numbers, changed in rows:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=False)]
+        lines.append("  " + "  ".join((*cells, changed)).rstrip())
+    return lines
+
+
+def _choices(strategy: Strategy) -> dict[str, str]:
+    """Return what is chosen, by its name, in few words; layers come last, and only count where nothing else differs."""
+    sizes, again = strategy.grid, strategy.recompute
+    return {
+        "stages": str(sizes["pipe"]),
+        "replicas": str(sizes["data"]),
+        "tensor ranks": str(sizes["model"]),
+        "axes": ", ".join(strategy.axes),
+        "micro-batches": f"{strategy.accumulation} of {strategy.micro_batch_size}",
+        "ZeRO": str(strategy.zero_stage),
+        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "schedule": strategy.schedule,
+        "parts per stage": str(strategy.chunks_per_stage),
+        "slices": _slices(strategy) if len(set(strategy.slices)) == 1 else str(len(strategy.slices)),
+    }
+
+
+def _slices(strategy: Strategy) -> str:
+    """Return how many slices of how many tokens: `8 x 512`, or `3: 768, 2 x 640`."""
+    slices = strategy.slices
+    if len(slices) == 1:
+        return "1"
+    return _runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {_runs(slices)}"
+
+
+def _runs(values: Sequence[object]) -> str:
+    """Return values with equal neighbours written once: `12, 3 x 11`."""
+    counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Return rising numbers with those that follow one another written as a span: `0-3, 7`."""
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

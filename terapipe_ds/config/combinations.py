@@ -1,0 +1,107 @@
+"""Put into words which keys of a `terapipe` section do not go together, although each is valid by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from terapipe_ds.config.values import LinksConfig, PlannerConfig, shown_value
+from terapipe_ds.messages import show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, Kind, ScheduleError, load, placement_for
+from terapipe_ds.schedule.generate import check_options
+
+_RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "auto"}
+
+
+def _planner(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object `planner` with its defaults, which a caller in Python gives as a model."""
+    planner = section.get("planner", {})
+    known = planner if isinstance(planner, Mapping) else planner.model_dump()
+    return {**PlannerConfig().model_dump(), **known}
+
+
+def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
+    name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
+    options, file = section.get("schedule_options", {}), show_value(name)
+    if name == SEARCH:
+        fix = "find one with `terapipe plan --schedule search --order my.csv`, and put the section that it prints here"
+        yield f"{shown_value(name, 'schedule')}: training runs no order that is found in the job; {fix}"
+    elif name in SCHEDULE_NAMES:
+        shown = shown_value(chunks, "chunks_per_stage")
+        try:
+            placement_for(name, 2, chunks)
+            shown = shown_value(options, "schedule_options")
+            check_options(name, 2, options, chunks)
+        except ScheduleError as error:
+            yield f"{shown}: {error.reason}"
+    elif options:
+        shown = shown_value(options, "schedule_options")
+        yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
+    elif name != "auto":
+        try:
+            of_file = load(name).chunks_per_stage
+        except ScheduleError as error:
+            yield f"{shown_value(name, 'schedule')}: {error.reason}"
+            return
+        if section.get("slices", "auto") == "auto":
+            fix = "give that number, or a list of lengths"
+            yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
+        if chunks not in (1, of_file):
+            shown = shown_value(chunks, "chunks_per_stage")
+            yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+
+
+def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have beside `"compile": true`."""
+    if section.get("compile") is not True:
+        return
+    name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
+    if name in SPLIT_SCHEDULES or _splits_in_file(name):
+        why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
+        fix = 'give "auto", or a schedule that does not split backwards (seq1f1b), or set compile to false'
+        yield f"{shown} with schedule = {show_value(name)}: {why}; {fix}"
+    if _planner(section)["profile"] != "measure":
+        fix = 'set it to "measure", which measures the compiled layers in the job'
+        yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"
+
+
+def _splits_in_file(name: str) -> bool:
+    """Return whether the schedule in a file has a W; a file that cannot be read has its own message."""
+    if not name.endswith(".csv"):
+        return False
+    try:
+        orders = load(name).orders
+    except ScheduleError:
+        return False
+    return any(action.kind is Kind.WEIGHT for actions in orders for action in actions)
+
+
+def link_problems(links: LinksConfig) -> Iterator[str]:
+    """Yield what `links` says of messages that travel exactly anyway."""
+    if links.exact_until_part and links.is_exact:
+        shown = shown_value(links.exact_until_part, "links", "exact_until_part")
+        yield f"{shown}: all links are exact; give links.forward or links.backward a format, or leave this out"
+
+
+def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have beside `"recompute": "auto"`."""
+    if section.get("recompute") != "auto":
+        return
+    shown, planner = 'terapipe.recompute = "auto"', _planner(section)
+    if section.get("offload_activations") is True:
+        yield f"{shown}: it does not know of offload_activations; leave one of the two out"
+    if planner["memory_limit_gb"] is None:
+        fix = "set terapipe.planner.memory_limit_gb to what a device may use"
+        yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'
+    if planner["profile"] != "measure":
+        fix = 'set it to "measure"'
+        yield f"{shown}: the memory of layers is measured in the job, and planner.profile names a file; {fix}"
+    chunks, schedule, slices = (section.get(key, default) for key, default in _RECOMPUTE_NEEDS.items())
+    if isinstance(slices, list | tuple) and any(isinstance(lengths, list | tuple) for lengths in slices):
+        yield f'{shown}: it chooses for micro-batches with the same slices; give one list of slices, or "auto"'
+    several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, chunks)) > 2
+    if several or chunks != 1 or schedule.endswith(".csv"):
+        what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
+        fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
+        yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"

@@ -1,0 +1,251 @@
+"""Make a model of transformers into the layers that a DeepSpeed `PipelineModule` takes.
+
+    Embedding | DecoderLayer 0 | ... | DecoderLayer N - 1 | Norm | OutputMatrix
+
+Each holds modules of the model with weights, and runs the model's own forward around them (`Outline`). Where embedding
+and output matrix are tied, the first layer holds the shared weights alone, so that the last stage holds no more, and
+what else runs before the decoder layers (learned positions) is a layer of its own, `BeforeLayers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice, allow_attention_within_slice
+from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
+from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.weights.stored import Weights
+from terapipe_ds.models.hugging_face.weights.unread import is_unread
+from terapipe_ds.models.positions import first_position, places_in_documents
+
+if TYPE_CHECKING:  # peft takes seconds to import
+    from terapipe_ds.models.hugging_face.weights.adapters import Adapters
+
+TIED = "embedding"  # the key of the tied layers
+
+
+class Blueprint:
+    """What all pieces of a model share: its outline, where weights come from, and the ways of its decoder layers."""
+
+    def __init__(self, outline: Outline, weights: Weights, adapters: Adapters | None = None) -> None:
+        self.outline, self.weights, self.adapters = outline, weights, adapters
+        self._ways: dict[tuple[str, str], Way] = {}
+
+    def way_of(self, index: int, layer: nn.Module) -> Way:
+        """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.
+
+        Raises ModelRefusedError where it does not.
+        """
+        # one trial per kind: it costs three forwards and backwards of a few tokens
+        kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
+        kind = kinds[index], _described(layer)
+        if kind not in self._ways:
+            if is_unread(layer):
+                layer = self.filled(self.outline.layer_name(index))
+            self._ways[kind] = find_way(self.outline, index, layer)
+        return self._ways[kind]
+
+    def filled(self, name: str) -> nn.Module:
+        """Return a copy of a module of the model, with weights of its own; without, on the device "meta"."""
+        original = self.outline.module(name)
+        module = self.outline.copy_of(original)
+        if torch.get_default_device().type == "meta":
+            return module
+        # parameters that modules share stay shared
+        new: dict[int, nn.Parameter] = {}
+        for part in module.modules():
+            for key, old in part._parameters.items():
+                if old is not None:
+                    like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
+                    part._parameters[key] = new.setdefault(id(old), like)
+        self.weights.fill(name, original, module)
+        return module if self.adapters is None else self.adapters.put_into(name, module)
+
+
+def _described(layer: nn.Module) -> str:
+    """Describe a layer so that two of one description compute alike: its modules, their sizes and their numbers."""
+    lines = [
+        f"{name} {type(module)} {value}"
+        for name, module in layer.named_modules()
+        for value in sorted(
+            f"{key}={value}"
+            for key, value in vars(module).items()
+            if key not in ("layer_idx", "training") and (value is None or isinstance(value, (bool, int, float, str)))
+        )
+    ]
+    return f"{layer!r}\n" + "\n".join(lines)
+
+
+class Piece(nn.Module):
+    """Holds modules of the model, which have the names `names` in it."""
+
+    def __init__(self, blueprint: Blueprint, names: Iterable[str]) -> None:
+        super().__init__()
+        self.blueprint, self.names = blueprint, tuple(names)
+        self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    @property
+    def outline(self) -> Outline:
+        """Return the model's forward, in the mode of this piece."""
+        outline = self.blueprint.outline
+        # what runs around the held modules, dropout for one, is in the outline
+        if outline.model.training != self.training:
+            outline.model.train(self.training)
+        return outline
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """Return the modules by their names in the model."""
+        return dict(zip(self.names, self.held, strict=True))
+
+
+class Embedding(Piece):
+    """Token ids [B, T], or with position ids a tuple -> hidden states [B, T, H] of the first decoder layer."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint, blueprint.outline.before)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        tokens = tokens_of(inputs)
+        return self.outline.run_before(self.runs, tokens, places(tokens))
+
+
+class TiedEmbedding(Piece):
+    """Token ids, or with position ids a tuple -> their embeddings; the output matrix is the same weights."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint, [blueprint.outline.embedding])
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return self.held[0](tokens_of(inputs))
+
+
+class BeforeLayers(Piece):
+    """Embeddings of tokens -> hidden states of the first decoder layer; only in models with tied embeddings."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        outline = blueprint.outline
+        super().__init__(blueprint, (name for name in outline.before if name != outline.embedding))
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        tokens = torch.zeros(embedded.shape[:2], dtype=torch.long, device=embedded.device)
+        own: dict[str, Run] = {**self.runs, self.outline.embedding: lambda *_, **__: embedded}
+        return self.outline.run_before(own, tokens, places(tokens))
+
+
+class DecoderLayer(Piece):
+    """One decoder layer, [B, T, H] -> the same."""
+
+    slice_safe = True  # whatever it is made of: it was tried
+
+    def __init__(self, blueprint: Blueprint, index: int) -> None:
+        super().__init__(blueprint, [blueprint.outline.layer_name(index)])
+        self.index = index
+        self._way: Way | None = None
+
+    def find_way(self) -> Way:
+        """Return how the layer runs in slices. Raises ModelRefusedError where it does not."""
+        if self._way is None:
+            self._way = self.blueprint.way_of(self.index, self.held[0])
+        return self._way
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """Return what torch's compiler may take: the model's own layer, where its attention is `sliced_attention`.
+
+        What the model does around its layers runs as it is: positions come to the layer as tensors.
+        """
+        way = self.find_way()
+        is_plain = way.is_fast and not way.has_states and self.blueprint.adapters is None
+        return [self.held[0]] if is_plain else []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        active, way = active_slice(), self.find_way()
+        # models take a single token for a step of generation, with other code
+        if active is not None and not active.is_whole and active.num_tokens < way.shortest_slice:
+            raise ModelRefusedError(
+                f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
+                f"{self.index} would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
+            )
+        with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys are those of a cache
+            return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
+
+
+class Norm(Piece):
+    """What runs after the decoder layers and before the output matrix, [B, T, H] -> the same."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        outline = blueprint.outline
+        super().__init__(blueprint, (name for name in outline.after if name != outline.head))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.outline.run_after(self.runs, hidden, places(hidden))
+
+
+class OutputMatrix(Piece):
+    """The output matrix and what follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint, [blueprint.outline.head])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.outline.run_head(self.held[0], hidden, places(hidden))
+
+
+def tied_logits(embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
+    """Return the logits, by the weights of the embedding."""
+    weight = embedding.held[0].get_parameter("weight")
+    return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
+
+
+def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
+    """Return the model as `PipelineModule(layers=...)` takes it."""
+    decoder = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(blueprint.outline.layers))]
+    norm = LayerSpec(Norm, blueprint)
+    # DeepSpeed sums the gradients of layers with one key over their stages
+    if blueprint.outline.tied is None:
+        return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
+    weight = "held.0.weight"
+    first = TiedLayerSpec(TIED, TiedEmbedding, blueprint, tied_weight_attr=weight)
+    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=tied_logits, tied_weight_attr=weight)
+    return [first, LayerSpec(BeforeLayers, blueprint), *decoder, norm, last]
+
+
+def tokens_of(inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the token ids of inputs, whose position ids must be those that the decoder layers find.
+
+    Raises ModelRefusedError where they are others. Within our engine `HuggingFaceModule.check_inputs` has looked.
+    """
+    if not torch.is_tensor(inputs) and active_slice() is None:
+        check_positions(inputs, places(inputs[0]))
+    return inputs if torch.is_tensor(inputs) else inputs[0]
+
+
+def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
+    """Raise ModelRefusedError where inputs are not token ids and the position ids that the decoder layers find."""
+    if len(inputs) > 2:
+        raise ModelRefusedError(f"there are {len(inputs)} inputs: the model takes (input_ids, position_ids)")
+    for ids in inputs[1:]:
+        if not torch.equal(ids.to(expected), expected):
+            raise ModelRefusedError(
+                "the position ids are not 0, 1, 2, ... in each row, or in each of its documents. If they start again "
+                'where a document does, let the terapipe section say so: {"documents": 1}, or {"documents": '
+                '"position_ids"} where batches are dicts. Positions of another kind are not supported'
+            )
+
+
+def places(of: Tensor) -> Tensor:
+    """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
+    # positions count from each document's start, as on the document alone
+    in_documents = places_in_documents()
+    if in_documents is not None:
+        return in_documents.to(of.device)
+    start = first_position()
+    return torch.arange(start, start + of.shape[1], device=of.device).expand(len(of), -1)

@@ -1,0 +1,197 @@
+"""Choose the layers that recompute on each stage, for one schedule and one plan.
+
+Stages do not share memory, so each is a question of its own: of the subsets of its layers whose peak is within the
+limit, the one with the least time. The peak is that of the very order that the stage runs (`bytes_of_stage`), so a
+stage near the end of the pipeline, which holds fewer live slices, recomputes fewer layers. More time on one stage
+never makes a step shorter (a replay only has sums and maxima), so the least time on every stage gives the least step.
+Where the forwards of the layers of a stage differ in how they grow with the prefix, the least time is that of all
+slices together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from terapipe_ds.costs.interface import Costs
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.layer import Layer
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+from terapipe_ds.planner.layers.part_costs import with_forwards_again
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
+from terapipe_ds.planner.recompute.frontier import Subset, frontier
+from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule.proofs import budget_of_sends
+from terapipe_ds.simulator.peak_memory import bytes_of_stage
+
+
+@dataclass(frozen=True)
+class PartLayers:
+    """Hold a part as it is without recomputing, and those of its layers that may recompute, in their order."""
+
+    costs: Costs
+    memory: PartMemory
+    layers: tuple[Layer, ...]
+
+    def with_subset(self, subset: Subset) -> PartMemory:
+        """Return the memory of the part where these layers recompute.
+
+        While one of them does, the slice that runs has its `moment_bytes` in the place of what it keeps. What comes
+        beyond that is added to what works; what works without recomputing counts at both moments.
+        """
+        memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
+        if not chosen:
+            return memory
+        # the layers that stay keep what they kept; the chosen ones keep their inputs
+        less = sum(layer.kept_bytes(is_whole=False) - layer.input_bytes for layer in chosen)
+        whole = memory.whole_bytes_per_token
+        if whole is not None:
+            whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
+        # in the backward of a chosen layer the slice is for a moment larger than while it waits
+        beyond = max(0.0, subset.moment_bytes - subset.kept_bytes)
+        return dataclasses.replace(
+            memory,
+            slice_bytes_per_token=max(0.0, memory.slice_bytes_per_token - less),
+            whole_bytes_per_token=whole,
+            working_bytes_per_token=memory.working_bytes_per_token + beyond,
+        )
+
+    def with_costs(self, layer_ids: Collection[int]) -> Costs:
+        """Return the costs of the part where these layers of the model recompute."""
+        return with_forwards_again(self.costs, [one.costs for one in self.layers if one.layer_id in layer_ids])
+
+    def ids_of(self, subset: Subset) -> tuple[int, ...]:
+        """Return the numbers of the model's layers in a subset."""
+        return tuple(self.layers[index].layer_id for index in subset.layers)
+
+    def again_s(self, plan: SlicePlan, num_micro_batches: int) -> list[float]:
+        """Return what recomputing each layer takes in a step."""
+        spans, kept = list(zip(plan.lengths, plan.starts, strict=True)), {}
+        for layer in self.layers:  # equal layers share their costs
+            if id(layer.costs) not in kept:
+                kept[id(layer.costs)] = sum(float(layer.costs.forward_s(*span)) for span in spans)
+        return [num_micro_batches * kept[id(layer.costs)] for layer in self.layers]
+
+    def besides_bytes(self, is_whole: bool) -> float:
+        """Return what a live slice keeps that is no layer's."""
+        kept = self.memory.slice_bytes_per_token + ((self.memory.whole_bytes_per_token or 0.0) if is_whole else 0.0)
+        return max(0.0, kept - sum(layer.kept_bytes(is_whole) for layer in self.layers))
+
+
+def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
+    """Return the parts between `bounds` of a measured model. Layers without parameters never recompute.
+
+    Raises:
+        PlannerError: layers or their memory were not measured.
+    """
+    num_parts = len(bounds) - 1
+    costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)
+    # without the bytes of each layer nobody knows what recomputing it frees
+    if not parts.has_layers or costs is None or memory is None:
+        lacks = "the memory of layers was not measured" if parts.has_layers else "layers were not timed one by one"
+        raise PlannerError(
+            f'recompute "auto": {lacks}; measure in the running job (planner.profile "measure", without a profiler), '
+            'or name the stages that recompute, "recompute": [0, 1]'
+        )
+    of_parts = zip(costs, memory.parts, parts.between(bounds), strict=True)
+    return [
+        PartLayers(cost, one, tuple(layer for layer in layers if layer.parameters)) for cost, one, layers in of_parts
+    ]
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """Say which layers recompute, by part, and what the parts take then."""
+
+    layers: tuple[tuple[int, ...], ...]  # numbers of the model's layers
+    costs: tuple[Costs, ...]
+    memory: MemoryModel
+    again_s: tuple[float, ...]  # of each part, in a step
+    is_exact: bool  # all subsets were compared
+
+    @classmethod
+    def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset], exact: bool) -> RecomputeChoice:
+        """Return the choice of one subset per part."""
+        both = list(zip(parts, subsets, strict=True))
+        return cls(
+            tuple(part.ids_of(one) for part, one in both),
+            tuple(part.with_costs(part.ids_of(one)) for part, one in both),
+            MemoryModel(tuple(part.with_subset(one) for part, one in both)),
+            tuple(one.again_s for one in subsets),
+            exact,
+        )
+
+
+def choose_layers(
+    parts: Sequence[PartLayers], schedule: Schedule, plan: SlicePlan, limit_bytes: float
+) -> RecomputeChoice:
+    """Return which layers recompute, so that every stage fits in `limit_bytes` with the least time.
+
+    Raises:
+        MemoryLimitError: a stage does not fit whatever it recomputes.
+        PlannerError: the schedule does not have one part per stage.
+    """
+    check_plain(schedule, len(parts))
+    spans, outstanding = [plan.spans()] * schedule.num_micro_batches, budget_of_sends(schedule)
+    is_whole, chosen, exact = plan.num_slices == 1, [], True
+    # stages share no memory, so the choice of one changes nothing for another
+    for stage_id, part in enumerate(parts):
+        again_s = part.again_s(plan, schedule.num_micro_batches)
+        subsets, is_exact = frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole)
+        exact &= is_exact
+        needs = []
+        # subsets come by rising time: the first that fits is the fastest
+        for subset in subsets:
+            of_parts = [part.with_subset(subset) if one is part else one.memory for one in parts]
+            memory = MemoryModel(tuple(of_parts))
+            need = max(bytes_of_stage(schedule, stage_id, spans, memory, outstanding))
+            if need <= limit_bytes:
+                chosen.append(subset)
+                break
+            needs.append(need)
+        else:
+            raise _does_not_fit(schedule, plan, stage_id, min(needs), limit_bytes)
+    return RecomputeChoice.of(parts, chosen, exact)
+
+
+def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Costs]:
+    """Return the costs of the parts where these layers of the model recompute."""
+    return [part.with_costs(ids) for part, ids in zip(parts, layers, strict=True)]
+
+
+def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:
+    """Return the choice in which every layer recomputes that keeps less then."""
+    is_whole = plan.num_slices == 1
+    lists = [
+        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)[0]
+        for part in parts
+    ]
+    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists], True)
+
+
+def recompute_nothing(parts: Sequence[PartLayers]) -> RecomputeChoice:
+    """Return the choice in which no layer recomputes."""
+    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts), True)
+
+
+def check_plain(schedule: Schedule, num_parts: int) -> None:
+    """Raise PlannerError where stages do not hold one part each."""
+    if dict(schedule.placement) != {(stage_id, 0): stage_id for stage_id in range(num_parts)}:
+        raise PlannerError(
+            f'recompute "auto" with schedule {schedule.name!r}: it is for one part per stage; take a schedule with '
+            'chunks_per_stage 1, or name the stages that recompute, "recompute": [0, 1]'
+        )
+
+
+def _does_not_fit(
+    schedule: Schedule, plan: SlicePlan, stage_id: int, need: int, limit_bytes: float
+) -> MemoryLimitError:
+    count = plan.num_slices
+    message = (
+        f"no plan fits in {limit_bytes / 1e9:.4g} GB: with schedule {schedule.name!r} and {count} "
+        f"slice{'s' * (count > 1)} stage {stage_id} needs {need / 1e9:.4g} GB with all its layers recomputed; raise "
+        "planner.memory_limit_gb where devices have more, or take more stages, a smaller micro-batch, or ZeRO-1"
+    )
+    return MemoryLimitError(message, need, stage_id)

@@ -1,0 +1,185 @@
+"""Say whether layers may run slice by slice at all, where only the built module shows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def problem_of_layers(
+    module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool, has_sequence_ranks: bool = False
+) -> str | None:
+    """Return which of this stage's layers cannot run slice by slice; None where all can. Stages may differ.
+
+    Where sequence ranks divide the tokens, no layer sees a whole sequence, even if that is one slice.
+    """
+    # what counts the tokens of a forward pass
+    if has_moe_layers:
+        return (
+            "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
+            "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
+            "your own."
+        )
+    if config.is_one_slice and not has_sequence_ranks:
+        return None
+    # what knows nothing of slices
+    compiled = _compiled(module)
+    if compiled:
+        return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
+    hooked = problem_of_gradient_hooks(module)
+    if hooked is not None:
+        return hooked
+    if config.verify == "off":
+        _warn_of_unchecked_hooks(module)
+    # torch's own layers that mix tokens
+    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
+    if not names:
+        return None
+    return (
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {first_four(names)}. Only "
+        "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
+        "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
+        "hands its state on, or mixes features and no tokens) declares this by the class attribute slice_safe = True, "
+        "which also covers its submodules."
+    )
+
+
+_STEPS_IN_BACKWARD = "_in_backward_optimizers"  # which torch.distributed.optim leaves at a parameter
+_OF_THE_ENGINE = ("deepspeed", "terapipe_ds", "torch", "megatron")  # their hooks know what they are called for
+
+
+def problem_of_gradient_hooks(module: nn.Module) -> str | None:
+    """Return which trained parameters call a function of the user when their gradient is there; None where none does.
+
+    In slices such a hook is called once for each slice, with a gradient that is not complete: an optimizer that steps
+    there takes a step per slice.
+    """
+    hooked = [
+        f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})"
+        for name, parameter in module.named_parameters()
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if parameter.requires_grad and str(getattr(hook, "__module__", "")).split(".")[0] not in _OF_THE_ENGINE
+    ]
+    hooked += [f"{name} (an optimizer)" for name, p in module.named_parameters() if hasattr(p, _STEPS_IN_BACKWARD)]
+    if not hooked:
+        return None
+    return (
+        f"parameters with hooks by register_post_accumulate_grad_hook: {first_four(hooked)}. They are called once for "
+        "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
+        "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
+    )
+
+
+_CHANGED_IN_BACKWARD = (
+    "changed in a backward: an optimizer that steps there takes a step per slice. Remove it, or set terapipe.slices to "
+    "1; then begin anew or load a checkpoint, because the parameters are not as they were"
+)
+
+
+class WrittenParameters:
+    """See which trained parameters are written to in the backward, whatever does it. Call it after each action."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._versions = {(name, each._version) for name, each in self._trained.items()}
+        self._written: dict[bool, set[str]] = {True: set(), False: set()}  # in forwards, in other actions
+
+    def __call__(self, is_forward: bool) -> None:
+        before, self._versions = self._versions, {(name, each._version) for name, each in self._trained.items()}
+        self._written[is_forward] |= {name for name, _ in self._versions - before}
+
+    def problem(self) -> str | None:
+        """Return which parameters are. Those that forwards limit may be recomputed."""
+        names = sorted(self._written[False] - self._written[True])
+        return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
+
+
+def _warn_of_unchecked_hooks(module: nn.Module) -> None:
+    """Warn of hooks that change the gradient of a parameter, where nothing compares what they do."""
+    hooked = [name for name, each in module.named_parameters() if each.requires_grad and each._backward_hooks]
+    if hooked:
+        logger.warning(
+            "the gradients of %s pass through hooks, once for each slice. terapipe.verify is off, so that nothing "
+            "checks them: a hook that clips or normalises gives other gradients than on whole sequences",
+            first_four(hooked),
+        )
+
+
+def first_four(names: Sequence[str]) -> str:
+    """Return the first names in one line, and whether there are more."""
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
+
+
+def check_compile_call(config: TeraPipeConfig) -> None:
+    """Refuse `engine.compile()` for the same reason as layers that are compiled already."""
+    if not config.is_one_slice:
+        raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
+
+
+_COMPILED = (
+    "are compiled by torch.compile, which knows nothing of slices: it compiles them again for every place of a slice "
+    "in the sequence, and gives up after eight. Remove torch.compile and set terapipe.compile to true, which compiles "
+    "layers that can be compiled for all slices, or set terapipe.slices to 1"
+)
+
+
+def _compiled(module: nn.Module) -> list[str]:
+    """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
+    parts = getattr(module, "held_parts", (module,))  # of all chunks, where a stage holds several
+    layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
+    functions = [each for each in layers if not isinstance(each, nn.Module)]
+    modules = [
+        name or type(each).__name__
+        for name, each in module.named_modules()
+        if type(each).__name__ == "OptimizedModule"
+        or each._compiled_call_impl is not None
+        or _is_compiled_function(each.forward)
+    ]
+    return modules + [getattr(each, "__name__", repr(each)) for each in functions if _is_compiled_function(each)]
+
+
+def _is_compiled_function(function: Any) -> bool:
+    """Return whether a function is compiled; `torch.compiler.disable` leaves the same mark, and one more."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
+
+
+def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules whose type mixes tokens, with names; none of a class that says it is `slice_safe`."""
+    if getattr(module, "slice_safe", False) is True:
+        return
+    if _mixes_tokens(module):
+        yield name, module
+    else:
+        for child, part in module.named_children():
+            yield from _mixing_layers(part, f"{name}.{child}" if name else child)
+
+
+def _classes_of(module: ModuleType) -> tuple[type, ...]:
+    return tuple(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+
+
+_PADDING = _classes_of(nn.modules.padding)
+_MIXING = (
+    nn.RNNBase, nn.RNNCellBase, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
+    nn.Upsample, *_classes_of(nn.modules.pooling),
+)  # fmt: skip
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Return whether a layer of torch mixes tokens. A convolution of width 1 is a linear layer."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return any(each != 1 for each in (*module.kernel_size, *module.stride))
+    if isinstance(module, (nn.Unfold, nn.Fold)):
+        return module.kernel_size not in (1, (1, 1)) or module.stride not in (1, (1, 1))
+    if isinstance(module, _PADDING):
+        return any(vars(module)["padding"][2:])  # not of the last dimension: nn.ZeroPad2d((0, 0, 1, -1)) shifts tokens
+    return isinstance(module, _MIXING)

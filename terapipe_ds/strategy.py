@@ -1,0 +1,220 @@
+"""Strategy: everything above a plan, as a value, as a DeepSpeed JSON and as a command that starts it.
+
+A placement is a map from the grid to devices. Ranks are numbered in the order of the hosts, so that rank r is device
+r mod d of node r div d where nodes have d devices, and the order of the axes says which coordinates a rank has:
+
+    fresh     pipe, data, model     the replicas of a stage fill whole nodes
+    append    pipe, data, model     they are fewer than a node has devices: the next stage takes the devices left
+    scatter   data, pipe, model     a pipeline lies in as few nodes as can be, and the replicas are spread over them
+
+The tensor axis is always innermost: it never leaves a node.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+_Count = Annotated[int, Field(ge=1)]
+_Lengths = Annotated[list[_Count], Field(min_length=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+_Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
+_Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
+PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
+"""Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
+
+Coordinate = tuple[int, int, int]
+"""(pipe_id, data_id, model_id)."""
+
+_PRECISION: Mapping[str, dict[str, Any]] = {
+    "bfloat16": {"bf16": {"enabled": True}},
+    "float16": {"fp16": {"enabled": True}},
+    "float32": {},
+}
+
+
+def _as_axes(axes: list[str]) -> list[str]:
+    if tuple(axes) not in (PIPE_FIRST, DATA_FIRST):
+        raise ValueError("give pipe, data and model once each, model last")
+    return axes
+
+
+def _rising(bounds: list[int]) -> list[int]:
+    if bounds[:1] != [0] or any(b <= a for a, b in itertools.pairwise(bounds)):
+        raise ValueError("give rising numbers of layers from 0 on")
+    return bounds
+
+
+class StrategyError(ValueError):
+    """Text that is no strategy; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Degrees of parallelism and the order of the axes on a cluster."""
+
+    pipe: int
+    data: int
+    model: int
+    axes: tuple[str, str, str] = PIPE_FIRST
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return the sizes of the axes, in their order."""
+        return tuple(getattr(self, axis) for axis in self.axes)
+
+    @property
+    def ranks(self) -> np.typing.NDArray[np.int64]:
+        """Return the rank of every coordinate [pipe, data, model]."""
+        ranks = np.arange(self.pipe * self.data * self.model).reshape(self.dims)
+        return ranks if self.axes == PIPE_FIRST else ranks.transpose(1, 0, 2)
+
+    def placement(self, devices_per_node: int) -> dict[Coordinate, tuple[int, int]]:
+        """Return the (node, device) of every coordinate."""
+        ranks = self.ranks
+        return {(k, d, t): divmod(int(ranks[k, d, t]), devices_per_node) for k, d, t in np.ndindex(*ranks.shape)}
+
+
+class Strategy(BaseModel):
+    """How a model is trained on a cluster. `predicted_s` is of one step, with reduction and optimizer.
+
+    `lower_bound_s` is proven: no strategy that the search covers takes less. `is_complete` is False where the search
+    was stopped: then this is the best until then.
+    """
+
+    model_config = STRICT | ConfigDict(frozen=True)
+
+    format: Literal["terapipe_ds.strategy"] = "terapipe_ds.strategy"
+    version: Literal[1] = 1
+    axes: Annotated[list[str], AfterValidator(_as_axes)]
+    dims: Annotated[list[_Count], Field(min_length=3, max_length=3)]
+    devices_per_node: _Count
+    partition: Annotated[list[int], Field(min_length=2), AfterValidator(_rising)]
+    schedule: _Schedule
+    chunks_per_stage: _Count = 1
+    slices: Annotated[_Lengths | list[_Lengths], Field(min_length=1)]  # or a list for each micro-batch of a step
+    micro_batch_size: _Count
+    accumulation: _Count
+    recompute: _Recompute
+    zero_stage: Annotated[int, Field(ge=0, le=1)]
+    dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
+    predicted_s: _Seconds
+    lower_bound_s: _Seconds
+    memory_bytes: list[int]  # the most of each stage
+    model: str = ""
+    is_complete: bool = True
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Return the degrees: `{"pipe": K, "data": D, "model": T}`."""
+        sizes = dict(zip(self.axes, self.dims, strict=True))
+        return {axis: sizes[axis] for axis in ("pipe", "data", "model")}
+
+    @property
+    def placement(self) -> dict[Coordinate, tuple[int, int]]:
+        """Return the (node, device) of each (pipe_id, data_id, model_id); ranks count up host by host."""
+        return self.layout.placement(self.devices_per_node)
+
+    @property
+    def layout(self) -> Grid:
+        """Return the degrees with the order of the axes."""
+        sizes = self.grid
+        return Grid(sizes["pipe"], sizes["data"], sizes["model"], (self.axes[0], self.axes[1], self.axes[2]))
+
+    @property
+    def plans(self) -> tuple[SlicePlan, ...]:
+        """Return the slices of each micro-batch of a step."""
+        if isinstance(self.slices[0], list):
+            return tuple(map(SlicePlan, self.slices))  # type: ignore[arg-type]
+        return (SlicePlan(self.slices),) * self.accumulation  # type: ignore[arg-type]
+
+    @property
+    def plan(self) -> SlicePlan | None:
+        """Return the one plan of all micro-batches; None where they differ."""
+        return self.plans[0] if len(set(self.plans)) == 1 else None
+
+    @property
+    def gap(self) -> float:
+        """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
+        return self.predicted_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-math.prod(self.dims) // self.devices_per_node)
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """Return a DeepSpeed config that trains so; its learning rate is a placeholder to change."""
+        data = self.grid["data"]
+        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": copy.deepcopy(self.slices)}
+        if self.plan is not None and self.plan.num_slices == 1:
+            section["slices"] = 1
+        if self.chunks_per_stage > 1:
+            section["chunks_per_stage"] = self.chunks_per_stage
+        section["partition"] = list(self.partition)
+        section["recompute"] = self.recompute
+        return {
+            "train_batch_size": self.micro_batch_size * self.accumulation * data,
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+            **_PRECISION[self.dtype],
+            "zero_optimization": {"stage": self.zero_stage},
+            "terapipe": section,
+        }
+
+    def launch_command(self, hostfile: str, script: str = "train.py", config: str = "ds.json") -> str:
+        """Return the line that starts a script on the hosts of a hostfile, in whose order nodes are counted."""
+        devices = min(self.devices_per_node, math.prod(self.dims))
+        words = ["deepspeed", "--hostfile", hostfile, "--num_nodes", str(self.num_nodes), "--num_gpus", str(devices)]
+        return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
+
+    def to_json(self) -> str:
+        """Return JSON that `from_json` reads back to an equal strategy."""
+        return json.dumps(self.model_dump(mode="json"), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Strategy:
+        """Read what `to_json` wrote. Raises StrategyError for anything else, or parts that do not fit one another."""
+        try:
+            strategy = parse_as(cls, text)
+        except JsonError as error:
+            raise StrategyError(f"strategy: {error}; give what `terapipe strategy` or `to_json` wrote") from None
+        stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
+        for name, given, wanted in (
+            ("partition", parts, stages * strategy.chunks_per_stage),
+            ("memory_bytes", len(strategy.memory_bytes), stages),
+        ):
+            if given != wanted:
+                raise StrategyError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
+        if len(strategy.plans) != strategy.accumulation or len({plan.sequence_length for plan in strategy.plans}) > 1:
+            count = strategy.accumulation
+            raise StrategyError(f"strategy: slices: give a list of lengths, or {count} with the same sum: plan again")
+        again = strategy.recompute
+        if isinstance(again, list) and (not again or sorted(again) != [k for k in range(stages) if k in again]):
+            raise StrategyError(f'strategy: recompute = {again}: give stages below {stages}, each once, or "off"')
+        return strategy
+
+    def __str__(self) -> str:
+        sizes = self.grid
+        stopped = "" if self.is_complete else "; the search was stopped, this is the best until then"
+        counts = sorted({plan.num_slices for plan in self.plans})
+        slices = f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} slice{'s' * (counts[-1] > 1)}"
+        return (
+            f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
+            f"{sizes['pipe']} stages, {sizes['data']} replicas, {sizes['model']} tensor ranks, micro-batches of "
+            f"{self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
+            f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
+        )

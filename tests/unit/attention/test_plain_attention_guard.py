@@ -1,0 +1,291 @@
+"""Plain self-attention on a part of a sequence is refused, or becomes sliced attention where it is plainly causal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import Result, Tensor, largest_error, plain_attention, random_inputs, run_plain, run_sliced
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import (
+    ActiveSlice,
+    GuardCapturedNames,
+    PlainAttentionError,
+    SliceStore,
+    SliceStoreError,
+    active_slice,
+    allow_attention_within_slice,
+    guard_plain_attention,
+    plain_attention_guard,
+    push_slice,
+)
+
+PART = ActiveSlice(4, 8, 12)
+X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
+
+
+def test_self_attention_on_a_slice() -> None:
+    message = (
+        r"slice \[4, 8\) of a sequence of 12 tokens, with queries of shape \[2, 3, 4, 8\] and keys of shape "
+        r"\[2, 3, 4, 8\].*sliced_attention\(q, k, v, layer\).*with "
+        r"terapipe_ds.attention.allow_attention_within_slice\(\):.*not causal cannot be sliced.*'slices': 1"
+    )
+    for causal in (True, False):
+        with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=message):
+            F.scaled_dot_product_attention(query=X, key=X, value=X, is_causal=causal)
+    with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+        F.scaled_dot_product_attention(X, X[:, :1], X[:, :1], enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 7, 8), (1, 3, 8, 8), (4, 3, 2, 8), (2, 3, 1, 8), (2, 4, 8)],
+    ids=["register tokens", "packed rows", "windows", "one token", "without heads"],
+)
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+def test_self_attention_over_any_number_of_tokens(guard: Callable[[], Any], shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    with guard(), push_slice(PART), pytest.raises(PlainAttentionError, match=f"queries of shape .{str(shape)[1:-1]}"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def attend() -> Tensor:
+    return F.scaled_dot_product_attention(X, X, X)
+
+
+def test_what_passes() -> None:
+    expected, memory, module = attend(), torch.ones(2, 3, 7, 8), nn.MultiheadAttention(8, 2)
+    with guard_plain_attention():
+        assert torch.equal(attend(), expected)
+        with push_slice(ActiveSlice(0, 4, 4)):
+            assert torch.equal(attend(), expected)
+        with push_slice(PART):  # cross-attention
+            assert F.scaled_dot_product_attention(X, memory, memory).shape == X.shape
+            assert module(torch.ones(4, 3, 8), *[torch.ones(7, 3, 8)] * 2)[0].shape == (4, 3, 8)
+
+
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+def test_what_is_allowed_inside_and_outside(guard: Callable[[], Any]) -> None:
+    expected, module, x = attend(), nn.MultiheadAttention(8, 2), torch.ones(4, 3, 8)
+    with guard(), push_slice(PART):
+        with allow_attention_within_slice():
+            assert torch.equal(attend(), expected)
+            assert module(x, x, x)[0].shape == x.shape
+            with allow_attention_within_slice():
+                attend()
+            attend()
+        with pytest.raises(PlainAttentionError):
+            attend()
+        with pytest.raises(KeyError), allow_attention_within_slice():
+            raise KeyError
+        with pytest.raises(PlainAttentionError):
+            attend()
+
+
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_allowed_in_a_forward_that_is_recomputed(guard: Callable[[], Any], use_reentrant: bool) -> None:
+    """Twice: in the forward, and in the one inside the backward, which is refused without it."""
+    modes: list[str] = []
+
+    def run(x: Tensor, allowed: tuple[str, ...]) -> Tensor:
+        active = active_slice()
+        assert active is not None
+        modes.append(active.mode)
+        with allow_attention_within_slice() if active.mode in allowed else nullcontext():
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def train(*allowed: str) -> Tensor | None:
+        leaf = start.clone().requires_grad_()
+        with guard_plain_attention(), guard():
+            with push_slice(PART):
+                out = checkpoint(run, leaf, allowed, use_reentrant=use_reentrant)
+            with push_slice(PART.replace(mode="recompute")):
+                out.square().sum().backward()
+        return leaf.grad
+
+    start = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    x = start.clone().requires_grad_()
+    F.scaled_dot_product_attention(x, x, x).square().sum().backward()
+    torch.testing.assert_close(train("train", "recompute"), x.grad)
+    assert modes == ["train", "recompute"]
+    with pytest.raises(PlainAttentionError):
+        train("train")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_attention_module_of_torch(batch_first: bool, need_weights: bool, training: bool) -> None:
+    """With and without weights, and in evaluation, where torch takes a shortcut around its own functions."""
+    module = nn.MultiheadAttention(8, 2, batch_first=batch_first).train(training)
+    x = torch.ones((3, 4, 8) if batch_first else (4, 3, 8))
+    with torch.no_grad(), guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+        module(x, x, x, need_weights=need_weights)
+
+
+def test_the_encoder_layer_of_torch_in_evaluation() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    with torch.no_grad(), guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+        layer(torch.ones(3, 4, 8))
+
+
+def test_what_was_there_comes_back() -> None:
+    before = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with guard_plain_attention():
+        with guard_plain_attention():
+            pass
+        with push_slice(PART), pytest.raises(PlainAttentionError):
+            F.scaled_dot_product_attention(X, X, X)
+    with pytest.raises(KeyError), guard_plain_attention():
+        raise KeyError
+    assert (F.scaled_dot_product_attention, F.multi_head_attention_forward) == before
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+
+
+def test_a_name_that_was_bound_before() -> None:
+    captured, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    expected = captured(X, X, X)
+    with GuardCapturedNames(), guard_plain_attention():
+        with push_slice(PART):
+            for call in (captured, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu):
+                for names in ((), ("key", "value"), ("query", "key", "value")):
+                    with pytest.raises(PlainAttentionError, match="sliced_attention"):
+                        call(*[X] * (3 - len(names)), **dict.fromkeys(names, X))
+            captured(X, torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8))  # cross-attention
+            with pytest.raises(PlainAttentionError):  # with weights it calls nothing that could be guarded
+                x, module = torch.ones(4, 3, 8), nn.MultiheadAttention(8, 2)
+                weights, out = (module.in_proj_weight, module.in_proj_bias), module.out_proj
+                multi_head(x, x, x, 8, 2, *weights, None, None, False, 0.0, out.weight, out.bias)
+        with push_slice(ActiveSlice(0, 4, 4)):
+            assert torch.equal(captured(X, X, X), expected)
+
+
+# -- interception ---------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Attends as models do, `calls` times, each to what the one before gave."""
+
+    def __init__(self, calls: int = 1, scale: float | None = None) -> None:
+        super().__init__()
+        self.calls, self.scale = calls, scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            v = F.scaled_dot_product_attention(
+                q * 1.0, k * 1.0, v * 1.0, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+        return v
+
+
+def run(inputs: list[Tensor], attend: Callable[..., Tensor]) -> Result:
+    store = SliceStore()
+    with guard_plain_attention(intercept=True), GuardCapturedNames():
+        return run_sliced(inputs, (9, 10, 1), store, attend=attend)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_it_is_exact(kv_heads: int, scale: float | None) -> None:
+    inputs = random_inputs((2, 4, kv_heads, 20, 8))
+    assert largest_error(run(inputs, Plain(scale=scale)), run_plain(inputs, scale)) <= 1e-12
+
+
+def formula(inputs: list[Tensor], calls: int) -> Result:
+    *qkv, grad = inputs
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    q, k, v = leaves
+    for _ in range(calls):
+        v = plain_attention(q, k, v)
+    return Result(v.detach(), *torch.autograd.grad(v, leaves, grad))
+
+
+@pytest.mark.parametrize("kind", ["kept", "reentrant", "non-reentrant", "nested"])
+def test_calls_of_one_module_have_names_of_their_own(kind: str) -> None:
+    """Also where a forward is recomputed, or recomputed in a recomputation."""
+    inputs, module = random_inputs(), Plain(calls=3)
+
+    def again(*qkv: Tensor) -> Tensor:
+        return checkpoint(module, *qkv, use_reentrant=False)
+
+    attend: dict[str, Callable[..., Tensor]] = {
+        "kept": module,
+        "reentrant": lambda *qkv: checkpoint(module, *qkv, use_reentrant=True),
+        "non-reentrant": again,
+        "nested": lambda *qkv: checkpoint(again, *qkv, use_reentrant=False),
+    }
+    assert largest_error(run(inputs, attend[kind]), formula(inputs, 3)) <= 1e-12
+    assert not module._forward_pre_hooks
+
+
+def test_one_name_for_two_calls_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_attention_guard, "CallName", lambda module, number: (module, 0))
+    with pytest.raises(SliceStoreError):
+        run(random_inputs(), Plain(calls=2))
+
+
+def test_a_module_that_runs_twice_is_refused() -> None:
+    module = Plain()
+    with pytest.raises(SliceStoreError, match="Plain, call 0"):
+        run(random_inputs(), lambda q, k, v: module(q, k, module(q, k, v)))
+
+
+class Calls(nn.Module):
+    """A module that runs whatever it is given."""
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+LONG = torch.ones(2, 3, 7, 8)
+MULTI = nn.MultiheadAttention(8, 2)
+TOKENS = torch.ones(4, 3, 8)
+REFUSED: dict[str, Callable[[], Any]] = {
+    "it has an attn_mask": lambda: F.scaled_dot_product_attention(X, X, X, torch.ones(4, 4, dtype=torch.bool)),
+    "is_causal is False": lambda: F.scaled_dot_product_attention(X, X, X),
+    "do not have 4 tokens": lambda: F.scaled_dot_product_attention(LONG, LONG, LONG, is_causal=True),
+    "more or fewer keys than queries": lambda: F.scaled_dot_product_attention(X, LONG, LONG, is_causal=True),
+    "pass enable_gqa=True": lambda: F.scaled_dot_product_attention(X, X[:, :1], X[:, :1], is_causal=True),
+    "pass need_weights=False": lambda: MULTI(TOKENS, TOKENS, TOKENS),
+    "is_causal=True beside": lambda: MULTI(TOKENS, TOKENS, TOKENS, need_weights=False),
+}
+
+
+@pytest.mark.parametrize("cause", REFUSED)
+def test_what_is_not_plain_causal_attention(cause: str) -> None:
+    with guard_plain_attention(True), push_slice(PART), pytest.raises(PlainAttentionError, match=cause):
+        Calls()(REFUSED[cause])
+
+
+def test_a_function_has_no_name() -> None:
+    with guard_plain_attention(True), push_slice(PART), pytest.raises(PlainAttentionError, match="but a function"):
+        F.scaled_dot_product_attention(X, X, X, is_causal=True)
+
+
+def test_what_passes_an_interception_as_it_is() -> None:
+    expected = F.scaled_dot_product_attention(X, X, X, is_causal=True)
+    with guard_plain_attention(True):
+        assert torch.equal(F.scaled_dot_product_attention(X, X, X, is_causal=True), expected)
+        with push_slice(ActiveSlice(0, 4, 4)):
+            assert torch.equal(F.scaled_dot_product_attention(X, X, X, None, 0.0, True), expected)
+        with push_slice(PART), allow_attention_within_slice():
+            assert torch.equal(F.scaled_dot_product_attention(X, X, X, is_causal=True), expected)
+        with push_slice(PART):  # cross-attention
+            assert F.scaled_dot_product_attention(X, LONG, LONG).shape == X.shape
+
+
+def test_dropout_acts() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 8)
+    first = ActiveSlice(0, 4, 12, store=SliceStore())
+    call = lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)  # noqa: E731
+    with guard_plain_attention(True), torch.no_grad(), push_slice(first):
+        assert not torch.allclose(Calls()(call), F.scaled_dot_product_attention.__wrapped__(x, x, x, is_causal=True))

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner.strategy import Strategy
-from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
+from terapipe_ds.runtime.checkpoints.choose import choose_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 

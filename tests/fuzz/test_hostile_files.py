@@ -30,7 +30,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from terapipe_ds import cli
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.checkpoints.load import choose_checkpoint, look_at_contents
+from terapipe_ds.runtime.checkpoints.choose import choose_checkpoint, look_at_contents
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import strict_loading
 from terapipe_ds.runtime.profiling.cache import read_cache

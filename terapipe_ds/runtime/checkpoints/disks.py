@@ -68,17 +68,10 @@ def _appears(folder: Path) -> bool:
     while not folder.is_dir():
         if time.monotonic() >= until_s:
             return False
-        _look_afresh(folder)
+        # A network file system asks its server what is in a folder that is listed: the nearest one that is there
+        os.listdir(next(path for path in folder.absolute().parents if path.is_dir()))
         time.sleep(_LOOK_S)
     return True
-
-
-def _look_afresh(folder: Path) -> None:
-    """Open the nearest folder that is there: a network file system then asks its server what is in it."""
-    parent = next((path for path in folder.absolute().parents if path.is_dir()), None)
-    if parent is not None:
-        with os.scandir(parent):
-            pass
 
 
 def problem_of_local_storage(engine: PipelineEngine) -> str | None:

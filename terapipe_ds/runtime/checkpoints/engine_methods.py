@@ -8,7 +8,6 @@ So a checkpoint is looked at before DeepSpeed reads it, and refused alike on eve
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,10 +21,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import everywhere, gather_results
+from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
-from terapipe_ds.runtime.checkpoints.load import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
-from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
+from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
@@ -67,7 +66,6 @@ class SafeCheckpoints:
         self._engine, self._layout, self._world = engine, layout, world
         self._plans, self._watchdog, self._allow_pickle = plans, watchdog, allow_pickle
         self._half_loaded: dict[str, str] = {}  # what may be of two checkpoints, and why
-        self._read_at_s = time.monotonic()
 
     def save(
         self,
@@ -93,25 +91,27 @@ class SafeCheckpoints:
             def save_as(tag: str | None, is_latest: bool) -> Any:
                 return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
-            settings = save_dir, tag, save_latest, training, self._allow_pickle, self._read_at_s
+            settings = save_dir, tag, save_latest, training, self._allow_pickle
             return save_checkpoint(engine, self._world, save_as, *settings)
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
+            # Before DeepSpeed reads: is a checkpoint whole, and is it one of this engine?
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
                 stack.enter_context(strict_loading())
-            self._read_at_s = time.monotonic()
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
-            has_copies = engine.zero_optimization() and not options.module_only  # in fp32, among the states of stages
+            # Of another layout, states go to the stages that hold their parameters, the fp32 copies of ZeRO among them
+            has_copies = engine.zero_optimization() and not options.module_only
             if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
                 states = optimizer_states(engine, self._layout, self._world)
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
+            # After an error the parameters may be of two checkpoints, until a load of as much succeeds
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
@@ -149,9 +149,10 @@ def refuse_what_does_not_fit(
     """
 
     def look() -> str | None:
+        # The file of the first rank tells the sizes of all; DeepSpeed says itself that it is missing
         problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
-        if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
+        if problem is not None or path is None or not path.is_file():
             return problem
         saved = read_states(path)
         problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()

@@ -60,8 +60,8 @@ class Content:
     def on_cpu(self) -> Content:
         """Return a copy on the CPU whose tensors are no views: a view would be sent with its whole storage."""
         vectors, others = (
-            {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in each.items()}
-            for each in (self.vectors, self.others)
+            {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in values.items()}
+            for values in (self.vectors, self.others)
         )
         return Content(vectors, others)
 
@@ -116,12 +116,14 @@ class Shard:
         Raises:
             StateError: the state is not that of these parameters.
         """
+        # What does not fit is an error now, before elements of other parameters are taken for these
         counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]
         wanted = [len(vectors) for vectors in self._vectors]
         if counts != wanted:
             raise StateError(f"groups of {counts} parameters where {wanted} were to be")
         if any(any(paddings) for paddings in state.get(constants.PARAM_ALIGNMENT_PADDINGS, ())):
             raise StateError("zero_optimization.parameter_alignment was on")
+        # Every vector is cut at the borders of its parameters; what is not a vector belongs to all of them
         contents = {}
         for index, vectors in enumerate(self._vectors):
             for position, vector in enumerate(vectors):
@@ -136,15 +138,17 @@ class Shard:
 
     def put(self, state: State, received: Received) -> dict[str, Any]:
         """Return a saved state with what was received, which covers these parameters, in place of what it has."""
+        # Number the parameters anew, group by group, as torch does
         inner = self._inner(state)
         states: dict[int, dict[str, Any]] = {}
         param_groups, masters, numbers = [], [], itertools.count()
         for index, vectors in enumerate(self._vectors):
             filled = {next(numbers): self._filled(state, index, vector, received) for vector in vectors}
             param_groups.append({**inner["param_groups"][index], "params": list(filled)})
-            copies = [each.pop(_MASTER, None) for each in filled.values()]
+            copies = [of_parameter.pop(_MASTER, None) for of_parameter in filled.values()]
             masters.append(copies[0] if self.form.is_flat else copies)
-            states |= {number: each for number, each in filled.items() if each}
+            states |= {number: of_parameter for number, of_parameter in filled.items() if of_parameter}
+        # Around it goes what the wrapper keeps: all else stays as it was saved
         made = {**inner, "state": states, "param_groups": param_groups}
         if self.form.inner is not None:
             made = {**state, self.form.inner: made}
@@ -156,6 +160,7 @@ class Shard:
         whole = self._content(state, index, 0) if self.form.is_flat else Content({}, {})
         tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
         others = dict(whole.others)
+        # A piece may come in parts, from several partitions of another layout
         for target, offset in vector.offsets.items():
             for source, content in received[target.name]:
                 common = source.overlap(target)
@@ -193,6 +198,7 @@ class Shard:
         form, counts = self.form, [math.prod(self.shapes[name]) for name in names]
         used = sum(counts)
         size = -(-used // form.alignment) * form.alignment // form.num_partitions
+        # The elements of this partition, counted in the whole vector
         begin, end, offset = self.partition * size, (self.partition + 1) * size, 0
         offsets = {}
         for name, count in zip(names, counts, strict=True):

@@ -43,8 +43,9 @@ class PickleRefused(CheckpointError):
 @contextmanager
 def strict_loading() -> Iterator[None]:
     """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other threads that run go on as before."""
+    # A data loader's thread may read pickles of its own meanwhile
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-    load, known = torch.load, set(torch.serialization.get_safe_globals())
+    load, allowed = torch.load, set(torch.serialization.get_safe_globals())
 
     def load_strictly(*args: Any, **options: Any) -> Any:
         is_other = threading.get_ident() in others
@@ -52,7 +53,7 @@ def strict_loading() -> Iterator[None]:
 
     torch.load = load_strictly
     try:
-        with torch.serialization.safe_globals([each for each in _ALLOWED if each not in known]):
+        with torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in allowed]):
             yield
     finally:
         torch.load = load
@@ -70,15 +71,16 @@ def read_strictly(path: Path) -> Any:
         with strict_loading():
             return _load(path)
     except pickle.UnpicklingError as error:
-        found = _REFUSED.search(str(error))
-        what = found[0].removeprefix("GLOBAL ") if found else "a pickle that torch does not read as such"
+        named = _REFUSED.search(str(error))
+        what = named[0].removeprefix("GLOBAL ") if named else "a pickle that torch does not read as such"
         raise PickleRefused(
-            f"{_shown(path)} cannot be read as tensors and plain values: it holds {what}, and reading it otherwise "
-            f'would run code of whoever wrote it. {_ANOTHER}. Or, if you trust the file: "terapipe": {{"checkpoints": '
-            '{"allow_pickle": true}}; a client_state of plain values needs no such permission'
+            f"{show_key(str(path), 4096)} cannot be read as tensors and plain values: it holds {what}, and reading it "
+            f"otherwise would run code of whoever wrote it. {_ANOTHER}. Or, if you trust the file: "
+            '"terapipe": {"checkpoints": {"allow_pickle": true}}; a client_state of plain values needs no such '
+            "permission"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{_shown(path)} cannot be read ({first_line(error)}). {_ANOTHER}") from error
+        raise _unreadable(path, error) from error
 
 
 def read_states(path: Path) -> Mapping[str, Any]:
@@ -90,10 +92,14 @@ def read_states(path: Path) -> Mapping[str, Any]:
     try:
         states = _load(path)
     except Exception as error:
-        raise CheckpointError(f"{_shown(path)} cannot be read ({first_line(error)}). {_ANOTHER}") from error
+        raise _unreadable(path, error) from error
     if not isinstance(states, Mapping):
         raise CheckpointError(f"{path} holds a {type(states).__name__}, not the states of a rank. {_ANOTHER}")
     return states
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{show_key(str(path), 4096)} cannot be read ({first_line(error)}). {_ANOTHER}")
 
 
 def refusal(path: Path) -> str | None:
@@ -127,11 +133,11 @@ def _load(path: Path) -> Any:
 
 
 def _refuse_bombs(path: Path) -> None:
-    """Refuse a file that would fill the memory or take for ever, though no code of it runs: torch has no limits."""
+    """Refuse a file that would fill the memory or take for ever, though no code in it runs: torch has no limits."""
     if not path.is_file():  # a pipe would be waited for
         raise OSError("it is no file")
     with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
+        if not zipfile.is_zipfile(file):  # torch's old format: some pickles, then the numbers
             file.seek(0)
             for _ in range(_LEGACY_PICKLES):
                 if file.peek(1):
@@ -145,34 +151,33 @@ def _refuse_bombs(path: Path) -> None:
                 _refuse_endless(io.BufferedReader(archive.open(name=entry, mode="r")))  # type: ignore[arg-type]
 
 
-def _is_dangerous(name: str) -> bool:
-    """Return whether torch would take minutes over a long name, or make an array as long as a number says."""
-    return len(name) > 200 or not name.isprintable() or name.endswith("bytearray")
-
-
 def _refuse_endless(file: io.BufferedReader) -> None:
-    """Refuse a pickle with too many operations, or with tuples of tuples that take too long to hash."""
-    stack, marks, memo, work = list[int](), list[list[int]](), dict[Any, int](), 0  # of values: how much to hash
+    """Refuse a pickle with too many operations or names that take minutes, or whose tuples take too long to hash.
+
+    A tuple of tuples that are used again and again may stand for 2**60 values, and a key of a dict is hashed. So this
+    follows the stack, on which each value is the number of values in it.
+    """
+    stack, marks, memo, work = list[int](), list[int](), dict[Any, int](), 0
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
-        name, takes, items = operation.name, operation.stack_before, list[int]()
-        if name == "GLOBAL" and _is_dangerous(str(argument)):
-            raise pickle.UnpicklingError(f"GLOBAL {show_key(str(argument).replace(' ', '.'))}")
+        name, takes = operation.name, operation.stack_before
+        if name == "GLOBAL":
+            kind = str(argument).replace(" ", ".")
+            # torch takes minutes over a long name, and a bytearray is as long as a number in the file says
+            if len(kind) > 200 or not kind.isprintable() or kind.endswith("bytearray"):
+                raise pickle.UnpicklingError(f"GLOBAL {show_key(kind)}")
         if count > _MOST_OPERATIONS or work > _MOST_WORK:
             raise pickle.UnpicklingError(f"more than {_MOST_OPERATIONS:,} values")
         if name == "MARK":
-            marks.append(stack)
-            stack = []
+            marks.append(len(stack))
             continue
-        if pickletools.markobject in takes:
-            items, stack = stack, marks.pop()
-            takes = takes[: takes.index(pickletools.markobject)]
-        items += [stack.pop() for _ in takes]
-        work += sum(items)
-        size = memo[argument] if "GET" in name else 1 + (sum(items) if name in _HASHED else 0)
+        # Take the operands off the stack: everything above a mark where the operation takes a mark
+        is_marked = pickletools.markobject in takes
+        first = marks.pop() - takes.index(pickletools.markobject) if is_marked else len(stack) - len(takes)
+        items = sum(stack[first:])
+        del stack[first:]
+        work += items
+        # Put the result there; only tuples, and what is made of them, are as large as their items
+        size = memo[argument] if "GET" in name else 1 + items * (name in _HASHED)
         stack += [size] * len(operation.stack_after)
         if "PUT" in name:
             memo[argument] = stack[-1]
-
-
-def _shown(path: Path) -> str:
-    return show_key(str(path), 4096)

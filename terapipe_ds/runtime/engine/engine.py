@@ -175,7 +175,7 @@ class TeraPipeEngine(ModelEndsEngine):
         """Save a checkpoint as a whole or not at all, even if ranks die. A rank that never arrives is reported.
 
         Raises:
-            CheckpointError: on every rank, where one of them cannot write, or another job saves in the same place.
+            CheckpointError: on every rank, where one of them cannot write, or another job has begun to save this tag.
         """
         stock = super().save_checkpoint
         return self._checkpoints.save(stock, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)

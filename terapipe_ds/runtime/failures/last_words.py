@@ -17,7 +17,7 @@ from terapipe_ds.runtime.failures.report import RankRecord
 from terapipe_ds.runtime.failures.store import Failure, WatchStore
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
-_WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
+_WHAT_NOW = "Fix the cause and start the job again from its last checkpoint."
 
 
 class PipelineAborted(RuntimeError):
@@ -52,6 +52,7 @@ class LastWords:
         Of two ranks that see one stall at the same time, the second prints the report of the first: each has asked all
         ranks at a moment of its own, so that their reports may differ.
         """
+        # The others first: a reader of stderr may stand still
         if failure is not None:
             others.publish_failure(failure)
             first = others.failure
@@ -59,6 +60,7 @@ class LastWords:
                 text = str(first)
         self.remark(f"ends: {text}{more}\n{_WHAT_NOW}")
         self._said.set()
+        # Then launchers and files, which must not stand in the way of the end
         with suppress(Exception):  # the end matters more
             get_error_handler().record_exception(PipelineAborted(text + more))  # where `torchrun` looks for it
         if self._trace_dir is not None:

@@ -37,6 +37,7 @@ class Sigterm:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
+        # Somebody else's descriptor stays: asyncio, for one, needs it
         descriptor_of_others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         if descriptor_of_others != -1:
             signal.set_wakeup_fd(descriptor_of_others)
@@ -46,6 +47,7 @@ class Sigterm:
 
     def wait(self) -> bool:
         """Return whether the signal comes within the next `POLL_S`, or until `wake`; for the watching thread."""
+        # Other signals come here, too; a byte 0 is a call of `wake`
         deadline, received = time.monotonic() + POLL_S, b""
         with suppress(TimeoutError):
             while all(received) and signal.SIGTERM not in received and (left_s := deadline - time.monotonic()) > 0:
@@ -85,13 +87,11 @@ class Stderr:
         except (AttributeError, OSError, ValueError):  # it is None, closed, or an object that only has `write`
             number = 2
         self.descriptor = _opened(number)
-        is_socket = stat.S_ISSOCK(os.fstat(self.descriptor).st_mode)  # which cannot be opened anew
-        self._socket = socket.socket(fileno=os.dup(self.descriptor)) if is_socket else None
 
     @property
     def for_timer(self) -> int:
-        """Return where the timer in C may write, which would wait for the reader of a socket for ever."""
-        return self.descriptor if self._socket is None else _nowhere()
+        """Return where the timer in C may write: a socket cannot be opened anew, and it would wait for its reader."""
+        return _nowhere() if stat.S_ISSOCK(os.fstat(self.descriptor).st_mode) else self.descriptor
 
     def write(self, text: str) -> None:
         """Write what is taken within `SAY_S`. Never raises."""
@@ -101,17 +101,10 @@ class Stderr:
             poll.register(self.descriptor, select.POLLOUT)
             while rest and poll.poll(1000.0 * max(0.0, deadline - time.monotonic())):
                 piece = rest[: select.PIPE_BUF]  # a pipe that is ready takes it whole: lines of ranks do not mix
-                rest = rest[self._put(piece[: piece.rfind(b"\n") + 1] or piece) :]
-
-    def _put(self, piece: bytes) -> int:
-        if self._socket is None:
-            return os.write(self.descriptor, piece)
-        return self._socket.send(piece, socket.MSG_DONTWAIT)
+                rest = rest[os.write(self.descriptor, piece[: piece.rfind(b"\n") + 1] or piece) :]
 
     def close(self) -> None:
         """Give the descriptor back; nothing is written from now on."""
-        if self._socket is not None:
-            self._socket.close()
         os.close(self.descriptor)
         self.descriptor = -1
 
@@ -214,6 +207,7 @@ _mask: set[int] = set()
 def _before_fork() -> None:
     """Put off SIGTERM and the timer: a child would send the signal to this process, and hang at its end."""
     global _is_forking, _mask
+    # The lock keeps the state of the timer whole in both processes
     _timer.acquire()
     _is_forking = True
     if _armed is not None:

@@ -213,6 +213,7 @@ class RankRecord:
         """Note that the action in hand has to wait; return that action."""
         before = self.doing
         action = before.what or "no action"
+        # The report would else show the action twice, once for no time at all
         if self._recent[-1] is before and not before.waits:
             self._recent.pop()  # an action that begins by waiting is one entry
         self.now(Doing(action, wait))
@@ -228,6 +229,7 @@ class RankRecord:
 
     def full(self) -> RankState:
         """Return all that a report needs, with the stack of the main thread and its last actions."""
+        # The frame of the main thread as the watching thread sees it: innermost calls last
         frame = sys._current_frames().get(self._main_thread.ident or 0)
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
@@ -255,10 +257,12 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     fewer batches than others have begun; ranks that are busy in a batch, unless their action began only lately; ranks
     that have left or are outside a batch.
     """
+    # A rank is busy where it neither waits for a message nor stands in a collective
     everyone = list(states.values())
     batches = max((one.batch for one in everyone), default=0)
     busy = [one for one in everyone if one.doing and one.is_busy and not one.ended]
     longest_s = max((one.for_s for one in busy), default=0.0)
+    # The first kind that exists tells the cause; later kinds may be its consequences
     suspects = (
         [one for one in everyone if one.silent],
         [one for one in everyone if one.ended and one.batch < batches],
@@ -274,6 +278,7 @@ def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
     A rank may wait for longer than `limit_s` while others work through many actions: the checks of all layers of the
     stage before it, or the slices of a long batch. None of these then takes so long, and all ranks answer.
     """
+    # Progress is an action that began less than `limit_s` ago, on any rank that is in a batch
     running = [one for one in states.values() if one.doing and not one.ended]
     batches = max((one.batch for one in states.values()), default=0)
     is_left = any(one.silent or (one.ended and one.batch < batches) for one in states.values())
@@ -297,11 +302,13 @@ def stall_report(
             f"{head} and what the others do is not known, because the store of the job does not answer. Rank 0, or the "
             "launcher that serves the store, has ended, or stands still with its machine. Look there."
         )
+    # Those at fault first, so that a job of thousands of ranks shows them
     faulty = [states[rank] for rank in at_fault(states)]
     shown = sorted({*(one.rank for one in faulty[:SHOWN_RANKS]), *list(states)[:SHOWN_RANKS]})
     lines = [head, *(line for rank in shown for line in _lines_of(states[rank]))]
     if len(shown) < len(states):
         lines.append(f"  and {len(states) - len(shown)} more ranks")
+    # Name who is at fault, who waits for it, and where in the code it is
     for one in faulty[:SHOWN_RANKS]:
         waiting = [str(other.rank) for other in states.values() if one.rank in other.waits_for_ranks]
         whom = f" Ranks that wait for it: {', '.join(waiting)}." if waiting else ""
@@ -313,6 +320,7 @@ def stall_report(
             "All ranks wait: they do not make the same calls in the same order, or a connection between two of them is "
             "broken or very slow. Compare what each of them waits for."
         )
+    # The host may be ahead of its device, and a slow stage is no stall
     if asynchronous:
         lines.append(_FLIGHT_RECORDER)
     if any(one.doing and not one.silent for one in faulty):

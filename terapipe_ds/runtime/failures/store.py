@@ -171,6 +171,7 @@ class WatchStore:
     def beat(self, ended: str = "") -> None:
         """Publish a sign of life, and what is new or takes long, or why this rank has `ended`; learn of a failure."""
         self._ended = self._ended or ended
+        # The state is long and seldom new; the sign of life is short and comes with every beat
         doing, text = self._record.doing, None
         for_s = time.monotonic() - doing.since_s
         is_slow = for_s > self._slow_s
@@ -178,10 +179,12 @@ class WatchStore:
             state = self._record.full() if is_slow and not self._ended else self._record.brief(self._ended)
             text = AS_JSON.dump_json(state).decode()
             self._published = doing, is_slow
+        # Where the rank is decides how long others wait for it
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
         rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
 
+        # One question for all of it: the store may be slow to answer
         def publish(store: Any) -> Any:
             if text is not None:
                 store.set(f"state/{rank}", text)
@@ -194,12 +197,14 @@ class WatchStore:
 
     def publish_failure(self, failure: Failure) -> None:
         """Tell the others, unless one of them was first."""
+        # The first failure stays: later ones are mostly its consequences
         text = json.dumps(failure._replace(error=printable(failure.error, IN_LINES)[:_MAX_CHARACTERS]))
         first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
-        told = self._valid(_FAILURE, _ABORT, first)
-        if first is not None and told is None:
+        published = self._valid(_FAILURE, _ABORT, first)
+        # A value that no rank has written must not hide the failure
+        if first is not None and published is None:
             self._ask(lambda store: store.set(_ABORT, text))
-        self.failure = told or failure
+        self.failure = published or failure
 
     def wait_until_read(self, wait_s: float) -> None:
         """Tell that this rank has read why the job ends, and wait for all that give signs of life to do so."""
@@ -218,15 +223,18 @@ class WatchStore:
         How long a rank is quiet is counted in looks: a look that comes late, because this process itself was stopped,
         is no sign that others are gone. While the store does not answer, all are quiet.
         """
+        # Thousands of ranks share one store, so that each looks the more seldom the more there are
         now, pause_s = time.monotonic(), max(POLL_S, self._world_size / _RANKS_PER_S)
         passed_s = now - self._looked_at
         if passed_s < pause_s:
             return
+        # While the store does not answer nothing is known of anybody: all are quiet for as long
         is_silent = self._is_gone and self._store is not None and self.lost_at is None
         beats = self._beats_of if is_silent else self._read("beat", _BEAT)
         if not (beats or is_silent):
             return
         self._looked_at = now
+        # Add at most two pauses: this process may itself have stood still
         for rank in self._quiet_s:
             is_quiet = beats.get(rank) == self._beats_of.get(rank) and not (rank in beats and beats[rank].has_ended)
             self._quiet_s[rank] = self._quiet_s[rank] + min(passed_s, 2 * pause_s) if is_quiet else 0.0
@@ -248,9 +256,11 @@ class WatchStore:
         """
         before, deadline, ranks = self._read("beat", _BEAT), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
+        # Begin with what is known of each rank now
         for rank in ranks:
             if before.get(rank) != self._beats_of.get(rank):  # it was quiet by the last look, which may be long ago
                 self._quiet_s[rank] = 0.0
+        # Wait for one more sign of life of each rank, but for those that were quiet for long enough
         while time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()
@@ -258,6 +268,7 @@ class WatchStore:
             quiet = [r for r in ranks if beats.get(r) == before.get(r) and (r not in beats or not beats[r].has_ended)]
             if all(self._quiet_s[rank] >= wait_s for rank in quiet):
                 break
+        # The states tell what the ranks do; the signs of life for how long
         published = self._read("state", AS_JSON)
         if self._is_gone:
             return {}

@@ -68,6 +68,7 @@ class Trials:
         """
         if isinstance(error, TrialError):  # of a trial inside of this one
             raise error
+        # A rank alone needs nobody; a lost peer cannot be met
         own = None if error is None else TrialFailure(type(error).__name__, text_of(error))
         if len(self._ranks) < 2:
             return own
@@ -76,23 +77,28 @@ class Trials:
         if own is None and not get_accelerator().is_synchronized_device():
             get_accelerator().synchronize()  # where this rank waits for a peer, the host may not know of it
 
+        # A rank that failed does not wait for ever: its peers may be in the collective that it has left
         def late(waited_s: float, missing: Callable[[], list[int]]) -> None:
             if own is not None and waited_s > self._patience_s and (ranks := missing()):
                 peers = f"peers, ranks {ranks}, have" if len(ranks) > 1 else f"peer, rank {ranks[0]}, has"
                 raise TrialError(
                     f"{what} failed on rank {self._rank} ({own}); its tensor-parallel {peers} not come out of the "
-                    f"layers in {self._patience_s:g} s after that, where each waits for all. Mend what fails on rank "
+                    f"layers in {self._patience_s:g} s after that, where each waits for all. Fix what fails on rank "
                     f"{self._rank}{f', or {remedy}' if remedy else ''}"
                 ) from error
 
+        # All peers put the same number on the same trial
         name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
         texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
-        told = {rank: json.loads(text) for rank, text in texts.items()}  # the failure (or None) and its trial
-        others = [f"{at}, on rank {r} ({failed or 'came through'})" for r, (failed, at) in told.items() if at != what]
+        results = {rank: json.loads(text) for rank, text in texts.items()}  # the failure (or None) and its trial
+        # A peer at another trial would wait for this rank in its layers
+        others = [
+            f"{at}, on rank {r} ({failed or 'came through'})" for r, (failed, at) in results.items() if at != what
+        ]
         if others:  # what failed there was no trial, or the next one here: the ranks would wait for each other
             raise TrialError(
                 f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
                 + "; ".join(others)
             ) from error
-        failures = (TrialFailure(failed[0], failed[1], r) for r, (failed, _) in told.items() if failed is not None)
+        failures = (TrialFailure(failed[0], failed[1], r) for r, (failed, _) in results.items() if failed is not None)
         return own or next(failures, None)

@@ -80,6 +80,7 @@ class Watchdog:
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
         self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
+        # One rank alone has nobody to wait for: no thread, no store, no timer
         if store is None and self._world_size > 1:
             store = make_store()
         self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._words.remark)
@@ -135,10 +136,12 @@ class Watchdog:
         except BaseException as error:
             if isinstance(error, MemoryError):  # the frames that it holds may hold all memory, and a report needs some
                 traceback.clear_frames(error.__traceback__)
+            # A lost connection is the consequence of another rank's end, which is the cause to tell
             aborted = self._caused_by_others(error)
             if aborted is not None:
                 self._fail(aborted)
                 raise aborted from error
+            # Ranks agree on exceptions of long calls by themselves
             if not doing.is_long or not isinstance(error, Exception):
                 self._fail(error)
             raise
@@ -181,10 +184,12 @@ class Watchdog:
         if not isinstance(error, RuntimeError):  # all that backends raise
             return None
         self._others.beat()
+        # The rank that ended may have said why
         if (failure := self._failure_of_others()) is not None:
             return PipelineAborted(str(failure))
         if not is_lost_connection(error):
             return None
+        # It has not: ask which ranks still give signs of life
         doing = self._record.doing
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
@@ -200,6 +205,7 @@ class Watchdog:
         """
         if self._world_size == 1:
             return ""
+        # A failure that comes in meanwhile tells more
         states = self._others.live_states(wait_s).values()
         if self._others.failure is not None:
             return f"{self._others.failure}. "
@@ -272,6 +278,7 @@ class Watchdog:
         """
         now = time.monotonic()
         waited_s = now - doing.since_s
+        # Waits that may be long for a good reason, as long as every rank gives signs of life
         if doing.opening or doing.draws or doing.is_long:
             self._others.look()
             if self._others.is_one_silent(self._stall_timeout_s):
@@ -281,6 +288,7 @@ class Watchdog:
                 return waited_s > self._data_timeout_s
             if doing.is_long:
                 return waited_s > LONG_CALL * self._stall_timeout_s
+            # Another rank that draws data or is outside a batch excuses this one until it goes on
             if self._others.is_one(DRAWING):
                 self._excused_at = now
             elif self._others.is_one(OUTSIDE):
@@ -309,6 +317,7 @@ class Watchdog:
         if failure is not None:  # another rank was first, and has its report
             self._end(str(failure), doing)
             return
+        # Others may go on while this rank waits: the clock begins at their latest action
         latest_s = None if doing.draws or doing.is_long else idle_s(states, self._stall_timeout_s)
         if latest_s is not None:
             self._excused_at = time.monotonic() - latest_s
@@ -326,6 +335,7 @@ class Watchdog:
             return  # the main thread raises by itself
         with self._words.leaving(1):
             self._words.tell(self._others, text, failure, f"\nThis rank was {doing}.{where}")
+            # The rank that failed prints its traceback before a launcher ends it
             deadline = time.monotonic() + (LINGER_S if self._failure_of_others() is not None else 0.0)
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass

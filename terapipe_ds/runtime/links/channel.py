@@ -154,11 +154,13 @@ class SendChannel(_Channel):
             consumed_at: the index in the peer's order of the unit that waits for it.
             spec: what both ends take the message for, where the wire has a format for it.
         """
+        # One buffer of fewer bytes where the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:
             tensors = [packing.pack(tensors)]
         ready = [self.wire.outgoing(t, self._buffers) for t in tensors]
         works = [self.wire.isend(t) for t in ready]
+        # The announcement goes with the message: its memory is free when the message has arrived
         for work, announcement in self._announcements:
             works.append(work)
             ready.append(announcement)
@@ -222,6 +224,7 @@ class ReceiveChannel(_Channel):
         """
         while self._started < (min(1, len(self._posted)) if self.wire.streamed else len(self._posted)):
             posted, wire = self._posted[self._started], self.wire
+            # Messages arrive in order, so that a later one cannot be received into the memory of this one
             spec = posted.spec = self._spec_of(posted.unit)
             if spec is None:
                 return
@@ -235,13 +238,15 @@ class ReceiveChannel(_Channel):
         if not self._posted or self._posted[0].unit != unit:
             expected = self._posted[0].unit if self._posted else "nothing"
             raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
-        self._start_posted()  # what was sent since the post may have made the shape known
+        # What came since the post may have made the shape known, and else the announcement is waited for
+        self._start_posted()
         if not self._started:
             self._learn(unit)
             self._start_posted()
         posted = self._posted.popleft()
         self._started -= 1
         assert posted.spec is not None
+        # Here the main thread waits for the peer
         for work in posted.works:
             work.wait()
         incoming, buffers = (

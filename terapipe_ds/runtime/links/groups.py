@@ -127,12 +127,14 @@ class PipelineGroups:
         there. In the middle of a batch one could wait on the activations and the other on the gradients.
         """
         connected: dict[WireEnds, tuple[Wire, Wire]] = {}
+        # Wires of even stages first: two neighbours then never both send, or both receive, at the same time
         for ends in sorted(layout.wires(), key=lambda ends: (ends[0] % 2, ends)):
             source, _, target, _ = ends
             if stage_id not in (source, target):
                 continue
             peer_id, tag = target if stage_id == source else source, layout.tag(ends)
             both = []
+            # Activations go from the source, gradients from the target, each in a group of its own
             for what, sender, group in zip(
                 ("activations", "gradients"), (source, target), self.by_wire[ends], strict=True
             ):
@@ -140,6 +142,7 @@ class PipelineGroups:
                 name = f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})"
                 streamed = torch_dist.get_backend(group) != "gloo" and not staged
                 both.append(Wire(peer, group, self.control, device, name, staged, streamed, peer_id, tag))
+                # The first message connects the two ranks, which blocks until both are there
                 number = torch.zeros(1, device="cpu" if staged else device)
                 exchange = torch_dist.send if sends else torch_dist.recv
                 exchange(number, peer, group=group, tag=tag)
@@ -151,6 +154,7 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
+    # Every rank makes all groups in the same order, also those that it is not in: torch requires it
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
     if (of_replica := peers_of(grid)) is not None:
         replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
@@ -159,6 +163,7 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     own = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=num_ranks)
     if grid.pipe_parallel_size == 1:
         return own
+    # gloo tells wires apart by tags. With NCCL no two wires of one stage may share a group
     rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
     pipelines = grid.topology().get_axis_comm_lists("pipe")
     for index, ranks in enumerate(pipelines):

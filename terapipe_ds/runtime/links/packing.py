@@ -50,10 +50,12 @@ class _Segment:
         if self.scales is None:
             self.numbers(buffer).copy_(tensor)
             return
+        # One scale for each tile, so that one large number spoils 128 numbers at most
         largest = _LARGEST["int8" if self.dtype == torch.int8 else "fp8"]
         tiles = _tiles(tensor.to(torch.float32))
         most = tiles.abs().amax(-1, keepdim=True)
         scales = (most / largest).clamp_min(_LEAST_SCALE)
+        # What is not finite is 0 here, and its tile becomes NaN by its scale
         rounded = (tiles / scales).nan_to_num(0.0).clamp(-largest, largest)
         if self.dtype == torch.int8:
             rounded = rounded.round()
@@ -85,6 +87,7 @@ class Packing:
         for spec in specs:
             start, count = -(-end // _ALIGNED) * _ALIGNED, math.prod(spec.shape)
             end, dtype, scales = start + spec.num_bytes, spec.dtype, None
+            # Numbers first, then their scales, each from an aligned byte on
             if _carries_activations(spec, wire_format):
                 dtype, end = _DTYPES[wire_format], start + count * NUMBER_BYTES[wire_format]
                 if wire_format in HAS_SCALES:

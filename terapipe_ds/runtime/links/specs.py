@@ -64,6 +64,7 @@ class MessageSpec:
 
     def encode(self) -> torch.Tensor:
         """Return the announcement of this spec: a tensor of int64 of a fixed size."""
+        # A fixed size, so that the receiver can post the receive before it knows anything
         ints = [int(self.is_tuple), len(self.tensors)]
         for spec in self.tensors:
             ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]

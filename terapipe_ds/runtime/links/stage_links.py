@@ -63,6 +63,7 @@ class StageLinks:
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._batches_run: Counter[Hashable] = Counter()  # by kind
         self._batch: BatchInFlight | None = None
+        # The place of each action in the orders of all stages, and the budget of sends, take long to find out:
         # by the identity of a schedule, for as long as that lives
         self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
         self.outstanding_sends = 0  # the budget of each link in the batch that is open
@@ -70,6 +71,7 @@ class StageLinks:
         self._receiving: list[ReceiveChannel] = []
         self._sending: list[SendChannel] = []
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
+        # A wire between two parts of one stage does not exist: `hand_on` keeps what goes there
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id == source:
@@ -100,11 +102,13 @@ class StageLinks:
         """Treat messages as those of `batch` from now on."""
         self._batch = batch
         self._handed.clear()
+        # A kernel that CUDA loads now would wait for receives that end only after what this stage is about to run
         by_host = self.goes_by_host(batch)
         for channel in (*self._receiving, *self._sending):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
+        # The schedule may be a new object in each batch: what is kept of it ends with it
         key = id(batch.schedule)
         if key not in self._of_schedules:
             self._queues.check(batch.schedule)
@@ -119,11 +123,13 @@ class StageLinks:
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
+        # A message that nobody used would be taken for one of the next batch
         for receiving in self._receiving:
             receiving.assert_empty()
         for sending in self._sending:
             with self.waiting(_wait_of_send(sending)):
                 sending.keep_at_most(0)
+        # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
             self._batches_run.update(self._batch.kinds())
         self._batch = None
@@ -170,9 +176,11 @@ class StageLinks:
         """Send what F gave; `is_tuple`: the layers gave a tuple."""
         channel = _there(self._channels[action.chunk_id].activations_out, action)
         unit = action.unit
+        # The peer has taken the message in when something comes that it sends after this action
         needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit)
         signature = self._signature(unit)
         announced = channel.announced.get(signature)
+        # Both ends know the look of a signature from its first message on; another look is an error here
         if announced is None or not announced.fits(tensors, is_tuple):
             channel.announce(signature, MessageSpec.of(tensors, is_tuple))
         channel.send(tensors, needed_at, channel.announced[signature])
@@ -192,6 +200,7 @@ class StageLinks:
         needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         announced = self._channels[action.chunk_id].announced_in
         assert announced is not None
+        # The gradients look like the activations that came in; with a format both ends must know how they are packed
         activations = announced.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)

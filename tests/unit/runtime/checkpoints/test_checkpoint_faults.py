@@ -31,9 +31,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from terapipe_ds.runtime.checkpoints import manifest
-from terapipe_ds.runtime.checkpoints.load import ChosenCheckpoint, find_checkpoint
+from terapipe_ds.runtime.checkpoints.choose import ChosenCheckpoint, find_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
-from terapipe_ds.runtime.checkpoints.save import save_checkpoint
+from terapipe_ds.runtime.checkpoints.save import CheckpointPaths, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
@@ -154,7 +154,24 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
         assert left - {*half_written} == {"latest", *tags} and len(half_written) <= 2 * (fault == "killed"), left
         if len(tried) <= number:
             break
-    assert number >= 37, "four kinds of error and three orders of tags make 440 cases"
+    assert number >= 36, "four kinds of error and three orders of tags make 430 cases"
+
+
+def test_a_job_that_another_one_overtakes_is_told_and_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one begins to save the same tag when the files are written, and takes them for what a kill has left."""
+    (engine := OneRank(tmp_path)).save("a", 1)
+    write = engine._save
+
+    def overtaken(tag: str | None, is_latest: bool) -> None:
+        write(tag, is_latest)
+        CheckpointPaths(tmp_path, "a", "0a1b2c3d").prepare()
+
+    monkeypatch.setattr(engine, "_save", overtaken)
+    with pytest.raises(CheckpointError, match="is missing.* does another job save under this tag"):
+        engine.save("a", 2)
+    assert engine.steps() == 1
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

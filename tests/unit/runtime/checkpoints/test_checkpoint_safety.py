@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
+from terapipe_ds.runtime.checkpoints.choose import choose_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
-from terapipe_ds.runtime.checkpoints.save import OTHER_JOB_S, CheckpointPaths
+from terapipe_ds.runtime.checkpoints.save import CheckpointPaths
 
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 OWN, RIVAL = "00000000", "0a1b2c3d"  # ids of jobs
@@ -170,50 +168,20 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     assert steps_of(tmp_path) == 1
 
 
-# -- two jobs --------------------------------------------------------------------------------------------------
+# -- who saves -------------------------------------------------------------------------------------------------
 
 
-def rival(folder: Path, now: bool) -> Path:
-    """What another job has left in the middle of a save, or has saved."""
-    place = CheckpointPaths(folder, "a", RIVAL)
-    fill(place.saving, 1)
-    if not now:
-        Manifest(tag="a", global_steps=1, is_latest=True, job=RIVAL, files={}).write(place.saving)
-        place.commit()
-    return place.saving if now else place.final
-
-
-@pytest.mark.parametrize("now", [True, False], ids=["saving", "saved"])
-def test_two_jobs_do_not_save_under_one_tag(now: bool, tmp_path: Path) -> None:
-    written, place = rival(tmp_path, now), CheckpointPaths(tmp_path, "a", OWN, -1e6)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"another job has written {re.escape(str(written))} \d s ago"):
-            place.prepare()
-        assert not place.saving.exists() and (written / FILES[0]).exists()
-    CheckpointPaths(tmp_path, "a", OWN, time.monotonic()).prepare()  # which continues the other
-    assert place.saving.is_dir() and place.final.exists() != now
-    place.saving.rmdir()
-    CheckpointPaths(tmp_path, "a.b", OWN, -1e6).prepare()  # another tag
-
-
-def test_what_a_job_has_left_long_ago_is_replaced(tmp_path: Path) -> None:
-    written, long_ago_s = rival(tmp_path, now=True), time.time() - OTHER_JOB_S - 60
-    for path in (*written.iterdir(), written):
-        os.utime(path, (long_ago_s, long_ago_s))
-    place = CheckpointPaths(tmp_path, "a", OWN, -1e6)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_another_job_has_left_is_finished_or_removed(is_whole: bool, tmp_path: Path) -> None:
+    """A job cannot tell a rival that is still saving from one that was killed: the files of two never mix."""
+    rival, place = CheckpointPaths(tmp_path, "a", RIVAL), CheckpointPaths(tmp_path, "a", OWN)
+    other = save(tmp_path, "a.b", 1, finish=False)
+    save(tmp_path, "a", 1, finish=False).saving.rename(rival.saving)
+    if not is_whole:
+        (rival.saving / FILES[0]).unlink()
     place.prepare()
-    assert place.all_saving() == [place.saving]
-
-
-@pytest.mark.parametrize("now", [True, False], ids=["saving", "saved"])
-def test_what_seems_to_be_of_the_future_is_replaced(now: bool, tmp_path: Path) -> None:
-    """A clock that was ahead has written it; nothing that is written now has a later time than the disk."""
-    written = rival(tmp_path, now)
-    for path in (*written.iterdir(), written):
-        os.utime(path, (time.time() + 3600,) * 2)
-    place = CheckpointPaths(tmp_path, "a", OWN, time.monotonic() - 1.0)  # resumed a second ago
-    place.prepare()
-    assert place.all_saving() == [place.saving]
+    assert place.all_saving() == [place.saving] and [*place.saving.iterdir()] == [] and other.saving.is_dir()
+    assert place.final.exists() == is_whole
 
 
 @pytest.mark.parametrize("is_there", [True, False])

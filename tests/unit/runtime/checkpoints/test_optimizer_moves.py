@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateError, StateForm
-from terapipe_ds.runtime.checkpoints.optimizer_states import Holder, Orders, routes_between, shards_of
+from terapipe_ds.runtime.checkpoints.other_layouts import Holder, Orders, routes_between, shards_of
 
 STEP = 7
 

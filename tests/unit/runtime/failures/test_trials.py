@@ -70,7 +70,7 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
     assert isinstance(failed, TrialError) and failed.__cause__ is BROKEN
     assert str(failed) == (
         "timing layers failed on rank 0 (ValueError: the layer is\nbroken); its tensor-parallel peer, rank 1, has not "
-        "come out of the layers in 1.5 s after that, where each waits for all. Mend what fails on rank 0, or leave it "
+        "come out of the layers in 1.5 s after that, where each waits for all. Fix what fails on rank 0, or leave it "
         "out"
     )
     assert late == through == TrialFailure("ValueError", "the layer is\nbroken", 0)

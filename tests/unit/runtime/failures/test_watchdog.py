@@ -47,7 +47,8 @@ def store(port: int, is_master: bool) -> Any:
 class Job:
     """The watch-dogs of a job's ranks. Where a process would end, its exit code is in `exits` instead."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.patch, self._capfd = monkeypatch.setattr, capfd
         self.world_size = 2
         self.server: Any = store(0, is_master=True)
         self.port = self.server.port
@@ -81,6 +82,10 @@ class Job:
         for watchdog in self._watchdogs:
             watchdog.close()
 
+    def said(self) -> str:
+        """What was printed since the last call."""
+        return self._capfd.readouterr().err
+
     def _exit(self, code: int) -> None:
         disarm_timer()  # of the end, which this is instead
         self.exits.append(code)
@@ -89,9 +94,9 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Job]:
     """Of two ranks, the usual case."""
-    job = Job(monkeypatch)
+    job = Job(monkeypatch, capfd)
     yield job
     job.close()
 
@@ -112,34 +117,30 @@ def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
 
 
 class TestFailures:
-    def test_a_failure_ends_the_other_rank(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_failure_ends_the_other_rank(self, job: Job) -> None:
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
             waiting.note("F1.0")
             with waiting.waiting("the input of F1.0"):
                 fail(failing, ValueError("the layer is broken"))
                 job.wait_for_end()
-        text = capfd.readouterr().err
+        text = job.said()
         assert "rank 0 (stage 0) ends: it failed at F0.1: ValueError: the layer is broken\n" in text
         assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at F0.1: ValueError: the layer is broken\n" in text
         assert "This rank was at F1.0, waiting for the input of F1.0." in text
         assert text.count("start the job again from its last checkpoint") == 2
         assert job.exits == [1]
 
-    def test_an_error_whose_text_raises_is_told_by_its_class(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_whose_text_raises_is_told_by_its_class(self, job: Job) -> None:
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
             waiting.note("F1.0")
             fail(failing, Unprintable())
             job.wait_for_end()
-        assert (
-            "rank 0 (stage 0) failed at F0.1: Unprintable: (its str() raises LookupError)\n" in capfd.readouterr().err
-        )
+        assert "rank 0 (stage 0) failed at F0.1: Unprintable: (its str() raises LookupError)\n" in job.said()
 
-    def test_the_failing_rank_raises_after_the_others_have_read_why(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(last_words, "ACKNOWLEDGE_S", DEADLINE_S)
+    def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
+        job.patch(last_words, "ACKNOWLEDGE_S", DEADLINE_S)
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
             fail(failing, ValueError("broken"))
@@ -164,21 +165,21 @@ class TestFailures:
                 pytest.fail("the batch has begun")
         assert job.exits == []
 
-    def test_on_a_device_that_runs_behind(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_on_a_device_that_runs_behind(self, job: Job) -> None:
         """The main thread may wait for the device after it has left the batch."""
         job.rank(1, asynchronous=True)
         fail(job.rank(0), ValueError("spam"))
         job.wait_for_end()
-        assert "This rank was outside a batch" in capfd.readouterr().err
+        assert "This rank was outside a batch" in job.said()
 
-    def test_alone_the_caller_may_go_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_alone_the_caller_may_go_on(self, job: Job) -> None:
         job.world_size = 1
         watchdog = Watchdog(0, 0, LONG_S)
         fail(watchdog, ValueError("broken"))
         with watchdog.batch():
             pass
         watchdog.close()
-        assert capfd.readouterr().err == ""
+        assert job.said() == ""
 
 
 class TestLostConnections:
@@ -201,23 +202,21 @@ class TestLostConnections:
             distributed.TCPStore("127.0.0.1", get_free_port(), is_master=False, timeout=timedelta(milliseconds=10))
         assert is_lost_connection(refused.value) and is_lost_connection(RuntimeError(GLOO_ERROR))
 
-    def test_without_the_store_a_rank_that_waits_is_ended(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(module, "LOST_STORE_S", 0.1)
+    def test_without_the_store_a_rank_that_waits_is_ended(self, job: Job) -> None:
+        job.patch(module, "LOST_STORE_S", 0.1)
         watchdog = job.rank(1)
         with watchdog.batch(), watchdog.waiting("the input of F0.0"):
             job.server = None
             job.wait_for_end()
-        text = capfd.readouterr().err
+        text = job.said()
         assert "rank 1 (stage 1) ends: rank 0, or the launcher that serves the store of the job, is gone" in text
 
-    def test_without_the_store_a_rank_that_works_is_left_alone(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "LOST_STORE_S", 0.0)
+    def test_without_the_store_a_rank_that_works_is_left_alone(self, job: Job) -> None:
+        job.patch(module, "LOST_STORE_S", 0.0)
         watchdog = job.rank(1)
         rounds: list[None] = []
         waits = watchdog._waits_without_store
-        monkeypatch.setattr(watchdog, "_waits_without_store", lambda doing: rounds.append(None) or waits(doing))
+        job.patch(watchdog, "_waits_without_store", lambda doing: rounds.append(None) or waits(doing))
         with watchdog.batch():
             watchdog.note("ST")
             job.server = None
@@ -229,18 +228,16 @@ class TestLostConnections:
 
 class TestStalls:
     @pytest.mark.parametrize("saves", [False, True])
-    def test_what_is_done_outside_a_batch_may_take_longer(
-        self, saves: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_is_done_outside_a_batch_may_take_longer(self, saves: bool, job: Job) -> None:
         """A rank saves a checkpoint, or waits for one that does."""
-        monkeypatch.setattr(module, "LONG_CALL", 5)
+        job.patch(module, "LONG_CALL", 5)
         watchdog = job.rank(0, stall_timeout_s=0.4)
         job.rank(1)
         start = time.monotonic()
         with watchdog.long_call("save_checkpoint") if saves else watchdog.batch():
             job.wait_for_end()
         assert time.monotonic() - start > 5 * 0.4
-        text = capfd.readouterr().err
+        text = job.said()
         assert "no progress for 0.4 s" in text
         outside = "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for "
         assert ("holds up the job: running save_checkpoint for" if saves else outside) in text
@@ -257,7 +254,7 @@ class TestStalls:
         slow.close()
         assert job.exits == []
 
-    def test_a_rank_may_wait_while_another_goes_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_rank_may_wait_while_another_goes_on(self, job: Job) -> None:
         """As while the stage before it checks layer after layer. Then that one hangs, and it alone is named."""
         limit_s = 2.0
         waiting, working = job.rank(0, limit_s), job.rank(1, LONG_S)
@@ -267,10 +264,10 @@ class TestStalls:
                 time.sleep(0.3)
             assert job.exits == []
             job.wait_for_end()
-        assert "no progress for 2 s" in (text := capfd.readouterr().err)
+        assert "no progress for 2 s" in (text := job.said())
         assert "Stage 1 (rank 1) holds up the job: running verifying layer 8" in text
 
-    def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job) -> None:
         """Each has asked all ranks at a moment of its own; what the first found is the cause for both."""
         second, first = job.rank(0, stall_timeout_s=0.3), job.rank(1)
         ask = second._others.live_states
@@ -284,16 +281,14 @@ class TestStalls:
         with second.batch(), first.batch():
             second.note("F0.0")
             job.wait_for_end()
-        text = capfd.readouterr().err
+        text = job.said()
         assert "rank 0 (stage 0) ends: rank 1 (stage 1) reports no progress: the first report\n" in text
         assert "This rank was running F0.0." in text and "holds up the job" not in text
 
     @pytest.mark.parametrize("outside", [True, False])
-    def test_a_rank_that_is_lost_while_a_batch_begins_is_not_waited_for(
-        self, outside: bool, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_rank_that_is_lost_while_a_batch_begins_is_not_waited_for(self, outside: bool, job: Job) -> None:
         """Though it was outside a batch or drew data, where ranks may be for long; another rank still is."""
-        monkeypatch.setattr(module, "LONG_CALL", 1000)
+        job.patch(module, "LONG_CALL", 1000)
         job.world_size = 3
         busy, lost, waiting = job.rank(1), job.rank(2), job.rank(0, stall_timeout_s=1.0)
         with waiting.batch(), busy.batch(), busy.drawing(), nullcontext() if outside else lost.batch():
@@ -303,26 +298,26 @@ class TestStalls:
                 start = time.monotonic()
                 until(lambda: len(job.exits) > 0)
                 assert time.monotonic() - start < 1.0 + 5.0
-        assert "Stage 2 (rank 2) holds up the job: does not answer" in (text := capfd.readouterr().err)
+        assert "Stage 2 (rank 2) holds up the job: does not answer" in (text := job.said())
         assert "s ago." in text and "rank 1 (stage 1): running drawing data" in text
 
-    def test_a_rank_that_is_lost_while_all_others_draw_data(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_rank_that_is_lost_while_all_others_draw_data(self, job: Job) -> None:
         drawing, lost = job.rank(0, stall_timeout_s=1.0, data_timeout_s=LONG_S), job.rank(1)
         with drawing.batch(), drawing.drawing(), lost.batch():
             until(lambda: 1 in drawing._others._beats_of)
             job.kill(lost)
             job.wait_for_end()
-        text = capfd.readouterr().err
+        text = job.said()
         assert "no progress for 1 s (terapipe.stall_timeout_s)" in text and "rank 1 (stage 1): does not answer" in text
 
-    def test_data_may_take_longer_than_other_things(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_data_may_take_longer_than_other_things(self, job: Job) -> None:
         drawing, waiting = job.rank(1, 0.3, data_timeout_s=2.0), job.rank(0, 0.3)
         with waiting.batch(), drawing.batch():
             start = time.monotonic()
             with drawing.drawing():
                 until(lambda: len(job.exits) == 2)
         assert 2.0 < time.monotonic() - start < 2.0 + 5.0
-        text = capfd.readouterr().err
+        text = job.said()
         warned = r"rank 1 \(stage 1\) has waited \d s for the data iterator, and ends the job after 2 s \(terapipe.data"
         assert len(re.findall(warned, text)) == 1 and "in test_data_may_take" in text[: text.index("ends: ")]
         assert "rank 1 (stage 1) ends: no progress for 2 s (terapipe.data_timeout_s):" in text
@@ -343,11 +338,11 @@ class TestStalls:
             raise OSError("no space")
         assert not job.server.check(["abort"])
 
-    def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_batch_no_stall(self, job: Job) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)
         rounds: list[None] = []
         beat = watchdog._others.beat
-        monkeypatch.setattr(watchdog._others, "beat", lambda **ended: (rounds.append(None), beat(**ended)))
+        job.patch(watchdog._others, "beat", lambda **ended: (rounds.append(None), beat(**ended)))
         until(lambda: len(rounds) > 1)
         assert job.exits == []
 
@@ -382,23 +377,23 @@ class TestSigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if later else before)
         assert job.exits == []
 
-    def test_it_is_not_lost_while_the_engine_closes(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_not_lost_while_the_engine_closes(self, job: Job) -> None:
         watchdog, beats, go_on = job.rank(0), threading.Event(), threading.Event()
-        monkeypatch.setattr(watchdog._others, "beat", lambda **_: (beats.set(), go_on.wait()))
+        job.patch(watchdog._others, "beat", lambda **_: (beats.set(), go_on.wait()))
         assert beats.wait(DEADLINE_S)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.1, go_on.set).start()
         watchdog.close()
         assert job.exits == [143]
 
-    def test_other_signals_do_not_end_the_wait_for_it(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_signals_do_not_end_the_wait_for_it(self, job: Job) -> None:
         """A profiler may send hundreds a second; each end of the wait is followed by questions to the store."""
         sigterm, received = process_end.Sigterm(lambda: None), iter([bytes([signal.SIGALRM]), bytes([signal.SIGTERM])])
-        monkeypatch.setattr(sigterm, "_receiver", SimpleNamespace(settimeout=float, recv=lambda _: next(received)))
+        job.patch(sigterm, "_receiver", SimpleNamespace(settimeout=float, recv=lambda _: next(received)))
         assert sigterm.wait()
         sigterm.remove()
 
-    def test_a_forked_child_dies_of_its_own_signals(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_forked_child_dies_of_its_own_signals(self, job: Job) -> None:
         """Even of one that comes before the child has given up what it shares with this process."""
         job.rank(0)
         remove, parent = process_end.Sigterm.remove, os.getpid()
@@ -408,7 +403,7 @@ class TestSigterm:
                 os.kill(os.getpid(), signal.SIGTERM)
             remove(sigterm)
 
-        monkeypatch.setattr(process_end.Sigterm, "remove", struck)
+        job.patch(process_end.Sigterm, "remove", struck)
         pid = os.fork()
         if pid == 0:
             job.leave(0)
@@ -445,12 +440,12 @@ class TestSigterm:
         assert sum(job.port in _ports_of(name) for name in os.listdir("/dev/fd")) >= 3  # listens; both ends
         assert job.server.check(["beat/0"])
 
-    def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_the_rank_that_died_before_is_named(self, job: Job) -> None:
         """There is no rank 0; then there is no rank 1, but that one has been terminated."""
         for rank, said in ((1, "Rank 0 (stage -1): does not answer"), (0, "All ranks are alive.")):
             with pytest.raises(SystemExit):
                 job.rank(rank)._terminated()
-            assert said in capfd.readouterr().err
+            assert said in job.said()
 
 
 class Unprintable(RuntimeError):
@@ -561,14 +556,14 @@ class TestEnd:
             subprocess.run([sys.executable, "-c", script], stderr=log, check=True)
         assert (tmp_path / "log").read_text().endswith("aabbcc")
 
-    def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_closed_again_while_the_interpreter_ends(self, job: Job) -> None:
         """DeepSpeed's ``__del__`` destroys an engine that a script still holds when no thread can run any more."""
         watchdog = job.rank(0)
         thread = watchdog._thread
         watchdog.close()
         assert thread is not None and not thread.is_alive()
         started: list[threading.Thread] = []
-        monkeypatch.setattr(threading.Thread, "start", started.append)
+        job.patch(threading.Thread, "start", started.append)
         watchdog.close()
         assert not started
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,9 @@ def find_checkpoint(
     """
     folder, tag, leads = Path(load_dir), None if tag is None else str(tag), is_leader(engine)
     is_universal, damaged = bool(engine.load_universal_checkpoint()), dict[str, str]()
+    # A node with a disk of its own reads all of its files by one rank: we do not know how many ranks it has
+    is_own = engine.use_node_local_storage()
+    share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
 
     def choose() -> ChosenCheckpoint:
         try:
@@ -60,35 +64,44 @@ def find_checkpoint(
             raise CheckpointError(str(error)) from error
 
     while True:
-        choices = gather_results(choose if leads else None, world)
-        tags = {choice.tag for choice in choices if choice is not None}
-        if len(tags) > 1:
-            raise CheckpointError(
-                f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; "
-                "name one that all have, as load_checkpoint's tag"
-            )
-        chosen = [choice for choice in choices[: engine.global_rank + 1] if choice is not None][-1]
-        if any(choice is not None and choice.read_as is not None for choice in choices):
-            require_shared(folder / str(chosen.read_as), world)
-        is_own = engine.use_node_local_storage()  # a node has its own files, and we do not know how many ranks it has
-        share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
-        looked = gather_results(lambda: look_at_contents(folder, chosen, with_optimizer, allow_pickle, *share), world)  # noqa: B023
+        # Sizes first, which the leaders compare; checksums and contents then, by all ranks
+        chosen = _same_everywhere(folder, gather_results(choose if leads else None, world), engine.global_rank, world)
+        looked = gather_results(partial(look_at_contents, folder, chosen, with_optimizer, allow_pickle, *share), world)
         problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
             break
+        # Another one takes its place only where the user has not named this one
         if tag is not None or is_universal:
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
-    pickled = next((path for _, path in filter(None, looked) if path is not None), None)
-    is_old = chosen.manifest is not None and not chosen.manifest.checksums
-    notes = (
-        chosen.note,
-        is_old and f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone",
-        pickled and f"{pickled} is loaded as a program, which allow_pickle permits",
-    )
-    for note in filter(None, notes) if engine.global_rank == 0 else ():
+    chosen = replace(chosen, pickled=next((path for _, path in filter(None, looked) if path is not None), None))
+    for note in _notes(chosen) if engine.global_rank == 0 else ():
         logger.warning("%s", note)
-    return replace(chosen, pickled=pickled)
+    return chosen
+
+
+def _same_everywhere(folder: Path, choices: list[ChosenCheckpoint | None], rank: int, world: Any) -> ChosenCheckpoint:
+    """Return the choice of the node of `rank`, where all nodes have chosen the same and all ranks see it."""
+    made = [choice for choice in choices if choice is not None]
+    if len(tags := {choice.tag for choice in made}) > 1:
+        raise CheckpointError(
+            f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; "
+            "name one that all have, as load_checkpoint's tag"
+        )
+    chosen = [choice for choice in choices[: rank + 1] if choice is not None][-1]
+    if any(choice.read_as is not None for choice in made):
+        require_shared(folder / str(chosen.read_as), world)
+    return chosen
+
+
+def _notes(chosen: ChosenCheckpoint) -> Iterator[str]:
+    """Yield what the user should know of a checkpoint before it is loaded."""
+    if chosen.note:
+        yield chosen.note
+    if chosen.manifest is not None and not chosen.manifest.checksums:
+        yield f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone"
+    if chosen.pickled:
+        yield f"{chosen.pickled} is loaded as a program, which allow_pickle permits"
 
 
 def look_at_contents(
@@ -103,13 +116,8 @@ def look_at_contents(
     """
     if chosen.read_as is None or count == 0:
         return None, None
-    place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, [], None
-    if manifest is None:
-        paths = [path.relative_to(place) for path in place.rglob("*.pt") if not path.is_dir()]
-        ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]  # DeepSpeed reads these, and a converter's
-        names = sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
-    else:
-        names = manifest.names(with_optimizer)
+    place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, list[str](), None
+    names = _names_without_list(place, with_optimizer) if manifest is None else manifest.names(with_optimizer)
     for name in names[index::count]:
         try:
             if manifest is not None and (problem := manifest.damage(place, name)) is not None:
@@ -123,6 +131,13 @@ def look_at_contents(
         except (CheckpointError, OSError) as error:
             damage.append(f"{show_key(name, 4096)} cannot be read ({first_line(error.__cause__ or error)})")
     return in_short(damage), pickled
+
+
+def _names_without_list(place: Path, with_optimizer: bool) -> list[str]:
+    """Return the files that DeepSpeed reads of its own checkpoints, and of its converter's."""
+    paths = [path.relative_to(place) for path in place.rglob("*.pt") if not path.is_dir()]
+    ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]
+    return sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
 
 
 def _universal(folder: Path, tag: str | None) -> ChosenCheckpoint:
@@ -161,6 +176,7 @@ def choose_checkpoint(
     """
     if tag is not None:
         return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
+    # `latest` is believed, whatever else is there; only where it leads nowhere is another one looked for
     latest = folder / LATEST
     try:
         if not latest.is_file():
@@ -187,7 +203,7 @@ def _not_whole(path: Path, problem: str) -> str:
 
 
 def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> ChosenCheckpoint:
-    """Choose the checkpoint of a tag, or what a save that was killed has left of it; refuse one that is not whole."""
+    """Choose the checkpoint of a tag, or what a killed save has left of it; refuse one that is not whole."""
     if paths.final.exists():
         manifest = Manifest.read(paths.final)
         problem = None if manifest is None else manifest.problem(paths.final, with_optimizer)
@@ -195,13 +211,14 @@ def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> Ch
         if problem is not None:
             raise CheckpointError(_not_whole(paths.final, problem))
         return ChosenCheckpoint(paths.tag, paths.tag, manifest)
+    # A kill came between the last two moves of a save: the new one may be whole, the older one has its name set aside
     for path in (*paths.all_saving(), paths.replaced):
         manifest = None if paths.tag_of(path) in damaged else Manifest.read(path)
         if manifest is not None and manifest.problem(path, with_optimizer) is None:
-            note = f"a save of {paths.final} was killed before it had its name: what is loaded is in {path}"
+            note = f"a save of {paths.final} was killed before it had its name: {path} is loaded"
             return ChosenCheckpoint(paths.tag, paths.tag_of(path), manifest, note)
-    if paths.replaced.exists() and Manifest.read(paths.replaced) is None:  # of DeepSpeed's own engine
-        note = f"a save over {paths.final} was killed: what was there before is loaded, from {paths.replaced}"
+    if paths.replaced.exists() and Manifest.read(paths.replaced) is None:  # DeepSpeed's own engine has saved it
+        note = f"a save over {paths.final} was killed: {paths.replaced} is loaded, the one that was there before"
         return ChosenCheckpoint(paths.tag, paths.tag_of(paths.replaced), None, note)
     if paths.all_saving():
         raise CheckpointError(f"the save of {paths.final} was killed before all files were written; load another one")
@@ -209,14 +226,14 @@ def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> Ch
 
 
 def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
-    whole = []
+    whole = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with suppress(CheckpointError, OSError):
             manifest = None if path.name in damaged else Manifest.read(path)
             if manifest is not None and manifest.is_latest and manifest.problem(path) is None:
                 age = (manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime)
-                whole.append((age, ChosenCheckpoint(manifest.tag, path.name, manifest)))
-    return max(whole, key=lambda each: each[0])[1] if whole else None
+                whole[age] = ChosenCheckpoint(manifest.tag, path.name, manifest)
+    return whole[max(whole)] if whole else None
 
 
 # -- a failure of one rank ---------------------------------------------------------------------------------------------
@@ -248,6 +265,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         agree()
         send_tied_weights()
 
+    # Ranks whose load failed come to the collective of tied weights too, and leave it together with the others
     with ExitStack() as stack:
         stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
         for owner in _loaders(engine):

@@ -72,6 +72,7 @@ class OptimizerStates:
         A collective over all ranks.
         """
         optimizer, stage_id = self.engine.optimizer, self.engine.stage_id
+        # The layers are where DeepSpeed has them: it saves what it should
         if self.stock == self.orders:
             yield {LISTED: self.orders[stage_id]}
             return
@@ -81,6 +82,8 @@ class OptimizerStates:
                 state = self._reordered(state, self.orders, self.stock, self.owners)
             except TeraPipeConfigError as error:  # on every rank
                 problem = str(error)
+        # DeepSpeed asks the optimizer for its state while it saves. What cannot be moved goes into an envelope, which
+        # DeepSpeed's own engine fails to load: it would give these states to other parameters
         with ExitStack() as stack:
             if problem is not None or self.stock is None:
                 state, listed = {ENVELOPE: state, "reason": problem}, {LISTED: self.orders[stage_id], ENVELOPE: problem}
@@ -100,30 +103,31 @@ class OptimizerStates:
             CheckpointError: on every rank: one of them cannot read its file.
         """
         everyone = gather_results(lambda: self._read_saved(path), self.world)
-        of_ranks = [each for each in everyone if each is not None]
+        of_ranks = [of_rank for of_rank in everyone if of_rank is not None]
         if len(of_ranks) < len(everyone):  # DeepSpeed says which file is missing
             yield
             return
+        # One rank of each stage tells its order; without names it is that of DeepSpeed's own cut
         stages = range(self.engine.num_stages)
         saved = [of_ranks[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
-        listed = [each.listed for each in saved if each.listed is not None]
+        listed = [of_stage.listed for of_stage in saved if of_stage.listed is not None]
         orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
         refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders), self.world)
-        in_envelope = any(each.in_envelope for each in saved)
+        in_envelope = any(of_stage.in_envelope for of_stage in saved)
         if orders == self.orders and not in_envelope:
             yield
             return
         load, replica = self.engine.optimizer.load_state_dict, self.engine.grid.get_data_parallel_id()
 
-        def load_in_order(given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def load_in_order(whole: Any = None, *args: Any, **kwargs: Any) -> Any:
             by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's, of which a rank reads its own
-            state = given if by_replica is None else by_replica[replica]
+            state = whole if by_replica is None else by_replica[replica]
             state = state[ENVELOPE] if in_envelope else state
             if orders != self.orders:
                 state = self._reordered(state, orders, self.orders, {})
             if by_replica is None:
                 return load(state, *args, **kwargs)
-            every = [state if index == replica else each for index, each in enumerate(by_replica)]
+            every = [state if index == replica else other for index, other in enumerate(by_replica)]
             return load(*args, state_dict_list=every, **kwargs)
 
         with replaced(self.engine.optimizer, "load_state_dict", load_in_order):
@@ -134,6 +138,7 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """Bring `state` of this rank into another order, or refuse it on every rank. A collective over all ranks."""
         assert self.form is not None
+        # Without partitions all replicas hold the same, and each brings its own stage's states
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
         sources, targets = (shards_of(self.form, orders, self.shapes) for orders in (before, after))
@@ -179,7 +184,7 @@ class OptimizerStates:
     def _problem_of(self, orders: Orders) -> str | None:
         if orders == self.orders:
             return None
-        theirs, ours = ({n for groups in each for names in groups for n in names} for each in (orders, self.orders))
+        theirs, ours = ({n for groups in stages for names in groups for n in names} for stages in (orders, self.orders))
         unknown, missing = sorted(theirs - set(self.shapes)), sorted(ours - theirs)
         if unknown:
             return (
@@ -213,21 +218,24 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks."""
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return None
+    # What keeps states from being moved is the same on all ranks in the end: they decide alike
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
     if engine.has_moe_layers or form is None:
         stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
     here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+    # The stages tell one another what they hold, in the order of their optimizers
     everyone = gather((here, _groups_of(engine), stuck), world)
     stages = [everyone[grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
     shapes = {name: shape for named, *_ in stages for name, shape in named.items()}
     orders = tuple(groups for _, groups, _ in stages)
     if len({len(groups) for groups in orders}) > 1:
         stuck = "stages have different numbers of groups"
-    stuck = stuck or next((each for *_, each in everyone if each is not None), None)
+    stuck = stuck or next((problem for *_, problem in everyone if problem is not None), None)
     for name in (name for groups in orders for names in groups for name in names if name.startswith("loss_fn.")):
         stuck = stuck or f"{name} is no parameter of a layer, and some stages have wrong states of it"
+    # DeepSpeed's own order is known where nothing moved, or where the groups follow the module
     unknown, owners = None, {}
     as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
     if not as_stock:
@@ -292,6 +300,7 @@ def moved(
 
     `owners` are the stages whose states count, for parameters that have copies; `group` is on the CPU.
     """
+    # All ranks go through the routes in one order, so that no two wait for one another
     received: dict[str, list[tuple[Piece, Content]]] = {}
     for (source, target), pieces in sorted(routes_between(before, after, owners).items()):
         sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]

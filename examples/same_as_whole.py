@@ -32,9 +32,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -43,11 +41,8 @@ class Block(nn.Module):
 
 
 def layers() -> list[LayerSpec]:
-    return [
-        LayerSpec(nn.Embedding, VOCABULARY, WIDTH),
-        *[LayerSpec(Block)] * 4,
-        LayerSpec(nn.Linear, WIDTH, VOCABULARY),
-    ]
+    blocks = [LayerSpec(Block) for _ in range(4)]
+    return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
 
 
 def loss_fn(logits, labels):

@@ -111,7 +111,7 @@ SAMPLE = (
     "SparseBag", "NestedOnTheWay",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
-    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace",
+    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 
@@ -151,4 +151,4 @@ class TestTwoRanks:
     def test_healthy_trains_as_in_the_stock_engine(self, name: str) -> None:
         seen = seen_of(ZOO[name])
         assert [(each.error, each.text) for each in seen] == [("", ""), ("", "")]
-        assert all(each.sliced for each in seen) and violations([each.sliced for each in seen], EXACT) == {}
+        assert all(each.sliced for each in seen) and violations([each.sliced for each in seen], ZOO[name].limit) == {}

@@ -25,6 +25,7 @@ from tests.zoo.layers import (
     scores_of,
     seeded,
     sliced_attention,
+    weight,
 )
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
 
@@ -196,6 +197,31 @@ for schedule in ("seq1f1b-zb", "zbv", "chimera-seq"):
     add(f"BiasesInPlace {schedule}", stack(*kinds), terapipe={"schedule": schedule})
 add("BiasesInPlaceOffloaded", stack(BiasesInPlace, RowsInPlace), terapipe={"offload_activations": True})
 add("StateInPlace", [Embedding, Mlp, StateInPlace, Head])
+
+
+class SideScale(nn.Module):
+    """x -> (x, one number), whose gradient is a sum over all tokens that all but cancels out."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.side = weight(1, seed=seed)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.side.expand(1)
+
+
+class ScaledBySide(Weighted, inner=lambda: nn.Linear(WIDTH, WIDTH)):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, side = inputs
+        return self.inner(torch.tanh_(x * (1 + side) + x * (1 - 0.99 * side)))
+
+
+add(
+    "SideGradientCancelsInBf16",
+    [Embedding, LayerSpec(SideScale, 60), ScaledBySide, Head],
+    engine={"bf16": {"enabled": True}},
+    limit=0.1,
+)
 
 
 @beside()

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import terapipe_ds
 from terapipe_ds.models import gpt
 from tests import mixers
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
 
 VOCAB_SIZE = 31
 LENGTH = 23

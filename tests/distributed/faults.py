@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed.cases import Case, RankRecord
 
 UNEVEN = Case(slices=(5, 4, 3), masked=True, tied=True)
 EQUAL = Case(slices=3, kv_heads=2)
@@ -774,14 +773,14 @@ def convolution_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
 
 @fault("layer", EQUAL, "the loss shifts its labels itself", in_layers=True)
 def loss_that_shifts() -> Iterator[None]:
-    from tests.distributed import single_process
+    from tests.distributed import training
 
-    loss = single_process._loss
+    loss = training._loss
 
     def shifting(logits: Any, labels: Any, reduction: str) -> Any:
         return loss(logits[:, :-1], labels[:, 1:], reduction)
 
-    with mock.patch.object(single_process, "_loss", shifting):
+    with mock.patch.object(training, "_loss", shifting):
         yield
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import terapipe_ds
 from tests.distributed import engines
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
 from tests.hugging_face_families import config_of
 from tests.unit.models.hugging_face.sliced_model import drawn_batch, in_fp64, loss_of, whole_model
 

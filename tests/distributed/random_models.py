@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.schedule import SCHEDULE_NAMES
-from tests.distributed.compare import BF16_EPS, relative_error, worst_error
+from tests.distributed.cases import BF16_EPS, relative_error, worst_error
 from tests.distributed.engines import Run, build, train
 from tests.distributed.harness import RankFailure, rank_pool
 

@@ -42,7 +42,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import loss_function
+from tests.distributed.training import loss_function
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]

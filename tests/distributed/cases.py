@@ -53,7 +53,9 @@ class Case:
     decoder_layers: int = 4
     documents: bool = False  # rows hold several; position ids come with the tokens
     batch: str = "tuple"  # or one of `dict_batches.FORMS`, where all but "plain" come with `documents`
-    mixers: tuple[str, ...] = ("attention",)  # decoder layers in turn: ours, "experts", or of tests/mixers.py
+    mixers: tuple[str, ...] = (
+        "attention",
+    )  # decoder layers in turn: ours, "experts", or of tests/small_models/mixers.py
 
     def __post_init__(self) -> None:
         if isinstance(self.slices, tuple):
@@ -128,7 +130,7 @@ OF_ALL = {"length": 24, "steps": 3, "data_seed": 2}
 PRODUCT = ("parallel", "micro_batches", "slices", "schedule", "tied", "checkpointing", "masked")
 CARRIED = ("gated_linear_attention", "retention", "convolution", "gated_delta_rule")
 OPTIONS = ("window", "softcap", "sinks", "values", "grouped")
-"""Layers of `tests/mixers.py`: with a carried state, and what attention may ask beyond plain causal attention."""
+"""Layers of `tests/small_models/mixers.py`: with a carried state, and what attention may ask beyond the plain kind."""
 LAYER_SCHEDULES = ("seq1f1b", "seq1f1b-zb", "zbv", "chimera-seq")
 
 Assignment = Mapping[str, Any]

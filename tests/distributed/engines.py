@@ -25,13 +25,12 @@ from torch.utils.data import DataLoader
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from tests import mixers
 from tests.distributed.cases import relative_error, worst_error
+from tests.small_models import mixers, parts
+from tests.small_models.parts import IGNORE_INDEX, VOCAB_SIZE
 
-VOCAB_SIZE = 31
 LENGTH = 23
 LEARNING_RATE = 1e-2
-IGNORE_INDEX = -100
 EXACT = 1e-10  # fp64
 FP32_SCALAR = 1e-6  # what DeepSpeed hands to other ranks is rounded to fp32
 
@@ -96,10 +95,10 @@ def logged() -> Iterator[list[str]]:
 
 
 def gpt_layers(dtype: str = "float64", **changes: Any) -> list[Any]:
-    """A decoder whose tokens matter to each other (large weights), four layers of hidden size 16."""
+    """A decoder with biases whose tokens matter to each other (large weights), four layers of hidden size 16."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
-        "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "dtype": dtype,
+        "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "bias": True, "dtype": dtype,
     }  # fmt: skip
     return gpt.gpt_layers(gpt.GPTConfig(**{**fields, **changes}))
 
@@ -198,17 +197,16 @@ def both(
 def torch_attention() -> Iterator[None]:
     """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, dropout_p: float = 0.0) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    def by_hand(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any) -> Tensor:
-        return mixers.attention_by_hand(q, k, v, **options)
+    def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None, **options: Any) -> Tensor:
+        if options.keys() - {"dropout_p"}:
+            return mixers.attention_by_hand(q, k, v, **options)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped, **options)
 
     with (
         mock.patch.object(gpt, "sliced_attention", attention),
-        mock.patch.object(mixers, "sliced_attention", by_hand),
+        mock.patch.object(mixers, "sliced_attention", attention),
+        mock.patch.object(parts, "_attention", attention),
     ):
         yield
 

@@ -305,7 +305,7 @@ fault("layer", EXPERTS, "a balance loss trains on the last slice alone", "attent
 
 @fault("layer", EXPERTS, "each slice has losses of its own, means over its tokens", in_layers=True)
 def losses_of_each_slice() -> Iterator[None]:
-    from tests.auxiliary_layers import CODE
+    from tests.small_models.experts import CODE
 
     def alone() -> Any:
         active = original()
@@ -319,7 +319,7 @@ def losses_of_each_slice() -> Iterator[None]:
 
 @fault("layer", replace(EXPERTS, checkpointing="reentrant"), "an added loss counts twice where it is recomputed")
 def added_loss_doubled_by_recompute() -> Iterator[None]:
-    from tests.auxiliary_layers import CODE, RoutedExperts
+    from tests.small_models.experts import CODE, RoutedExperts
 
     def doubled(self: Any, inputs: Any) -> Any:
         hidden, added = forward(self, inputs)
@@ -334,7 +334,7 @@ def added_loss_doubled_by_recompute() -> Iterator[None]:
 
 @fault("loss", EXPERTS, "added losses are not divided by the accumulation steps")
 def added_loss_of_each_micro_batch() -> Iterator[None]:
-    from tests.auxiliary_layers import LossWithAdded
+    from tests.small_models.experts import LossWithAdded
 
     def unscaled(self: Any, outputs: Any, labels: Any) -> Any:
         added = outputs[1].sum()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from tests.auxiliary_layers import LossWithAdded, Reporting, plain_experts, with_experts, with_shares
 from tests.distributed import cases, engines
 from tests.distributed.cases import Case, RankRecord
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import DrawnModule, train_alone, train_case
+from tests.small_models.experts import LossWithAdded, Reporting, plain_experts, with_experts, with_shares
 
 EXPERTS = Case(slices=(7, 1, 4), mixers=("attention", "experts"), masked=True, loss_reduction="sum")
 CASES = [

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests import mixers
 from tests.distributed import cases
 from tests.distributed.cases import FULL, Case, RankRecord
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import train_alone, train_case
+from tests.small_models import mixers
 
 FEW = cases.layer_cases(2)
 MANY = cases.layer_cases(4) if FULL else FEW

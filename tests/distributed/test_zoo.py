@@ -32,7 +32,6 @@ from tests.distributed.engines import (
 )
 from tests.distributed.harness import rank_pool
 from tests.zoo import ZOO, Member
-from tests.zoo.layers import torch_attention
 
 STEPS = 2
 SLICES = {"slices": 4}  # more than the check looks at, which takes three of its own
@@ -54,8 +53,7 @@ def look_at(name: str) -> Seen:
     """Train the member; a refusal leaves this rank ready for the next one."""
     member = ZOO[name]
     data = [[member.data(100 * step + index) for index in range(2)] for step in range(STEPS)]
-    with torch_attention():
-        one, two = (_trained(member, None, data, stages=stages) for stages in (1, 2))
+    one, two = (_trained(member, None, data, stages=stages) for stages in (1, 2))
     seen = Seen(differences(two, one))
     seen.error, seen.text = raised_by(lambda: _try_slices(member, data, one, seen))
     if member.says and not member.stops:

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
 from tests import dict_batches
-from tests.auxiliary_layers import LossWithAdded, plain_experts, with_experts, with_shares
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case, RankRecord
 from tests.distributed.engines import engine_of, record_gradients, section, torch_attention
-from tests.mixers import MixerLayer
+from tests.small_models.experts import LossWithAdded, plain_experts, with_experts, with_shares
+from tests.small_models.mixers import MixerLayer
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100

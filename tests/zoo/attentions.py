@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as captured_attenti
 
 from terapipe_ds.attention import active_slice
 from tests.distributed.engines import VOCAB_SIZE
-from tests.zoo.layers import (
+from tests.small_models.parts import (
     HEADS,
     LONG,
     WIDTH,

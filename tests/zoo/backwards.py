@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-from tests.distributed.faulty_layers import AddAuxiliary, GradientByTokens
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded
+from tests.small_models.faulty import AddAuxiliary, GradientByTokens
+from tests.small_models.parts import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded
 from tests.zoo.members import ADDED, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
 
 

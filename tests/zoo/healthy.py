@@ -11,10 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import allow_attention_within_slice, carry
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
-from tests.distributed.faulty_layers import AddAuxiliary
-from tests.zoo.attentions import SLICED, Sliced
-from tests.zoo.backwards import Experts
-from tests.zoo.layers import (
+from tests.small_models.faulty import AddAuxiliary
+from tests.small_models.parts import (
     HEADS,
     WIDTH,
     Embedding,
@@ -27,6 +25,8 @@ from tests.zoo.layers import (
     sliced_attention,
     weight,
 )
+from tests.zoo.attentions import SLICED, Sliced
+from tests.zoo.backwards import Experts
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
 
 attention = adding(lambda kind: {"layers": stack(LayerSpec(kind, 0), Mlp, LayerSpec(kind, 1))})
@@ -152,10 +152,10 @@ class GatedMlp(
 @beside()
 class InPlace(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.up
+        y = self.up(x)
         y += 0.5
         y[:, -1:] *= 1.0
-        return y.tanh_() @ self.down
+        return self.down(y.tanh_())
 
 
 class BiasesInPlace(Weighted, up=lambda: nn.Linear(WIDTH, 20), down=lambda: nn.Linear(20, WIDTH)):
@@ -397,7 +397,7 @@ class MaskedWeights(Mlp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up.register_hook(lambda grad: grad * (torch.arange(2 * WIDTH) % 2))
+        self.up.weight.register_hook(lambda grad: grad * (torch.arange(WIDTH) % 2))
 
 
 @beside()

@@ -8,8 +8,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, MicroBatch, micro_batch
+from tests.small_models.parts import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed
 from tests.zoo.attentions import SLICED, Sliced
-from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed
 from tests.zoo.losses import (
     CLASS_WEIGHTS,
     PAD,

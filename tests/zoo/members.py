@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import EXACT, MicroBatch, micro_batch
-from tests.zoo.layers import Attention, Calls, Embedding, Head, Mlp, Residual, cross_entropy
+from tests.small_models.parts import Attention, Calls, Embedding, Head, Mlp, Residual, cross_entropy
 
 EARLY = "early outputs change with later tokens, with how many there are, or from call to call"
 AFTER = "slices after the first differ"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.zoo.layers import LONG, WIDTH, Weighted, fixed, seeded
+from tests.small_models.parts import LONG, WIDTH, Weighted, fixed, seeded
 from tests.zoo.members import AFTER, EARLY, FIRST, layer, update
 
 BY_TYPE = "on rank 1: layers that mix the tokens of a sequence"

@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
+from tests.small_models.parts import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import carry, sliced_attention
 
-PAGE = Path(__file__).parents[1] / "docs" / "carried_states.md"
+PAGE = Path(__file__).parents[2] / "docs" / "carried_states.md"
 
 
 def _layers_of_the_page() -> dict[str, Any]:

@@ -143,18 +143,26 @@ def build(
     initialize: dict[str, Any] | None = None,
     **changes: Any,
 ) -> PipelineEngine:
-    """An engine of DeepSpeed's own where `terapipe` is None, else ours. `changes` go into DeepSpeed's
-    config."""
+    """Return an engine for layers; the other options are those of `start`."""
     model = pipeline_module(layers, stages, module_class, **{"loss_fn": loss_fn, **(module or {})})
-    ds_config = config(**changes)
-    start = deepspeed.initialize
-    if terapipe is not None:
-        ds_config["terapipe"] = terapipe
-        start = terapipe_ds.initialize
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine = start(model=model, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
+    return start(model, terapipe, initialize, **changes)
+
+
+def start(
+    module: PipelineModule, terapipe: dict[str, Any] | None, initialize: dict[str, Any] | None = None, **changes: Any
+) -> PipelineEngine:
+    """Start an engine of DeepSpeed's own where `terapipe` is None, else ours, as all tests do that compare engines.
+
+    Args:
+        initialize: further arguments of `initialize`.
+        changes: what goes into DeepSpeed's config.
+    """
+    ds_config = config(**changes) | ({} if terapipe is None else {"terapipe": terapipe})
+    make = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine = make(model=module, config=ds_config, **{"model_parameters": trained, **(initialize or {})})[0]
     assert (type(engine) is PipelineEngine) == (terapipe is None)
-    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
         reduce_in_fp64(engine)
     return engine
 
@@ -171,8 +179,21 @@ def reduce_in_fp64(engine: PipelineEngine) -> None:
 @contextlib.contextmanager
 def engine_of(layers: Sequence[Any], terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
     """An engine for the block, built as by `build`. A stock engine runs torch's own attention."""
-    with torch_attention() if terapipe is None else contextlib.nullcontext():
-        engine = build(layers, terapipe, **options)
+    with _held(lambda: build(layers, terapipe, **options), terapipe is None) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def started(module: PipelineModule, terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
+    """The same for a module that is there, by `start`."""
+    with _held(lambda: start(module, terapipe, **options), terapipe is None) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def _held(make: Callable[[], PipelineEngine], is_stock: bool) -> Iterator[PipelineEngine]:
+    with torch_attention() if is_stock else contextlib.nullcontext():
+        engine = make()
         try:
             yield engine
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
+import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
 from tests.distributed.checkpoint_states import states_of
 from tests.distributed.engines import (
     SMALL_STEPS,
     ZERO1,
     batches,
+    config,
     differences,
     engine_of,
     error_of,
     gpt_layers,
+    pipeline_module,
     raised_by,
     run_training,
     section,
@@ -253,3 +256,28 @@ class TestRefused:
             assert "loss_fn.mean: a buffer outside the layers changes" in found.pop("loss_fn.mean")
             assert "scale: a parameter of the PipelineModule" in found.pop("Scaled")
             assert set(found.values()) == {""}
+
+
+# -- parameters that reach the optimizer by hand --------------------------------------------------------------
+
+
+def job_by_hand(ways: Sequence[str]) -> list[tuple[str, str]]:
+    """Return what each way to train the weights of a loss *function* raises."""
+    inner = Temperature()
+    model = pipeline_module(gpt_layers(), loss_fn=lambda logits, labels: inner(logits, labels))
+    listed = [*model.parameters(), inner.log_t]
+    options = {
+        "model_parameters": {"model_parameters": listed},
+        "groups": {"model_parameters": [{"params": listed[:-1]}, {"params": listed[-1:]}]},
+        "an optimizer": {"optimizer": torch.optim.Adam(listed)},
+        "a function": {"optimizer": lambda parameters: torch.optim.Adam([*parameters, inner.log_t])},
+    }
+    model_and_config = {"model": model, "config": config(terapipe=section())}
+    return [raised_by(functools.partial(terapipe_ds.initialize, **model_and_config, **options[way])) for way in ways]
+
+
+class TestByHand:
+    def test_a_parameter_of_a_loss_function_is_refused(self) -> None:
+        for rank in rank_pool(2).run(job_by_hand, ways=["model_parameters", "groups", "an optimizer", "a function"]):
+            for kind, text in rank:
+                assert kind == "TeraPipeConfigError" and "not in the PipelineModule: 1, of shape [1]" in text, text

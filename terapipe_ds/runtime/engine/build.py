@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,17 @@ class EngineSetup:
     """What is settled before DeepSpeed builds its engine.
 
     `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
-    `deepspeed.initialize`, of the layers that this stage holds now. `sequence` are the ranks that divide the tokens of
-    each slice; their number divides `slice_length_multiple`.
+    `deepspeed.initialize`, of the layers that this stage holds now. `trained` are these and the tensors that
+    `optimizer` got by hand, complete once it is made. `sequence` are the ranks that divide the tokens of each slice;
+    their number divides `slice_length_multiple`.
     """
 
     config: TeraPipeConfig
     slice_length_multiple: int
     layout: Layout
     parameters: Any
+    optimizer: Any
+    trained: list[torch.Tensor]
     sequence: SequenceRanks
 
     @classmethod
@@ -88,7 +91,9 @@ class EngineSetup:
         # only now make groups: a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
-        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, sequence)
+        trained = tensors_of(() if parameters is None else parameters)
+        optimizer = remembering(optimizer, trained)
+        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, optimizer, trained, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
@@ -97,7 +102,8 @@ class EngineSetup:
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
+            problem_of_foreign_parameters(engine.module, self.trained)
+            or problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
@@ -133,6 +139,44 @@ def fill_empty_groups(module: Any, optimizer: Any) -> None:
     for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
         if not group["params"]:
             group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
+
+
+def tensors_of(parameters: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors of a list of parameters or of parameter groups."""
+    nested = [each["params"] if isinstance(each, Mapping) else [each] for each in parameters]
+    return [tensor for each in nested for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
+
+
+def remembering(optimizer: Any, trained: list[torch.Tensor]) -> Any:
+    """Return `optimizer`, or a function that makes one. `trained` gets its tensors, before ZeRO flattens them."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        trained += tensors_of(optimizer.param_groups)
+    elif callable(optimizer):
+
+        def make(parameters: Any) -> Any:
+            made = optimizer(parameters)
+            trained.extend(tensors_of(made.param_groups))
+            return made
+
+        return make
+    return optimizer
+
+
+def problem_of_foreign_parameters(module: Any, trained: Iterable[torch.Tensor]) -> str | None:
+    """Return an error about parameters that would be trained although they are not in the module; None without any.
+
+    A loss function can bring them, or a layer that hides them in a list: no stage would sum their gradients.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    foreign = {id(tensor): tensor for tensor in trained if tensor.requires_grad and id(tensor) not in own}
+    if not foreign:
+        return None
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in list(foreign.values())[:4])
+    return (
+        f"the optimizer trains parameters that are not in the PipelineModule: {len(foreign)}, of shape {shapes}"
+        f"{', ...' if len(foreign) > 4 else ''}. Stages would not sum their gradients, and no checkpoint would have "
+        "them: move them into a layer, or make loss_fn an nn.Module that holds them"
+    )
 
 
 def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:

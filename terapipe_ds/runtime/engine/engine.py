@@ -86,7 +86,8 @@ class TeraPipeEngine(ModelEndsEngine):
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         with neighbours_staged():
-            super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
+            by_setup = {"model_parameters": setup.parameters, "optimizer": setup.optimizer}
+            super().__init__(*args, **{**kwargs, **by_setup})
         setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)

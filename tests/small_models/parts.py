@@ -5,11 +5,13 @@ Attention and MLP have biases and work in place, as the models of users do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds import attention as terapipe_attention
@@ -53,6 +55,21 @@ class Weighted(nn.Module):
         for index, (name, made) in enumerate(self.made.items()):
             module = seeded(made(), 50 + 10 * index) if callable(made) else weight(*made[:-1], seed=made[-1])
             setattr(self, name, module)
+
+
+class Uses(Weighted):
+    """inputs -> use(layer, inputs), with weights and modules by name as `Weighted` takes them."""
+
+    def __init__(self, use: Callable[[Any, Any], Any], **made: Any) -> None:
+        self.made = made
+        super().__init__()
+        self.use = use
+
+    def forward(self, inputs: Any) -> Any:
+        return self.use(self, inputs)
+
+
+using = functools.partial(LayerSpec, Uses)
 
 
 class Calls(nn.Module):

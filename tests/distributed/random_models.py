@@ -6,7 +6,7 @@ The models are what users write: layers with and without biases, operations in p
 losses with parameters, and labels of several kinds. The reference has whole sequences, torch's own attention, torch's
 own optimizer and no pipeline. A model whose loss cannot be cut as configured must be refused; every other one must
 give the reference's losses, gradients and parameters. In bf16 the reference has fp32, and the engine may be as far from
-it as twice what the same loop is in bf16, and one rounding.
+it as twice what the same loop is in bf16, and one rounding; gradients of layers with a kink as far as a tenth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.schedule import SCHEDULE_NAMES
-from tests.distributed.cases import BF16_EPS, relative_error, worst_error
+from tests.distributed.cases import BF16_EPS, BF16_GRADIENT_CAP, relative_error, worst_error
 from tests.distributed.engines import Run, build, train
 from tests.distributed.harness import RankFailure, rank_pool
 
@@ -298,6 +298,9 @@ def job_case(seed: int) -> tuple[str, list[str]]:
         settings["bf16"] = {"enabled": True}
         whole = errors_of(reference(case, torch.bfloat16), expected)
         limits = {kind: 2 * error + BF16_EPS for kind, error in whole.items()}
+        if any("relu" in activation or "leaky" in activation for activation, *_ in case.blocks):
+            # rounding may turn a single unit on or off, in slices or in the whole, whose gradient is then there or not
+            limits["gradient"] = max(limits["gradient"], BF16_GRADIENT_CAP)
     try:
         engine = build(layers_of(case), section_of(case), loss_fn=loss_of(case), **settings)
         run = train(engine, data_of(case))

@@ -217,7 +217,7 @@ add(
     "SideGradientCancelsInBf16",
     [Embedding, SideScale, using(scaled_by_side, inner=lambda: nn.Linear(WIDTH, WIDTH)), Head],
     engine={"bf16": {"enabled": True}},
-    limit=0.1,
+    limit=0.5,  # what is left of the gradient that cancels is mostly rounding
 )
 
 

@@ -1,6 +1,7 @@
 """What most small models are made of: layers of hidden size 12 in fp64 whose weights follow from seeds.
 
-Attention and MLP have biases and work in place, as the models of users do.
+Attention and MLP have biases and work in place, as the models of users do. A bias of keys has a gradient of zero, whose
+rounding Adam would make a step of: there is none.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
         return x + self.update(x @ self.inner) @ self.outer
 
 
-class Attention(Weighted, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH), outer=lambda: nn.Linear(WIDTH, WIDTH)):
+class Attention(Weighted, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH, bias=False), outer=lambda: nn.Linear(WIDTH, WIDTH)):
     """Multi-head attention around `attend`, which is a method where it is not given."""
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:

@@ -14,10 +14,10 @@ HUGGING_FACE = ["transformers>=4.57,<6", "safetensors>=0.4.3,<1", "peft>=0.17,<1
 
 def read_version() -> str:
     """Return the version that the package has, without importing it."""
-    text = (HERE / "terapipe_ds" / "__init__.py").read_text(encoding="utf-8")
+    text = (HERE / "terapipe_ds" / "version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     if found is None:
-        raise RuntimeError("terapipe_ds/__init__.py has no __version__")
+        raise RuntimeError("terapipe_ds/version.py has no __version__")
     return found.group(1)
 
 

@@ -2,8 +2,8 @@
 
     python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt2-xl --device h200
 
-What follows `--` goes to `terapipe plan`, which chooses stages, replicas, micro-batches, schedule and slices for the
-devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
+What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for
+the devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
 `engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where the layout is
 still that of the checkpoint, nothing is converted.
 
@@ -88,9 +88,9 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     asked = {key: saved.config[key] for key in PRECISIONS if key in saved.config} | {"train_batch_size": saved.batch}
     question, answer = out / "question.json", out / "strategy.json"
     write_text(question, json.dumps(asked))
-    command = [sys.executable, "-m", "terapipe_ds", "plan", "--config", str(question), "--strategy-out", str(answer)]
-    if subprocess.run([*command, *options], check=False).returncode != 0:
-        end_with("terapipe plan has found no strategy, for the reason above")
+    command = [sys.executable, "-m", "terapipe_ds", "strategy", "--config", str(question)]
+    if subprocess.run([*command, "--strategy-out", str(answer), *options], check=False).returncode != 0:
+        end_with("terapipe strategy has found none, for the reason above")
     question.unlink()
     # the states that move are those of ZeRO stage 1, whatever the planner would save on its sums
     strategy = Strategy.from_json(answer.read_bytes()).model_copy(update={"zero_stage": 1})
@@ -132,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--save-dir", required=True, type=Path, metavar="DIR", help="the folder with the checkpoints")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where ds.json and strategy.json go")
-    parser.add_argument("plan", nargs="+", metavar="PLAN_OPTION", help="after --: options of `terapipe plan`")
+    parser.add_argument("plan", nargs="+", metavar="PLAN_OPTION", help="after --: options of `terapipe strategy`")
     args = parser.parse_args()
     for taken in ("--config", "--strategy-out", "--global-batch", "--json"):
         if any(option == taken or option.startswith(f"{taken}=") for option in args.plan):

@@ -25,13 +25,15 @@ from terapipe_ds.costs.analytic import AnalyticCosts
 from terapipe_ds.costs.devices import DeviceCard, LinkCard
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Cluster, Grid
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.parts import Setting, Span, TiedCopy
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.candidate import Candidate, replay_of
 from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.simulator import ScheduleShape
+from terapipe_ds.strategy import Grid
 
 FILE = Path(__file__).with_name("amp_published.json")
 _HALF = 2  # bytes
@@ -204,14 +206,14 @@ class AmpModel:
         """Return what a step takes: the replay of `1f1b`, and then reduction and optimizer of every stage."""
         priced, bounds = self._priced(run)
         parts = priced.parts(bounds, (False,) * run.pipeline)
-        replay = replay_of("1f1b", run.pipeline, priced.num_micro_batches, 1)
+        replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
         ends = zip(replay.ends_of_stages(self._plan, parts), priced.ends_s(bounds), strict=True)
         return max(done_s + end_s for done_s, end_s in ends)
 
     def most_bytes(self, run: AmpRun) -> int:
         """Return the most that any stage holds."""
         priced, bounds = self._priced(run)
-        replay = replay_of("1f1b", run.pipeline, priced.num_micro_batches, 1)
+        replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
         return max(replay.peak_bytes(self._plan, priced.memory(bounds, (False,) * run.pipeline)))
 
     def _priced(self, run: AmpRun) -> tuple[Priced, Bounds]:

@@ -17,10 +17,11 @@ from studies.dapple_model import Chain, DappleCluster, PipelinePlan, PublishedMo
 from studies.dapple_search import LIMITS, Search
 from studies.options import study_parser
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
 Finder = Callable[[Chain, DappleCluster], PipelinePlan]
 """What finds a plan. `speedup` and `plan_s` time any plan, also one that another program has found."""

@@ -19,10 +19,10 @@ from typing import Any
 
 from studies.options import study_parser
 from studies.parametric_costs import ParametricCosts, StepTotal
+from studies.slice_program import solve
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import solve
 
 FILE = Path(__file__).with_name("published.json")
 GRANULARITY_TOKENS = 8  # all published plans are multiples of it

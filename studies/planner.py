@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from studies.options import study_parser
-from terapipe_ds.planner import solve
+from studies.slice_program import solve
 
 Result = TypeVar("Result")
 

@@ -95,14 +95,16 @@ def compare(work: Workload, case: Case, folder: Path) -> tuple[list[Row], float]
 def predict(engine: Any, work: Workload, case: Case, folder: Path) -> tuple[list[Row], float]:
     """Return what the planner says of each row, from the profile in `folder`, and the limit of the last."""
     from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
-    from terapipe_ds.planner.recompute import choose_layers, measured_layers
-    from terapipe_ds.planner.recompute.stages import recompute_everything
+    from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+    from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
+    from terapipe_ds.planner.recompute.choose_layers import recompute_everything
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import Replay
 
     (path,) = folder.glob("profile-*.json")
-    parts = measured_layers(MeasuredParts.of_profile(Profile.load(path)), [int(bound) for bound in engine.module.parts])
+    parts = recomputable_parts(
+        MeasuredParts.of_profile(Profile.load(path)), [int(bound) for bound in engine.module.parts]
+    )
     plan = SlicePlan.equal(work.sequence_length, case.slices, case.granularity)
     schedule = build(SCHEDULE, work.stages, case.micro_batches, case.slices)
     replay = Replay.of(schedule)

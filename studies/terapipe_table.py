@@ -7,7 +7,6 @@ package's costs: counted layers, nodes of 8 V100 with 16 GB, and 25 Gb/s for a n
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +18,14 @@ from typing import Any
 from studies.options import study_parser
 from studies.paper import FILE, parse_scheme
 from terapipe_ds.costs.model_sizes import model_size
-from terapipe_ds.planner.cluster import Grid
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.layers.config_json import with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.strategy import Cluster, Included, Strategy, rank_strategies
-from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy import Cluster, Strategy, rank_strategies
+from terapipe_ds.planner.strategy.candidate import Score
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.shapes import Shape
+from terapipe_ds.planner.strategy.space import Choices, Space
 
 DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
 NODE_BYTES_PER_S = 25e9 / 8
@@ -52,24 +54,29 @@ class PublishedSetting:
         """Return what the search is asked: settings with the same one share it."""
         return self.model, self.devices, self.global_batch, self.sequence_length
 
-    def included(self, cluster: Cluster) -> list[Included]:
-        """Return what is ranked: micro-batches of one sequence, as the authors' code has them.
+    @property
+    def plans(self) -> list[SlicePlan]:
+        """Return the slices that are tried."""
+        length = self.sequence_length
+        return [SlicePlan.equal(length, one) if isinstance(one, int) else SlicePlan(one) for one in self.slices]
 
-        The schedule is this package's for so many slices, and the paper's (all forwards, then all backwards) where that
-        fits in memory.
+    def price(self, cluster: Cluster) -> Score:
+        """Return the best that the setting allows; cut, placement and ZeRO are the best found.
+
+        Micro-batches have one sequence, as in the authors' code. The schedule is this package's for so many slices, or
+        the paper's (all forwards, then all backwards) where that fits in memory.
         """
-        degrees = self.stages, self.tensor, self.data, 1
-        own = [Included(*degrees, slices) for slices in self.slices]
-        papers = [dataclasses.replace(one, schedule="terapipe") for one in own]
-        return own + [one for one in papers if self._fits(one, cluster)]
-
-    def _fits(self, one: Included, cluster: Cluster) -> bool:
-        grid, limit = Grid(self.stages, self.data, self.tensor), float(cluster.card.memory_bytes)
-        layers = CountedLayers(model_size(self.model), cluster)
-        priced = Priced(layers, cluster, self.sequence_length, Candidate(grid, 1, self.global_batch // self.data, 0))
-        plan = one.plan(self.sequence_length)
-        cuts = [bounds for _, bounds in priced.estimates(plan.num_slices, limit)[:1]]
-        return any(priced.score(bounds, "terapipe", plan, limit) is not None for bounds in cuts)
+        layers = CountedLayers(with_length(model_size(self.model), self.sequence_length), cluster)
+        limit, choices = float(cluster.card.memory_bytes), Choices(self.stages, self.tensor, self.data)
+        space = Space(layers, cluster, self.global_batch, self.sequence_length, limit, choices)
+        scores = []
+        for candidate in space.candidates():
+            priced = Priced(layers, cluster, self.sequence_length, candidate)
+            for plan in self.plans if candidate.micro_batch == 1 else ():
+                for name in ("1f1b" if plan.num_slices == 1 else "seq1f1b", "terapipe"):
+                    proposal = priced.propose(Shape(name), plan.num_slices, limit)
+                    scores.append(proposal and priced.score(proposal[1], name, plan, limit))
+        return min((score for score in scores if score is not None), key=attrgetter("rank"))
 
 
 def published_settings() -> list[PublishedSetting]:
@@ -102,7 +109,7 @@ class Row:
     """A setting beside the best strategy of its question. `rank`: that of the setting, from 1 on, of `ranked`."""
 
     setting: PublishedSetting
-    published: Strategy
+    published: Score
     found: Strategy
     rank: int
     ranked: int
@@ -110,7 +117,7 @@ class Row:
     @property
     def ratio(self) -> float:
         """Return the time of the published setting over that of the strategy found."""
-        return self.published.predicted_s / self.found.predicted_s
+        return self.published.seconds / self.found.predicted_s
 
 
 def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Iterator[Row]:
@@ -120,7 +127,6 @@ def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Ite
     """
     for question, group in groupby(sorted(settings, key=attrgetter("question")), key=attrgetter("question")):
         model, devices, batch, length = question
-        asked = list(group)
         cluster = Cluster(
             DEVICE,
             devices // DEVICES_PER_NODE,
@@ -128,34 +134,23 @@ def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Ite
             between_bytes_per_s=NODE_BYTES_PER_S,
             node_bytes_per_s=NODE_BYTES_PER_S if is_shared else None,
         )
-        ranked = rank_strategies(
-            model,
-            cluster,
-            global_batch_size=batch,
-            sequence_length=length,
-            include=[one for setting in asked for one in setting.included(cluster)],
-        )
-        for setting in asked:
-            rank = next(rank for rank, strategy in enumerate(ranked) if _is_of(strategy, setting))
-            yield Row(setting, ranked[rank], ranked[0], rank + 1, len(ranked))
+        ranked = rank_strategies(model, cluster, global_batch_size=batch, sequence_length=length)
+        for setting in group:
+            published = setting.price(cluster)
+            faster = sum(strategy.predicted_s < published.seconds for strategy in ranked)
+            yield Row(setting, published, ranked[0], faster + 1, len(ranked) + 1)
 
 
-def _is_of(strategy: Strategy, setting: PublishedSetting) -> bool:
-    degrees = {"pipe": setting.stages, "data": setting.data, "model": setting.tensor}
-    plans = [
-        Included(setting.stages, setting.tensor, setting.data, 1, slices).plan(setting.sequence_length).lengths
-        for slices in setting.slices
-    ]
-    return strategy.grid == degrees and strategy.micro_batch_size == 1 and strategy.plans[0].lengths in plans
-
-
-def shape(strategy: Strategy) -> str:
+def shape(strategy: Strategy | Score) -> str:
     """Return stages x replicas x tensor ranks, the rows of a micro-batch, and the slices."""
-    lengths = strategy.plans[0].lengths
+    if isinstance(strategy, Score):
+        grid, rows, lengths = strategy.candidate.grid, strategy.candidate.micro_batch, strategy.plan.lengths
+    else:
+        grid, rows, lengths = strategy.layout, strategy.micro_batch_size, strategy.plans[0].lengths
     count = len(lengths)
     equal = "" if count == 1 or max(lengths) - min(lengths) <= 1 else ", planned"
-    degrees = " x ".join(str(strategy.grid[axis]) for axis in ("pipe", "data", "model"))
-    return f"{degrees}, {strategy.micro_batch_size} row{'s' * (strategy.micro_batch_size > 1)}, {count} sl.{equal}"
+    degrees = f"{grid.pipe} x {grid.data} x {grid.model}"
+    return f"{degrees}, {rows} row{'s' * (rows > 1)}, {count} sl.{equal}"
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -167,7 +162,7 @@ def table(rows: Iterable[Row]) -> str:
     for row in sorted(rows, key=lambda row: row.setting.setting):
         given = row.setting
         asked = f"{given.model}, {given.devices}, {given.global_batch}"
-        times = f"{shape(row.published)} | {row.published.predicted_s:.3f} | {shape(row.found)}"
+        times = f"{shape(row.published)} | {row.published.seconds:.3f} | {shape(row.found)}"
         ends = f"{row.found.predicted_s:.3f} | {row.ratio:.2f} | {row.rank} of {row.ranked}"
         paper = "" if given.measured_s is None else f"{given.measured_s:.3f}"
         lines.append(f"| ({given.setting}) | {asked} | {times} | {ends} | {paper} |")
@@ -194,7 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    strategies = {"published": row.published.model_dump(mode="json"), "found": row.found.model_dump(mode="json")}
+    score, found = row.published, row.found.model_dump(mode="json")
+    published = {"predicted_s": score.seconds, "schedule": score.schedule, "slices": list(score.plan.lengths)}
+    published["partition"] = list(score.bounds)
+    strategies = {"published": published, "found": found}
     return {"setting": asdict(row.setting), **strategies, "rank": row.rank, "ranked": row.ranked, "ratio": row.ratio}
 
 

@@ -19,7 +19,7 @@ from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner.cluster import Cluster
-from terapipe_ds.planner.layers.measured import measured_layers
+from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.strategy import Strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
@@ -197,7 +197,7 @@ def _strategies(shape: Shape, profiles: Sequence[Profile], link: dict[str, float
     """Return the best strategy of each kind, with what it is predicted to take."""
     cluster = Cluster(device_card("cpu"), 1, 2, **link)
     question: Any = {"global_batch_size": shape.batch, "sequence_length": shape.length}
-    layers = measured_layers(profiles, cluster, shape.length)
+    layers = MeasuredLayers(profiles, cluster, shape.length)
     runs = []
     for name, fixed in FIXED.items():
         choice: Any = {fixed: 2}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.planner.strategy import Cluster as Cluster
     from terapipe_ds.planner.strategy import LayerChain as LayerChain
-    from terapipe_ds.planner.strategy import Strategy as Strategy
     from terapipe_ds.planner.strategy import plan_strategy as plan_strategy
     from terapipe_ds.runtime.layout.topology import topology_of as topology_of
     from terapipe_ds.runtime.register import initialize as initialize
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
     from terapipe_ds.runtime.register import register as register
     from terapipe_ds.runtime.register import unregister as unregister
     from terapipe_ds.simulator import simulate as simulate
+    from terapipe_ds.strategy import Strategy as Strategy
     from terapipe_ds.timeline import Timeline as Timeline
-
-__version__ = "0.1.0"
+    from terapipe_ds.version import __version__ as __version__
 
 # Public name -> the module that has it.
 _EXPORTS = {
     "Cluster": "terapipe_ds.planner.strategy",
     "LayerChain": "terapipe_ds.planner.strategy",
     "SlicePlan": "terapipe_ds.plan",
-    "Strategy": "terapipe_ds.planner.strategy",
+    "Strategy": "terapipe_ds.strategy",
     "TeraPipeConfig": "terapipe_ds.config",
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
@@ -53,10 +52,11 @@ _EXPORTS = {
     "simulate": "terapipe_ds.simulator",
     "topology_of": "terapipe_ds.runtime.layout.topology",
     "unregister": "terapipe_ds.runtime.register",
+    "__version__": "terapipe_ds.version",
 }
 _SUBPACKAGES = ("planner", "schedule")
 
-__all__ = [*_EXPORTS, *_SUBPACKAGES, "__version__"]
+__all__ = [*_EXPORTS, *_SUBPACKAGES]
 
 
 def __getattr__(name: str) -> Any:

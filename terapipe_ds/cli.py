@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from terapipe_ds import __version__
 from terapipe_ds.compat import CompatError
+from terapipe_ds.version import __version__
 
-COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify", "doctor")
+COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor")
 
 
 _REMEDIES: dict[type[OSError], str] = {
@@ -31,6 +31,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C. One line on stderr says why."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["plan"] and any(word.partition("=")[0] == "--devices" for word in words):
+        print("terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs", file=sys.stderr)
+        words[0] = "strategy"
     arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:
         arguments.run(arguments)

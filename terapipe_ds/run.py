@@ -7,6 +7,7 @@ the script and is handed on to it, exactly where the launcher would have put it.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
         fix = "give the path of the training script"
         raise SystemExit(f"terapipe_ds.run: script {script!r} not found; {fix}\n{_USAGE}")
 
+    # streams that share a queue wait for one another; CUDA reads it when it starts, and a user's number stays
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     from terapipe_ds.runtime.register import register
 
     register(verify_only=verify_only)

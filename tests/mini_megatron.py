@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PATCH = Path(__file__).parents[1] / "patches" / "megatron_deepspeed.patch"
+sys.path.append(str(PATCH.parent))  # where users copy `terapipe_patch.py`, the script's own folder is on the path
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
+from terapipe_ds.compat.versions import version_of
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
 from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED
 
@@ -131,25 +132,11 @@ class Case:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """What cannot go on, and why: a case, by its index (at one accumulation, or with None at all).
-
-    Without a case, it is what measures the costs of slices with the layers cut like `cut`.
-    """
-
-    reason: str
-    case: int | None = None
-    accumulation: int | None = None
-    cut: str | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """A whole run, as every rank gets it.
 
     `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones; `replayed`: fewer cores than stages, so that
-    the wall clock means nothing; `share_device`: all stages on the first device, over gloo; `left_out`: what failed in
-    earlier attempts.
+    the wall clock means nothing; `share_device`: all stages on the first device, over gloo.
     """
 
     work: Workload
@@ -162,7 +149,6 @@ class Job:
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
     share_device: bool = False
-    left_out: tuple[LeftOut, ...] = ()
 
     def device_of(self, rank: int) -> str:
         """Return where a rank computes."""
@@ -176,11 +162,9 @@ class Job:
                 f"{case.system} {case.schedule} sends from the device itself, which gloo cannot, and NCCL refuses "
                 "stages that share one: give each stage a device, without --share-device"
             )
-        for failed in self.left_out:
-            if failed.case == index and failed.accumulation in (None, accumulation):
-                return failed.reason
-            if case.needs_costs and failed.cut == case.cut:
-                return f"no plan, for its costs could not be measured: {failed.reason}"
+        release = tuple(map(int, (version_of("torch") or "9.9").split(".")[:2]))
+        if (case.system, case.schedule, self.device) == ("torch", "zbv", "cpu") and release < (2, 12):
+            return "up to torch 2.11 its ZBV sends messages to its own rank, which gloo cannot: use torch 2.12 or later"
         return case.problem(self.work, accumulation, self.gpt)
 
 

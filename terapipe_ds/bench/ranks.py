@@ -112,21 +112,21 @@ class Position:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"position{rank}.json"
-        self._place: dict[str, int | str] = {}
+        self._what = ""
 
-    def at(self, **place: int | str | None) -> None:
-        """Note what begins: a `case` (at one `accumulation`), the costs of a `cut`, or (no argument) work for all."""
-        self._write({key: value for key, value in place.items() if value is not None})
+    def at(self, what: str = "") -> None:
+        """Note what begins: the work of one system, or (no argument) work for all."""
+        self._what = what
+        self._write(what=what)
 
     def failed(self, error: BaseException) -> None:
         """Write down why this rank ends, and when."""
-        said = str(error).strip().partition("\n")[0]
-        reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        self._write(self._place, reason=reason, time_s=time.monotonic())  # a clock that all processes share
+        text = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self._write(what=self._what, reason=reason, time_s=time.monotonic())  # a clock that all processes share
 
-    def _write(self, place: dict[str, int | str], **said: str | float) -> None:
-        self._place = place
-        write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
+    def _write(self, **noted: str | float) -> None:
+        write_text(self._path, json.dumps(noted))  # whole: this rank may be killed in any line
 
     def read(self) -> dict[str, Any]:
         """Return what was noted last, by this rank or by one that has ended."""

@@ -1,7 +1,6 @@
 """Start the ranks of a benchmark, make rows of what they measured, and check that all systems learned the same.
 
-After a failure all ranks are ended and start again without the system that failed, so that it costs that system's rows
-only: the ranks of a failed step wait for one another, and some messages will never be received.
+After a failure all ranks end: those of a failed step wait for one another, and some messages will never be received.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import math
 import pickle
 import signal
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import AUTO, BenchError, Job, LeftOut
+from terapipe_ds.bench.cases import AUTO, BenchError, Job
 from terapipe_ds.bench.metrics import (
     Plans,
     SliceMeasurements,
@@ -52,43 +50,33 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 
 
 def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
-    """Run the benchmark; return what `--json` writes. Where a system fails, the others start again without it.
+    """Run the benchmark; return what `--json` writes.
 
-    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed in what concerns all.
+    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed.
     """
     before = machine()
     if job.device == "cpu":
         keep_memory()
-    while True:  # each time with fewer systems
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                spawn_ranks(main or rank_main, job.work.stages, job, folder)
-            except RankError as error:
-                job = _without_what_failed(job, Path(folder), error)
-                continue
-            ranks = [pickle.loads(Path(folder, f"rank{rank}.pickle").read_bytes()) for rank in range(job.work.stages)]
-        return result_of(job, preset, before, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn_ranks(main or rank_main, job.work.stages, job, folder)
+        except RankError as error:
+            raise BenchError(cause_of(error, Path(folder))) from None
+        ranks = [pickle.loads(Path(folder, f"rank{rank}.pickle").read_bytes()) for rank in range(job.work.stages)]
+    return result_of(job, preset, before, ranks)
 
 
-def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
-    """Return the job without what failed; BenchError where that concerns all systems, or had failed before."""
-    failed = find_failure(folder, error.exit_codes)
-    if failed is None or any(dataclasses.replace(failed, reason=known.reason) == known for known in job.left_out):
-        raise BenchError(f"{error}; what the rank said stands there") from None
-    what = f"costs of {failed.cut}" if failed.case is None else job.cases[failed.case].label
-    print(f"{what} failed: {failed.reason}; the others start again without", file=sys.stderr, flush=True)
-    return dataclasses.replace(job, left_out=(*job.left_out, failed))
-
-
-def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
-    """Return what ended the ranks, whose `Position`s are in `folder`; None where it concerns all systems."""
-    said = {rank: Position(folder, rank).read() for rank in exit_codes}
+def cause_of(error: RankError, folder: Path) -> str:
+    """Return what the first rank that failed was doing, and why it ended, from the `Position`s in `folder`."""
+    noted = {rank: Position(folder, rank).read() for rank in error.exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
-    rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
-    code, names = exit_codes[rank], {-known: known.name for known in signal.Signals}
+    first = min(noted, key=lambda rank: noted[rank].get("time_s", 0.0))
+    code, names = error.exit_codes[first], {-known: known.name for known in signal.Signals}
     ended = f"exit code {code}" if code >= 0 else f"signal {names.get(code, -code)}"
-    said[rank].setdefault("reason", f"rank {rank} ended with {ended}")
-    return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
+    reason = noted[first].get("reason", f"rank {first} ended with {ended}")
+    if not noted[first].get("what"):
+        return f"{reason}; what the rank said stands above"
+    return f"{noted[first]['what']} failed: {reason}; leave it out with --systems, --schedules or --slices"
 
 
 def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:

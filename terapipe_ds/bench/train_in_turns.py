@@ -91,7 +91,7 @@ class _Turns:
             problems = [self.job.problem(index, m) for m in self.job.accumulations if case.runs_at(m)]
             if problems and all(problems):
                 continue
-            self.position.at(case=index)
+            self.position.at(case.label)
             problem = None
             try:
                 self.drivers[index] = _DRIVERS[case.system](case, self.job)
@@ -105,7 +105,7 @@ class _Turns:
 
     def _begin(self, index: int, what: str, accumulation: int | None = None) -> None:
         self.bar.set_description(f"{self.job.cases[index].label}, {what}")
-        self.position.at(case=index, accumulation=accumulation)
+        self.position.at(self.job.cases[index].label + (f" at m = {accumulation}" if accumulation else ""))
 
     def measure(self, accumulation: int) -> list[dict[str, Any]]:
         """Return a record per case: first a step of each, in which its memory is counted, then timed ones in turns."""
@@ -131,7 +131,7 @@ class _Turns:
         problem = self.job.problem(index, accumulation) or self.errors.get(index)
         if problem is not None:
             return {**run, "error": problem}
-        self.position.at(case=index, accumulation=accumulation)
+        self.position.at(f"{case.label} at m = {accumulation}")
         try:
             plans, name = self._choice(case, accumulation)
         except (ValueError, ZeroDivisionError) as error:
@@ -247,11 +247,8 @@ class PlannedCases:
         Engines run whole stages, and each other cut for which some of `cases` (all can be built) need a plan.
         """
         planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
-        left_out = {failed.cut for failed in job.left_out}
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
-            if cut in left_out:
-                continue
-            position.at(cut=cut)
+            position.at(f"the costs of {cut}, which the plans of {case.label} need,")
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
             planned._measure(cut, one, folder / cut.replace(" ", "-"))
         return planned

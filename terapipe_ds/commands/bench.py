@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.options import Names, Numbers, Options, Output, Panel, Text, flag, option, switch
-from terapipe_ds.commands.user_model import DeepSpeedJson, model_of
+from terapipe_ds.commands.options import Names, Numbers, Options, Output, Text, flag, option, switch
+from terapipe_ds.commands.user_model import model_of
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
@@ -40,7 +40,6 @@ EXAMPLES = """\
   terapipe bench --accumulation 1 --slices plan,plan:4,plan:8 the planner's best, and of at most 4 and 8 slices
   terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
-  terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
   terapipe bench --from bench.json --html bench.html          the report of a result that was kept
 
@@ -53,12 +52,11 @@ Schedules of each system:
     subsequent_indent="    ",
 )
 
-REPLAY_TOLERANCE = 0.05
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """Matches a word that is an absolute path, or the one of `--option=/path`."""
-_RUNS, _SIZED, _OUTPUT = map(Panel, ("what runs", "sizes", "output"))
-_size = functools.partial(_SIZED.option, "in the place of the preset's", "N", ge=1)
+_runs, _sized, _output = (functools.partial(option, group=title) for title in ("what runs", "sizes", "output"))
+_size = functools.partial(_sized, "in the place of the preset's", "N", ge=1)
 
 
 def _refuse_moved(preset: str) -> str:
@@ -76,43 +74,41 @@ class BenchOptions(Options):
         "cpu-2stage (default), cpu-8stage", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
     full: bool = switch("every system that can run, and more accumulations")
-    systems: Names | None = _RUNS.option("deepspeed, terapipe, torch", "NAME[,...]")
-    schedules: Names | None = _RUNS.option("of any system; see below", "NAME[,...]")
-    slices: Names | None = _RUNS.option(
+    systems: Names | None = _runs("deepspeed, terapipe, torch", "NAME[,...]")
+    schedules: Names | None = _runs("of any system; see below", "NAME[,...]")
+    slices: Names | None = _runs(
         "numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the numbers "
         "sum to the sequence length, one plan in tokens",
         "N[,...]",
     )
-    accumulation: Numbers | None = _RUNS.option("micro-batches per step", "M[,...]")
-    pairs: int | None = _RUNS.option("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"))
-    config: Text | None = _SIZED.option("a DeepSpeed config in the place of the usual one", "DS.json")
-    model: Text | None = _SIZED.option("as `terapipe profile` takes it", "NAME_OR_JSON")
+    accumulation: Numbers | None = _runs("micro-batches per step", "M[,...]")
+    pairs: int | None = _runs("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"))
+    config: Text | None = _sized("a DeepSpeed config in the place of the usual one", "DS.json")
+    model: Text | None = _sized("as `terapipe profile` takes it", "NAME_OR_JSON")
     stages: int | None = _size()
     micro_batch: int | None = _size()
     sequence_length: int | None = _size()
     hidden: int | None = _size()
     layers: int | None = _size()
     heads: int | None = _size()
-    granularity: int = _SIZED.option("plans cut at multiples (default: 64)", "N", default=64, ge=1)
-    device: Literal["cpu", "cuda"] = _SIZED.option(
+    granularity: int = _sized("plans cut at multiples (default: 64)", "N", default=64, ge=1)
+    device: Literal["cpu", "cuda"] = _sized(
         "default: cpu. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
         "{cpu,cuda}",
         default="cpu",
     )
-    share_device: bool = _SIZED.switch(
+    share_device: bool = switch(
         "with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
-        "pipeline runs where there is one device; its times are not those of stages with a device each"
+        "pipeline runs where there is one device; its times are not those of stages with a device each",
+        group="sizes",
     )
-    as_json: Output | None = _OUTPUT.option("write machine and all figures here", "FILE", flags=("--json",))
-    html: Output | None = _OUTPUT.option("write a report for a browser, in one file", "FILE")
-    interactive: bool = _OUTPUT.switch("with --html: timelines to zoom, hover and filter (2 MB more; needs plotly)")
-    result: Text | None = _OUTPUT.option(
+    as_json: Output | None = _output("write machine and all figures here", "FILE", flags=("--json",))
+    html: Output | None = _output("write a report for a browser, in one file", "FILE")
+    interactive: bool = switch("with --html: timelines to zoom, hover and filter (2 MB more)", group="output")
+    result: Text | None = _output(
         "write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
         "RESULT",
         flags=("--from",),
-    )
-    check_replay: bool = _OUTPUT.switch(
-        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage"
     )
 
 
@@ -139,8 +135,6 @@ def run(arguments: argparse.Namespace) -> None:
 
         write_report(result, options.html, options.interactive)
     _check_success(result)
-    if options.check_replay:
-        _check_replay(result)
 
 
 def _report_of(options: BenchOptions, result: str) -> None:
@@ -163,11 +157,6 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
     job = job_of(options)
-    if options.check_replay and job.device != "cpu":
-        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
-    if options.check_replay and job.replayed:
-        where = f"{job.work.stages} stages on {len(os.sched_getaffinity(0))} cores"
-        raise CommandError(f"--check-replay: {where} have no measured times; give fewer --stages")
     _check_devices(job)
     return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
@@ -318,15 +307,3 @@ def _check_success(result: dict[str, Any]) -> None:
     for what, rows in (("", result["runs"]), (" of terapipe", ours)):
         if rows and all("error" in row for row in rows):
             raise CommandError(f"no run{what} could be made; the first one's error: {rows[0]['error']}")
-
-
-def _check_replay(result: dict[str, Any]) -> None:
-    """Compare replayed times with measured ones, row by row."""
-    worst = 0.0
-    for row in result["runs"]:
-        if "error" not in row:
-            error = row["replayed_s"] / row["step_s"] - 1
-            worst = max(worst, abs(error))
-            print(f"replay: m={row['accumulation']} {row['label']:<36}{row['replayed_s']:>9.3f} s{error:>+8.1%}")
-    if worst > REPLAY_TOLERANCE:
-        raise CommandError(f"--check-replay: a replayed step is {worst:.1%} off the measured one, more than 5%")

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_STAGES, Options, Text, option, switch
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
-    from terapipe_ds.doctor import Check, Line, Verdict
+    from terapipe_ds.doctor import Check, Line
 
 HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to mend it"
 DESCRIPTION = (
     "Look at the installation and the machine, and at a DeepSpeed JSON if one is given: one line for each finding,\n"
     "with a verdict and the next step. Nothing is built, trained or written. Exit code 1 where something will fail.\n"
+    "`ds_report` and `python -m torch.utils.collect_env` print cards, drivers, libraries and built operators.\n"
     "  ok: as it should be    note: worth knowing    warning: may fail or be slow    fail: will not work"
 )
 EXAMPLES = """\
@@ -48,29 +51,27 @@ def run(arguments: argparse.Namespace) -> None:
     """Look, print, and end with exit code 1 where something will fail."""
     options = DoctorOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    from terapipe_ds import __version__
-    from terapipe_ds.doctor import look
+    from terapipe_ds.doctor import VERDICTS, look
+    from terapipe_ds.version import __version__
 
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
-    found: dict[str, list[Line]] = {}
-    if not options.as_json:
-        print(f"terapipe doctor, terapipe_ds {__version__}")
+    show: Callable[[str], None] = (lambda text: None) if options.as_json else functools.partial(print, flush=True)
+    show(f"terapipe doctor, terapipe_ds {__version__}")
+    found: list[tuple[str, Line]] = []
     for group, checks in _groups(options):
-        found[group] = []
-        if not options.as_json:
-            print(f"\n{group}")
+        show(f"\n{group}")
         for check in checks:
             lines = look(check)
-            found[group] += lines
-            if not options.as_json:
-                print("\n".join(map(_text, lines)), flush=True)
-    counts = Counter(line.verdict for lines in found.values() for line in lines)
+            found += [(group, line) for line in lines]
+            show("\n".join(map(_text, lines)))
+    counts = Counter(line.verdict for _, line in found)
     if options.as_json:
-        listed = [{"group": group, **dataclasses.asdict(line)} for group, lines in found.items() for line in lines]
+        listed = [{"group": group, **dataclasses.asdict(line)} for group, line in found]
         print(json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1))
     else:
-        print(f"\n{_summary(counts)}")
+        words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+        show(f"\n{words}\nds_report and python -m torch.utils.collect_env print cards, drivers and libraries")
     if counts["fail"]:
         sys.stdout.flush()
         raise SystemExit(1)
@@ -99,11 +100,3 @@ def _text(line: Line) -> str:
     head = f"  {line.verdict:<9}{line.name:<{_INDENT - 13}}  "
     rest = [" " * _INDENT + text for text in wrapped[1:]]
     return "\n".join([head + wrapped[0], *rest])
-
-
-def _summary(counts: Counter[Verdict]) -> str:
-    """Return how many findings are of each kind."""
-    one: dict[Verdict, str] = {"ok": "ok", "note": "note", "warning": "warning", "fail": "failed"}
-    several: dict[Verdict, str] = {**one, "note": "notes", "warning": "warnings"}
-    words = {verdict: (one if counts[verdict] == 1 else several)[verdict] for verdict in one if counts[verdict]}
-    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items())

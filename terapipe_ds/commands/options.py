@@ -7,14 +7,15 @@ schedule, for all commands that take one.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
@@ -43,23 +44,17 @@ def check_output(path: str, option: str) -> None:
     check_writable(path)
 
 
-def _writable(path: str, info: Any) -> str:
-    check_output(path, flag(info.field_name))
-    return path
+def _file(*suffixes: str, why: str = "") -> AfterValidator:
+    """Return the check of a file that a command writes: its suffix, and whether it can be written."""
 
+    def check(path: str, info: Any) -> str:
+        if suffixes and Path(path).suffix.lower() not in suffixes:
+            allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+            raise CommandError(f"{flag(info.field_name)} {path}: end the name in {allowed}{why}")
+        check_output(path, flag(info.field_name))
+        return path
 
-def _order(path: str, info: Any) -> str:
-    if Path(path).suffix != ".csv":
-        raise CommandError(
-            f"{flag(info.field_name)} {path}: end the name in .csv, as the key terapipe.schedule wants it"
-        )
-    return _writable(path, info)
-
-
-def _drawable(path: str, info: Any) -> str:
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"{flag(info.field_name)} {path}: end the name in .png, .svg or .pdf")
-    return _writable(path, info)
+    return AfterValidator(check)
 
 
 def _names(text: str | list[str]) -> Any:
@@ -80,63 +75,55 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(_names)]
 """Names with commas between them."""
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
 """Integers >= 1, with commas between them or a word each."""
-Output = Annotated[Text, AfterValidator(_writable)]
+Output = Annotated[Text, _file()]
 """A file that can be written, found out before anything is computed for it."""
-OrderFile = Annotated[Text, AfterValidator(_order)]
+OrderFile = Annotated[Text, _file(".csv", why=", as the key terapipe.schedule wants it")]
 """An `Output` for a schedule as CSV."""
-Picture = Annotated[Text, AfterValidator(_drawable)]
+Picture = Annotated[Text, _file(".png", ".svg", ".pdf")]
 """An `Output` that matplotlib can draw to."""
 
 
-class Panel(NamedTuple):
-    """Options that the help lists under a title, or of which at most one, or exactly one, is given."""
+def option(
+    help: str, metavar: str | None = None, default: Any = None, *, group: str = "", flags: Any = (), **more: Any
+) -> Any:
+    """Declare a field of `Options`.
 
-    title: str = ""
-    kind: Literal["titled", "at most one", "exactly one"] = "titled"
-
-    def add_to(self, parser: argparse.ArgumentParser) -> Any:
-        """Return argparse's group, or the parser itself where there is no title."""
-        if self.kind != "titled":
-            return parser.add_mutually_exclusive_group(required=self.kind == "exactly one")
-        return parser.add_argument_group(self.title) if self.title else parser
-
-    def option(self, help: str, metavar: str | None = None, default: Any = None, **more: Any) -> Any:
-        """Declare a field of `Options`.
-
-        Args:
-            more: limits (`ge`, `gt`, `le`); `flags`, what the user writes where that is not the name of the field, with
-                dashes for an option, without for a positional argument; what `add_argument` of argparse takes.
-        """
-        limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
-        told: Any = {"group": self, "flags": more.pop("flags", None)}
-        told["parsing"] = {"help": help, **({"metavar": metavar} if metavar else {}), **more}
-        return Field(default, json_schema_extra=told, **limits)
-
-    def switch(self, help: str, *flags: str) -> Any:
-        """Declare a field that is False unless the option is given."""
-        return self.option(help, default=False, action="store_true", flags=flags)
+    Args:
+        group: the title under which the help lists it, or a key of `Options.exclusive`.
+        flags: what the user writes where that is not the name of the field, without dashes for a positional argument.
+        more: limits (`ge`, `gt`, `le`); what `add_argument` of argparse takes.
+    """
+    limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
+    more |= {"help": help} | ({"metavar": metavar} if metavar else {})
+    return Field(default, json_schema_extra={"group": group, "flags": flags, "parsing": more}, **limits)
 
 
-option, switch = Panel().option, Panel().switch
+def switch(help: str, *flags: str, group: str = "") -> Any:
+    """Declare a field that is False unless the option is present."""
+    return option(help, default=False, action="store_true", flags=flags, group=group)
 
 
 class Options(BaseModel):
     """The options of one command; `model_fields_set` has the names of those that were given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    exclusive: ClassVar[Mapping[str, bool]] = {}
+    """Groups that admit one of their options, and whether the user must give one."""
 
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser; it leaves those that are not given out of its result."""
-        groups: dict[Panel, Any] = {}
+        groups: dict[str, Any] = {"": parser}
         for name, field in cls.model_fields.items():
-            told: Any = field.json_schema_extra
-            group: Panel = told["group"]
-            if group not in groups:
-                groups[group] = group.add_to(parser)
-            flags = told["flags"] or (flag(name),)
+            declared: Any = field.json_schema_extra
+            title = declared["group"]
+            if title in cls.exclusive and title not in groups:
+                groups[title] = parser.add_mutually_exclusive_group(required=cls.exclusive[title])
+            elif title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            flags = declared["flags"] or (flag(name),)
             dest = {"dest": name} if flags[0].startswith("-") else {}
-            groups[group].add_argument(*flags, default=argparse.SUPPRESS, **dest, **told["parsing"])
+            groups[title].add_argument(*flags, default=argparse.SUPPRESS, **dest, **declared["parsing"])
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
@@ -155,8 +142,8 @@ class Options(BaseModel):
     @classmethod
     def name_of(cls, name: str) -> str:
         """Return how the user writes the option of a field."""
-        told: Any = cls.model_fields[name].json_schema_extra
-        return str((told["flags"] or (flag(name),))[0])
+        declared: Any = cls.model_fields[name].json_schema_extra
+        return str((declared["flags"] or (flag(name),))[0])
 
     @property
     def given(self) -> dict[str, Any]:
@@ -197,7 +184,6 @@ def _show(value: Any) -> str:
 
 
 MAX_FORWARDS, MAX_STAGES, MAX_DEVICES = 1_000_000, 10_000, 65_536
-SOURCE = Panel("source", "exactly one")
 _DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
 
 
@@ -218,20 +204,23 @@ def _read_options(texts: list[str]) -> dict[str, Any]:
 ScheduleDetails = Annotated[dict[str, Any], BeforeValidator(_read_options)]
 
 
-def details_option(group: Panel) -> Any:
+def details_option(group: str = "") -> Any:
     """Declare `--option`, whose value is of type `ScheduleDetails`."""
-    return group.option(f"of the schedule: {_DETAILS}", "NAME=VALUE", {}, flags=("--option",), action="append")
+    flags = ("--option",)
+    return option(f"of the schedule: {_DETAILS}", "NAME=VALUE", {}, group=group, flags=flags, action="append")
 
 
 class ScheduleOptions(Options):
     """A schedule by its name and counts, or from a file that says all of it."""
 
-    schedule: Text | None = SOURCE.option(f"one of {', '.join(SCHEDULE_NAMES)}", "NAME")
-    from_csv: Text | None = SOURCE.option("read a schedule: a row per stage, cells such as F0.3", "FILE")
+    exclusive: ClassVar[Mapping[str, bool]] = {"source": True}
+
+    schedule: Text | None = option(f"one of {', '.join(SCHEDULE_NAMES)}", "NAME", group="source")
+    from_csv: Text | None = option("read a schedule: a row per stage, cells such as F0.3", "FILE", group="source")
     stages: int | None = option("pipeline stages", "K", ge=1, le=MAX_STAGES)
     micro_batches: int = option("micro-batches per step (default 1)", "M", default=1, ge=1, le=MAX_FORWARDS)
     chunks_per_stage: int = option("parts that each stage holds (default 1)", "V", default=1, ge=1)
-    schedule_options: ScheduleDetails = details_option(Panel())
+    schedule_options: ScheduleDetails = details_option()
     forward_only: bool = switch("the schedule of an evaluation")
 
     def load(self, path: str, *more: str) -> Schedule:
@@ -261,3 +250,29 @@ class ScheduleOptions(Options):
         num_forwards = (self.stages or 1) * num_units * self.chunks_per_stage
         if num_forwards > MAX_FORWARDS:
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
+
+
+class Progress:
+    """A bar on stderr for as long as a search runs, redrawn when it has moved; none where stderr is no terminal."""
+
+    def __init__(self, hint: str = "") -> None:
+        self._hint, self._shown = hint, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    @property
+    def callback(self) -> Callable[[str, int, int], None] | None:
+        """Return what a search calls with the name of its step, how much of it is done, and of how much."""
+        return self._show if sys.stderr.isatty() else None
+
+    def _show(self, what: str, done: int, of: int) -> None:
+        share = min(done / of, 1.0) if of else 1.0
+        text = f"{'#' * round(20 * share):20} {share:4.0%} {what}{self._hint}"
+        if text != self._shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self._shown = text

@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands.options import Progress
 from terapipe_ds.commands.plan_options import PlanOptions
 from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import PlanResult, Ranking
 
-HELP = "find the slices and the schedule, or a whole strategy, that take the least time"
+HELP = "find the slices and the schedule that take the least time on given stages"
 DESCRIPTION = (
-    "Find where to cut the sequences, and which schedule runs them in the least time within the devices' memory. With "
-    "--devices find the whole strategy for a cluster: stages, tensor and data parallelism, placement, layer cuts, "
-    "micro-batches, recomputation and ZeRO too; --stages, --tensor-parallel, --data-parallel and --schedule then fix "
-    "that choice. Costs are counted from the model's sizes and a device card, or measured (--profile). Nothing runs; "
-    "no GPU is needed."
+    "Find where to cut the sequences, and which schedule runs them in the least time within the devices' memory. Costs "
+    "are counted from the model's sizes and a device card, or measured (--profile). Nothing runs; no GPU is needed. "
+    "`terapipe strategy` also finds stages, tensor and data parallelism for a cluster."
 )
 EXAMPLES = """\
   terapipe plan --model gpt3-13b --device v100 --stages 40 --tensor-parallel 8 --micro-batches 32 --sequence-length 2048
@@ -29,8 +27,6 @@ EXAMPLES = """\
                 --activation-checkpointing --schedule seq1f1b --picture step.svg
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
-  terapipe plan --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
-                --out ds.json --picture strategy.svg       (a strategy: stages, tensor and data parallelism, ...)
 """
 
 
@@ -39,24 +35,19 @@ add_arguments = PlanOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
-    from terapipe_ds.commands.plan_strategy import run_strategy
+    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
+    from terapipe_ds.schedule import to_csv
 
-    options = PlanOptions.read(arguments)
-    if options.devices:
-        return run_strategy(options)
-    setup = plan_setup(options)
+    setup = plan_setup(PlanOptions.read(arguments))
     options = setup.options
-    result, ranking = _search(setup)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    with Progress() as progress:
+        result, ranking = _search(setup, progress)
     if options.out:
-        from terapipe_ds.files.atomic import write_text
-
         lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
         write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
     if options.order:
-        _write_order(result, setup, options.order)
+        write_text(options.order, to_csv(result.build(**options.schedule_options)))
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
@@ -71,14 +62,15 @@ def run(arguments: argparse.Namespace) -> None:
     print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
-def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
+def _search(setup: PlanSetup, progress: Progress) -> tuple[PlanResult, Ranking | None]:
     """Return the best plan, and with "auto" the ranking of all schedules."""
     from terapipe_ds.planner import rank_schedules
 
-    options, progress = setup.options, _progress if sys.stderr.isatty() else None
+    options = setup.options
     if options.recompute:
-        return _search_recompute(setup.options), None
-    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
+        return _search_recompute(options), None
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
+    limits["progress"] = progress.callback
     if options.schedule != "auto":
         return _search_one(setup, limits), None
     if options.schedule_options:
@@ -98,8 +90,8 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
 def _search_recompute(options: PlanOptions) -> PlanResult:
     """Return the best plan with the layers of a measured model that recompute."""
     from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
-    from terapipe_ds.planner.recompute import measured_layers, plan_with_recompute
+    from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+    from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
 
     if options.profile is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
@@ -109,7 +101,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         )
     parts = MeasuredParts.of_profile(Profile.load(options.profile))
     return plan_with_recompute(
-        measured_layers(parts, parts.bounds(options.stages) or ()),
+        recomputable_parts(parts, parts.bounds(options.stages) or ()),
         options.sequence_length,
         options.micro_batches,
         options.granule,
@@ -145,13 +137,6 @@ def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     return result
 
 
-def _write_order(result: PlanResult, setup: PlanSetup, path: str) -> None:
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.schedule import to_csv
-
-    write_text(path, to_csv(result.build(**setup.options.schedule_options)))
-
-
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
 
@@ -159,25 +144,22 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """
     from terapipe_ds.plan import SlicePlan
 
-    options = setup.options
-    plan, section = result.plan, {"enabled": True, "schedule": options.order or result.schedule}
-    lists = [list(each.lengths) for each in result.plans]
+    options, plan, granularity = setup.options, result.plan, setup.options.granule
+    section: dict[str, Any] = {"enabled": True, "schedule": options.order or result.schedule}
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
-    granularity = setup.options.granule
     if plan is None:
-        section["slices"] = lists
+        section["slices"] = [list(lengths.lengths) for lengths in result.plans]
     elif plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
         section |= {"slices": plan.num_slices, "granularity_tokens": granularity}
     else:
-        section["slices"] = lists[0]
+        section["slices"] = list(plan.lengths)
     if result.recompute is not None:
-        limit_gb = setup.options.memory_limit_gb
-        section |= {"recompute": "auto", "planner": {"memory_limit_gb": limit_gb}}
+        section |= {"recompute": "auto", "planner": {"memory_limit_gb": options.memory_limit_gb}}
     if setup.bounds is not None:
         section["partition"] = list(setup.bounds)
-    if setup.options.schedule_options and not options.order:
-        section["schedule_options"] = setup.options.schedule_options
+    if options.schedule_options and not options.order:
+        section["schedule_options"] = options.schedule_options
     return section
 
 
@@ -190,8 +172,3 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     title = f"{result.schedule}, {counts} slices, simulated"
     timeline = simulate(schedule, result.plans, setup.costs_of(schedule.num_parts))
     draw_timelines([(title, timeline)], path)
-
-
-def _progress(what: str, done: int, of: int) -> None:
-    share = min(done / of, 1.0) if of else 1.0
-    print(f"\r\x1b[Kplanning {what} {share:4.0%}", end="", file=sys.stderr, flush=True)

@@ -9,31 +9,31 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
-from terapipe_ds.commands.plan_options import OF_CLUSTERS, PlanOptions
-from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.commands.plan_options import PlanOptions
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from terapipe_ds.config import TeraPipeConfig
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
 MAX_UNITS = 100_000
+NO_COSTS = "no costs: give --model and --device, or --profile with measured costs"
+_NO_STAGES = "--stages is missing: give the number of pipeline stages"
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return all that the options say; raise CommandError where something is missing, or does not fit together."""
     from terapipe_ds.costs.profile import Profile
 
-    options.refuse_without("devices", *OF_CLUSTERS)
     profile = None if options.profile is None else Profile.load(options.profile)
-    options = complete(options, profile)
-    bounds = partition_of(options.config)
+    configured = from_config(options.config)
+    bounds = configured.pop("partition", None)
+    options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
             f"terapipe.partition = {list(bounds)} in --config: "
@@ -47,16 +47,16 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     return setup
 
 
-def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
+def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:
     """Return the options where those not given come from the profile, the DeepSpeed JSON, or the model.
 
     Raises CommandError where what is asked for was not measured, or is missing.
     """
     from terapipe_ds.costs.model_sizes import model_size
 
+    missing = [] if options.stages or profile is not None else [_NO_STAGES]
     if profile is None and not (options.model and options.device):
-        raise CommandError("no costs: give --model and --device, or --profile with measured costs")
-    configured = from_config(options.config)
+        raise CommandError("; ".join([NO_COSTS, *missing]))
     options_by_schedule = configured.pop("options_by_schedule", {})
     if profile is None:
         usual = {"sequence_length": model_size(options.model).max_sequence_length}
@@ -65,7 +65,7 @@ def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
     options = options.filled(usual, configured)
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
     if not options.stages:
-        raise CommandError("--stages is missing: give the number of pipeline stages")
+        raise CommandError(_NO_STAGES)
     if options.stages * options.micro_batches > MAX_UNITS:
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
@@ -74,9 +74,15 @@ def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
 
 def from_config(path: str | None) -> dict[str, Any]:
     """Return what a DeepSpeed JSON says; its terapipe section is validated as by the engine, even if disabled."""
+    from terapipe_ds.config import TeraPipeConfig
+
     if path is None:
         return {}
-    ds_config, given, section = _read_config(path)
+    ds_config = read_json(path, "--config")
+    given = ds_config.get("terapipe", {})
+    if not isinstance(given, dict):
+        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
+    section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     keys = DeepSpeedJson(ds_config)
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),
@@ -89,24 +95,10 @@ def from_config(path: str | None) -> dict[str, Any]:
         "options_by_schedule": {section.schedule: section.schedule_options},
         "dtype": keys.precision,
         "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
+        "partition": section.partition,
+        "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
-
-
-def partition_of(path: str | None) -> tuple[int, ...] | None:
-    """Return the bounds of the parts in a DeepSpeed JSON, if it has any."""
-    return None if path is None else _read_config(path)[2].partition
-
-
-def _read_config(path: str) -> tuple[dict[str, Any], dict[str, Any], TeraPipeConfig]:
-    """Return the JSON, its terapipe section as it is written, and the same as the engine reads it."""
-    from terapipe_ds.config import TeraPipeConfig
-
-    ds_config = read_json(path, "--config")
-    given = ds_config.get("terapipe", {})
-    if not isinstance(given, dict):
-        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
-    return ds_config, given, TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +199,7 @@ def _counted(options: PlanOptions) -> PlanSetup:
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
-    from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize
+    from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 
     replicas = options.data_parallel
 
@@ -227,16 +219,16 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
     """Return what is planned for with measured costs; with `bounds` the layers are cut there and nowhere else."""
     from terapipe_ds.costs.fitted import CostModel
-    from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts
+    from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
     if len(models) == 1:  # of which the stages are copies
         parts = parts.copies(stages)
-    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.units)):
+    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.layers)):
         raise CommandError(
             f"terapipe.partition = {list(bounds)} in --config: {options.profile} knows no such layers (it has "
-            f"{many(len(models), 'part')} and {len(parts.units)} to cut); measure with the same config, or take "
+            f"{many(len(models), 'part')} and {len(parts.layers)} to cut); measure with the same config, or take "
             "the key out"
         )
 

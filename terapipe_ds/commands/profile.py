@@ -7,9 +7,9 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import Output, option, switch
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
+from terapipe_ds.files.user_json import CommandError
 
 HELP = "measure what slices of a model take on one device"
 DESCRIPTION = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
-from terapipe_ds.commands.options import SOURCE, Numbers, Panel, ScheduleOptions, Text, check_output, option, switch
+from terapipe_ds.commands.options import Numbers, ScheduleOptions, Text, check_output, option, switch
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -23,19 +24,19 @@ EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
-_FORM = Panel("form", "at most one")
-
 
 class ShowOptions(ScheduleOptions):
     """What to show, and in which form."""
 
-    file: Text | None = SOURCE.option("as --from-csv FILE", "FILE", flags=("file",), nargs="?")
+    exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "form": False}
+
+    file: Text | None = option("as --from-csv FILE", "FILE", group="source", flags=("file",), nargs="?")
     slices: Numbers = option("slices per micro-batch, or one number for each: 4,3,4 (default 1)", "S", default=(1,))
-    csv: Text | None = _FORM.option(
-        "write the orders as CSV to FILE; without a name, or with -, to stdout", "FILE", nargs="?", const="-"
+    csv: Text | None = option(
+        "write the orders as CSV to FILE; no name, or -: to stdout", "FILE", group="form", nargs="?", const="-"
     )
-    as_json: bool = _FORM.switch("print as JSON", "--json")
-    stage: int | None = _FORM.option("print the order of one stage only, one entry per line", "N")
+    as_json: bool = switch("print as JSON", "--json", group="form")
+    stage: int | None = option("print the order of one stage only, one entry per line", "N", group="form")
     lowered: bool = switch("with --stage: all that the engine runs, with loads, sends and receives")
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.options import (
     MAX_FORWARDS,
     OrderFile,
     Output,
-    Panel,
     Picture,
     ScheduleOptions,
     Text,
     option,
     switch,
 )
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ mixed precision, live slices, keys and values; without ZeRO or activation checkp
 --trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
-_COSTS = Panel("costs", "exactly one")
-
 
 class SimulateOptions(ScheduleOptions):
     """A schedule with the plan of each micro-batch, what its slices cost, and what to write of it."""
+
+    exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "costs": True}
 
     slices: tuple[Text, ...] = option(
         "slice lengths in tokens as 512,384,128, or a number of equal slices with --sequence-length; once, or once per"
@@ -62,9 +62,9 @@ class SimulateOptions(ScheduleOptions):
     )
     sequence_length: int | None = option("tokens of a sequence", "L", ge=1)
     granularity_tokens: int = option("a number of slices cuts at its multiples (default 1)", "G", default=1, ge=1)
-    profile: Text | None = _COSTS.option("costs fitted to a measured profile", "FILE")
-    model: Text | None = _COSTS.option("costs of a model size, computed; needs --device", "NAME")
-    unit: bool = _COSTS.switch("a stage's forward over the whole sequence takes 1 s, its backward 2 s")
+    profile: Text | None = option("costs fitted to a measured profile", "FILE", group="costs")
+    model: Text | None = option("costs of a model size, computed; needs --device", "NAME", group="costs")
+    unit: bool = switch("a stage's forward over the whole sequence takes 1 s, its backward 2 s", group="costs")
     device: Text | None = option("with --model: the device, as v100 or h100", "NAME")
     tensor_parallel: int = option("with --model: ranks per stage (default 1)", "N", default=1, ge=1)
     micro_batch_size: int = option("with --model: sequences (default 1)", "B", default=1, ge=1)

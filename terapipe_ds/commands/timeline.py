@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import Options, Output, Picture, Text, option, switch
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.options import Options, Text, option
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
@@ -16,49 +15,6 @@ if TYPE_CHECKING:
     from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepSpeedJson:
-    """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
-
-    All methods raise CommandError where a key has an impossible value.
-    """
-
-    content: dict[str, Any]
-
-    def number(self, key: str, least: int = 1) -> int | None:
-        """Return an integer; None where the config has none, or "auto"."""
-        value = self._value(key)
-        if value in (None, "auto"):
-            return None
-        if type(value) is not int or value < least:
-            raise CommandError(f"{key} = {show_value(value)} in --config: give an integer >= {least}")
-        return value
-
-    def fixed_number(self, key: str, least: int = 1) -> int:
-        """Return an integer, or `least` where the config has none; refuse "auto", which nothing fills in."""
-        if self._value(key) == "auto":
-            raise CommandError(f"{key} = 'auto' in --config: give an integer >= {least}")
-        number = self.number(key, least)
-        return least if number is None else number
-
-    @property
-    def precision(self) -> str | None:
-        """Return the enabled one of "bf16" and "fp16"."""
-        return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)
-
-    @property
-    def dtype(self) -> str:
-        """Return torch's name of the dtype in training."""
-        return DTYPE_NAMES[self.precision or "fp32"]
-
-    def _value(self, key: str) -> Any:
-        section, _, name = key.rpartition(".")
-        content = (self.content.get(section) or {}) if section else self.content
-        if not isinstance(content, dict):
-            raise CommandError(f"{section} = {show_value(content)} in --config: give an object")
-        return content.get(name)
 
 
 class ModelOptions(Options):

@@ -8,9 +8,9 @@ import time
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import Numbers, option
 from terapipe_ds.commands.user_model import ModelOptions
+from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig

@@ -1,4 +1,4 @@
-"""Know the third parties: tested versions, optional packages, names that are overridden, patches in force."""
+"""Know the third parties: tested versions, optional packages, names that are overridden."""
 
 from terapipe_ds.compat.hooks import require_hooks as require_hooks
 from terapipe_ds.compat.hooks import require_megatron as require_megatron

@@ -14,19 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
+from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
 from terapipe_ds.config.conflicts import conflicts_in
-from terapipe_ds.config.problems import (
-    Path,
-    compile_problems,
-    link_problems,
-    models_of,
-    problems_of,
-    recompute_problems,
-    refuse_misspelt_section,
-    schedule_problems,
-    take_known,
-    unknown_key,
-)
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
 from terapipe_ds.config.values import (
     SECTION,
@@ -52,10 +41,18 @@ from terapipe_ds.config.values import (
     shown_value,
     tuples_to_lists,
 )
+from terapipe_ds.config.wrong_keys import (
+    Path,
+    models_of,
+    problems_of,
+    refuse_misspelt_section,
+    take_known,
+    unknown_key,
+)
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan
-from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.strategy import Strategy
 
 
 class TeraPipeConfig(StrictModel):
@@ -140,9 +137,8 @@ class TeraPipeConfig(StrictModel):
         lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
         lines += () if problems else link_problems(self.links)
         lines += compile_problems(known) if of_schedule and ("planner",) not in problems else ()
-        lines += (
-            recompute_problems(known) if of_schedule and not {("recompute",), ("planner",)} & problems.keys() else ()
-        )
+        if of_schedule and not {("recompute",), ("planner",)} & problems.keys():
+            lines += recompute_problems(known)
         if lines:
             raise TeraPipeConfigError(*lines)
 

@@ -9,8 +9,7 @@ from terapipe_ds.config.conflicts import is_on
 from terapipe_ds.config.values import tuples_to_lists
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import show_value
-from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.strategy.strategy import Strategy
+from terapipe_ds.strategy import Strategy, StrategyError
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -21,7 +20,7 @@ def read_strategy(path: str) -> Strategy:
         return Strategy.from_json(read_bytes(path))
     except OSError as error:
         raise ValueError(f"cannot read it ({error.strerror}); give the path of what Strategy.to_json wrote") from None
-    except PlannerError as error:
+    except StrategyError as error:
         raise ValueError(str(error).removeprefix("strategy: ")) from None
 
 

@@ -31,12 +31,12 @@ OPTIMIZER_BYTES_PER_PARAMETER = 28
 
 
 class AnalyticCostError(ValueError):
-    """A model that cannot be cut as asked."""
+    """Refuse a cut or a division that the model does not have."""
 
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Costs of one part of a model on one of `tensor_parallel` ranks; what planner and simulator ask for.
+    """Count the costs of one part of a model on one of `tensor_parallel` ranks, for planner and simulator.
 
     `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting).
     """
@@ -229,30 +229,25 @@ def analytic_costs(
     """
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device
+    # refuse what no cluster has before anything is counted
     for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
         check_count(name, value, AnalyticCostError)
     size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
     layers = size.layers_of_parts(num_stages, layers_per_part, AnalyticCostError)
-    link, peer_link = (
-        card.node_link if devices <= card.devices_per_node else card.network_link
-        for devices in (num_stages * tensor_parallel, tensor_parallel)
-    )
+
+    def link_of(devices: int) -> LinkCard:
+        return card.node_link if devices <= card.devices_per_node else card.network_link
+
+    links = link_of(num_stages * tensor_parallel), link_of(tensor_parallel)
     dtype = card.resolve_dtype(dtype)
-    parts: dict[tuple[int, bool, bool], AnalyticCosts] = {}
+    # equal parts are one object, which planner and simulator ask once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
-    for key in keys:
-        parts[key] = AnalyticCosts(
-            size,
-            card,
-            dtype,
-            micro_batch,
-            *key,
-            tensor_parallel,
-            activation_checkpointing,
-            link,
-            peer_link,
-            wire_formats,
+    parts = {
+        key: AnalyticCosts(
+            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, *links, wire_formats
         )
+        for key in keys
+    }
     return [parts[key] for key in keys]
 
 

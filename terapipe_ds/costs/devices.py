@@ -26,12 +26,12 @@ _Count = Annotated[int, Field(ge=1)]
 
 
 class DeviceError(ValueError):
-    """An unknown device, a dtype that it lacks, or numbers that no device has."""
+    """Refuse an unknown device, a dtype that it lacks, or numbers that no device has."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class LinkCard:
-    """One direction of one device's link."""
+    """Describe one direction of one device's link."""
 
     bandwidth_bytes_per_s: _Positive
     latency_s: Annotated[float, Field(ge=0)]
@@ -40,7 +40,7 @@ class LinkCard:
 
 @dataclass(frozen=True, config=STRICT)
 class DeviceCard:
-    """One device. For other numbers than the shipped ones use `dataclasses.replace`."""
+    """Describe one device. `dataclasses.replace` gives it other numbers than the shipped ones."""
 
     name: str
     title: str
@@ -67,7 +67,7 @@ class DeviceCard:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes it computes in."""
+        """Return the dtypes that it computes in."""
         return tuple(name for name, peak in self.peak_flops.items() if peak is not None)
 
     def resolve_dtype(self, dtype: str) -> str:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,12 @@ _CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear con
 
 
 class CostModelError(ValueError):
-    """Samples that no model can be fitted to, or a question outside of what was measured."""
+    """Refuse samples that no model fits, or a question beyond what was measured."""
 
 
 @dataclass(frozen=True)
 class FitErrors:
-    """Relative errors of one fitted function, by sample. Samples without a prefix are met exactly."""
+    """Hold the relative errors of one fitted function, by sample. The fit meets samples without a prefix exactly."""
 
     in_sample: tuple[float, ...]  # of the samples with a prefix
     held_out: tuple[float, ...]  # of each sample with a prefix, in a fit without it
@@ -72,7 +72,7 @@ class FitErrors:
 
 @dataclass(frozen=True)
 class Curve:
-    """One fitted function of (tokens, prefix)."""
+    """Give the seconds of (tokens, prefix) by one fitted function."""
 
     base_tokens: Array  # ascending
     base_s: Array
@@ -123,7 +123,7 @@ class Curve:
 
 
 class CostModel:
-    """Measured costs of one part, with the interface that planner and simulator ask for.
+    """Give the measured costs of one part to planner and simulator.
 
     Below the smallest measured slice, time is constant: launches, and reading the weights, do not depend on tokens.
     Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or,
@@ -149,6 +149,7 @@ class CostModel:
         allow_extrapolation: bool = False,
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
+        # a fit of strange samples would answer every question, and wrongly
         self._check_samples()
         tokens, prefix, forward, backward, weight = (
             np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
@@ -158,6 +159,7 @@ class CostModel:
         self.backward_curve = Curve.fit(tokens, prefix, backward, window)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
+        # a method exists where every sample has what it is fitted to
         if not np.isnan(weight).any():
             self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
         points = sorted((link.tokens, link.send_s) for link in links)
@@ -177,34 +179,29 @@ class CostModel:
         for part in profile.parts:
             own = [link for link in profile.links if link.part_id == part.part_id]
             links = own or [link for link in profile.links if link.part_id is None]  # these serve for all links
-            tokens = (part.memory or {}).get("window_tokens")
-            window = 1 + tokens if tokens else math.inf
-            options: dict[str, Any] = {"part_id": part.part_id, "allow_extrapolation": allow_extrapolation}
-            options["window"] = window
-            models.append(cls(part.samples, links=links, step_s=part.step_s, **options))
+            model = cls(
+                part.samples,
+                links=links,
+                step_s=part.step_s,
+                part_id=part.part_id,
+                window=window_of(part.memory),
+                allow_extrapolation=allow_extrapolation,
+            )
+            models.append(model)
         return models
 
-    @functools.cached_property
-    def forward_errors(self) -> FitErrors:
-        """Return how well the forward's fit meets its samples; it takes a fit per sample."""
-        return self._errors("forward_s", self.forward_curve.window)
-
-    @functools.cached_property
-    def backward_errors(self) -> FitErrors:
-        """Return the same of the backward."""
-        return self._errors("backward_s", self.backward_curve.window)
-
-    def _errors(self, name: str, window: float) -> FitErrors:
+    def errors(self, name: str) -> FitErrors:
+        """Return how well the fit of "forward" or "backward" meets its samples; it takes a fit per sample."""
         tokens, prefix, seconds = (
-            np.array([getattr(sample, field) for sample in self.samples], float) for field in ("tokens", "prefix", name)
+            np.array([getattr(sample, field) for sample in self.samples], float)
+            for field in ("tokens", "prefix", f"{name}_s")
         )
-        return FitErrors.of(tokens, prefix, seconds, window)
+        return FitErrors.of(tokens, prefix, seconds, self.forward_curve.window)
 
     @property
     def report(self) -> str:
         """Return two lines that say how well the fit meets its samples."""
-        errors = {"forward": self.forward_errors, "backward": self.backward_errors}
-        return "\n".join(f"part {self.part_id}, {name}: {text}" for name, text in errors.items())
+        return "\n".join(f"part {self.part_id}, {name}: {self.errors(name)}" for name in ("forward", "backward"))
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return the seconds of the forward of `tokens` tokens after `prefix` tokens, or raise CostModelError."""
@@ -244,6 +241,12 @@ class CostModel:
         else:
             return
         raise CostModelError(f"part {self.part_id}: {problem}")
+
+
+def window_of(memory: Mapping[str, Any] | None) -> float:
+    """Return the window of the layers whose memory a profile has, in tokens; infinite without one."""
+    tokens = (memory or {}).get("window_tokens")
+    return 1 + tokens if tokens else math.inf
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array, window: float) -> tuple[float, ...]:

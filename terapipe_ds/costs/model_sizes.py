@@ -16,12 +16,12 @@ from terapipe_ds.plan import split_evenly
 
 
 class ModelSizeError(ValueError):
-    """A name that no size has, or numbers that no model can have."""
+    """Refuse a name that no size has, or numbers that no model can have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """The numbers of one decoder-only Transformer. Raises ModelSizeError for numbers that no model can have."""
+    """Hold the numbers of one decoder-only Transformer. Raise ModelSizeError for numbers that no model can have."""
 
     name: str
     num_layers: int

@@ -32,12 +32,12 @@ _Versions = Annotated[Mapping[str, str], AfterValidator(lambda names: dict(sorte
 
 
 class ProfileError(ValueError):
-    """A file that is no usable profile, or a profile of something else than what is asked for."""
+    """Refuse a file that is no usable profile, or a profile of another run."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ProfileKey:
-    """What the numbers of a profile are valid for. `model` is for people; its fingerprint is compared."""
+    """Say for which runs a profile is valid. `model` is for people; programs compare its fingerprint."""
 
     model_fingerprint: str
     model: str
@@ -55,7 +55,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, config=STRICT)
 class CostSample:
-    """Median seconds of a slice of `tokens` tokens after `prefix`; a spread is the interquartile range over it."""
+    """Hold the median seconds of a slice of `tokens` tokens after `prefix`, and the interquartile range over them."""
 
     tokens: _Count
     prefix: _Index
@@ -73,7 +73,7 @@ class CostSample:
 
 @dataclass(frozen=True, config=STRICT)
 class LinkSample:
-    """Median seconds of one message that carries `tokens` tokens of activations to the next part."""
+    """Hold the median seconds of one message with `tokens` tokens of activations for the next part."""
 
     tokens: _Count
     send_s: _Seconds
@@ -85,7 +85,7 @@ class LinkSample:
 
 @dataclass(frozen=True, config=STRICT)
 class Overhead:
-    """Seconds that every F and B of `tokens` tokens takes beyond its layers: the engine's books, and messages."""
+    """Hold what every F and B of `tokens` tokens takes beyond its layers: the engine's own work, and messages."""
 
     tokens: _Count
     forward_s: _Ratio
@@ -94,7 +94,7 @@ class Overhead:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerProfile:
-    """What one kind of layer takes on one rank; equal layers share one. None is what was not measured."""
+    """Hold what one kind of layer takes on one rank; equal layers share one. None: not measured."""
 
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     parameters: _Index
@@ -111,7 +111,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerProfiles:
-    """The layers of the whole model: their kinds, which kind each of them is, and where the measured parts begin."""
+    """Hold the layers of the whole model: their kinds, the kind of each layer, and where the measured parts begin."""
 
     kinds: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]
     kind_of: Annotated[tuple[_Index, ...], Field(min_length=1)]  # of each layer, an index of `kinds`
@@ -127,7 +127,7 @@ class LayerProfiles:
 
 @dataclass(frozen=True, config=STRICT)
 class PartProfile:
-    """What one part takes; None is what was not measured."""
+    """Hold what one part takes; None: not measured."""
 
     part_id: _Index
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
@@ -142,7 +142,7 @@ class PartProfile:
 
 @dataclass(frozen=True, config=STRICT)
 class Profile:
-    """Measured costs of some or all parts, in the order of `part_id`.
+    """Hold the measured costs of some or all parts, in the order of `part_id`.
 
     Raises:
         pydantic.ValidationError: a time that is not positive and finite, a pair or a part that occurs twice, samples

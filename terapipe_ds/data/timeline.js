@@ -1,7 +1,29 @@
-// Draws one timeline with plotly and fades what its filters leave out. `figure`: {data, layout}, see interactive.py.
+// Draws one timeline with plotly and fades what its filters leave out. `figure`: {traces, rows, unit}, see interactive.py.
 const BUTTONS = [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]]; // none that leaves this machine
 
+const traceOf = ({ kind, name, colour, ...columns }) => ({
+  ...columns, name, type: "bar", orientation: "h", meta: { kind }, hoverinfo: "text", textposition: "inside",
+  insidetextanchor: "middle", textangle: 0, insidetextfont: { color: kind === "B" ? "#ffffff" : "#1f2932" },
+  marker: {
+    color: kind === "wait" ? "#e4e8ec" : colour,
+    line: { width: kind === "wait" ? 0 : 0.5, color: "rgba(255,255,255,0.7)" },
+  },
+});
+
+const layoutOf = ({ rows, unit }) => ({
+  barmode: "overlay", bargap: 0.14, showlegend: false, hovermode: "closest", dragmode: "zoom",
+  height: 90 + 30 * rows.length, margin: { l: 10, r: 10, t: 30, b: 45 },
+  paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", modebar: { bgcolor: "rgba(0,0,0,0)" },
+  uniformtext: { mode: "hide", minsize: 8 }, font: { family: "system-ui, sans-serif", size: 12 },
+  hoverlabel: { align: "left" }, xaxis: { title: { text: `time (${unit})` }, zeroline: false },
+  yaxis: {
+    categoryorder: "array", categoryarray: rows, autorange: "reversed", fixedrange: true, automargin: true,
+    showgrid: false,
+  },
+});
+
 function drawTimeline(frame, figure) {
+  const data = figure.traces.map(traceOf);
   const plot = frame.querySelector(".plot");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const colours = () => {
@@ -16,13 +38,13 @@ function drawTimeline(frame, figure) {
       "yaxis.tickfont.color": ink, "modebar.color": muted, "modebar.activecolor": ink,
     };
   };
-  const waits = figure.data.flatMap((trace, index) => (trace.meta.kind === "wait" ? [index] : []));
+  const waits = data.flatMap((trace, index) => (trace.meta.kind === "wait" ? [index] : []));
   const paint = () => {
     Plotly.relayout(plot, themed());
     if (waits.length) Plotly.restyle(plot, { "marker.color": colours().wait }, waits);
   };
   const options = { responsive: true, displaylogo: false, scrollZoom: true, modeBarButtons: BUTTONS };
-  Plotly.newPlot(plot, figure.data, figure.layout, options).then(paint);
+  Plotly.newPlot(plot, data, layoutOf(figure), options).then(paint);
   dark.addEventListener("change", paint);
   // What is folded away has no width when it is drawn.
   frame.closest("details")?.addEventListener("toggle", () => Plotly.Plots.resize(plot));
@@ -30,7 +52,7 @@ function drawTimeline(frame, figure) {
   const chosen = (name) => frame.querySelector(`select[name=${name}]`).value;
   const fade = () => {
     const [kind, microBatch, slice] = [chosen("kind"), chosen("micro_batch"), chosen("slice")];
-    const opacities = figure.data.map((trace) =>
+    const opacities = data.map((trace) =>
       trace.customdata.map(([m, s]) =>
         (kind === "" || kind === trace.meta.kind) && (microBatch === "" || microBatch === String(m)) &&
         (slice === "" || slice === String(s)) ? 1 : 0.1));

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.user_model import DeepSpeedJson
 from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Li
             yield Line("fail", "refused", text, fix)
         return
     if not config.enabled:
-        fix = 'set "terapipe": {"enabled": true}'
-        yield Line(
-            "note", "section", "there is none that is enabled: DeepSpeed's own engine trains whole sequences", fix
-        )
+        text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
+        yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
         return
     keys = DeepSpeedJson(content)
     yield from _batch(keys, replicas)
@@ -69,6 +67,7 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
     """Say what a step runs, and how long the stages would wait with equal parts and slices."""
+    from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import SEARCH, ScheduleError, build
     from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -86,10 +85,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     except ScheduleError as error:
         yield Line("fail", "schedule", f"{name} on {stages} stages: {error.reason}", "terapipe show --help lists all")
         return
-    length = 1
-    for number in set(per_micro_batch):
-        length *= number
-    plans = [_equal(length, number) for number in per_micro_batch]
+    length = math.prod(set(per_micro_batch))
+    plans = [SlicePlan.equal(length, number) for number in per_micro_batch]
     bubble = simulate(schedule, plans, UnitCosts(length)).bubble_fraction
     whole = (stages - 1) / (count + stages - 1)
     assumed = "with 4 slices, say, " if config.slices == "auto" else ""
@@ -98,12 +95,6 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
         yield Line("warning", "schedule", text, "more slices, or another schedule: terapipe plan compares them")
     else:
         yield Line("ok", "schedule", text)
-
-
-def _equal(length: int, number: int) -> Any:
-    from terapipe_ds.plan import SlicePlan
-
-    return SlicePlan((length // number,) * number)
 
 
 def _shown(slices: Any) -> str:

@@ -19,13 +19,11 @@ EXTRAS = {
 def python() -> Iterator[Line]:
     """Say which Python runs."""
     running = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if running in versions.TESTED_PYTHONS:
+    tested = versions.TESTED_PYTHONS
+    if running in tested:
         yield Line("ok", "python", f"{sys.version.split()[0]}, {sys.executable}")
     else:
-        tested = ", ".join(versions.TESTED_PYTHONS)
-        yield Line(
-            "warning", "python", f"{running} is not tested ({tested})", f"use Python {versions.TESTED_PYTHONS[0]}"
-        )
+        yield Line("warning", "python", f"{running} is not tested ({', '.join(tested)})", f"use Python {tested[0]}")
 
 
 def required() -> Iterator[Line]:
@@ -44,20 +42,15 @@ def required() -> Iterator[Line]:
 
 def hooks() -> Iterator[Line]:
     """Say whether DeepSpeed has the undocumented names that the engine overrides."""
+    from terapipe_ds.compat import require_hooks
+
     try:
-        versions_have_all()
+        require_hooks()
     except versions.CompatError as error:
         text, _, fix = str(error).rpartition(": ")
         yield Line("fail", "overrides", text, fix)
     else:
         yield Line("ok", "overrides", "the installed DeepSpeed has all that the engine overrides")
-
-
-def versions_have_all() -> None:
-    """Raise CompatError where DeepSpeed lacks a name."""
-    from terapipe_ds.compat import require_hooks
-
-    require_hooks()
 
 
 def extras() -> Iterator[Line]:
@@ -70,9 +63,8 @@ def extras() -> Iterator[Line]:
         fix = f"pip install 'terapipe_ds[{extra}]'"
         untested = [line for line in wrong if line.split()[0] in found and found[line.split()[0]]]
         if missing:
-            yield Line(
-                "note", extra, f"{what}: not installed: {', '.join(missing)}" + (f"; {there}" if there else ""), fix
-            )
+            text = f"{what}: not installed: {', '.join(missing)}" + (f"; {there}" if there else "")
+            yield Line("note", extra, text, fix)
         elif untested:
             yield Line("warning", extra, f"{what}: {'; '.join(untested)}", fix)
         else:
@@ -89,8 +81,9 @@ def apex() -> Iterator[Line]:
         yield Line("note", "apex", "not installed: DeepSpeed's and torch's optimizers run")
 
 
-def optional(name: str, module: str, has: Callable[[], bool], without: str) -> Callable[[], Iterator[Line]]:
-    """Return a check of a package that is used where it is installed."""
+def optional(name: str, has: Callable[[], bool], without: str) -> Check:
+    """Return the check of a package that is used where it is installed."""
+    module = name.replace("-", "_")
 
     def check() -> Iterator[Line]:
         if has():
@@ -101,28 +94,16 @@ def optional(name: str, module: str, has: Callable[[], bool], without: str) -> C
         else:
             yield Line("note", name, f"not installed: {without}")
 
-    return check
+    return Check(name, check, ("torch",))
 
 
+_WITHOUT_TE = "Megatron's layers run with torch's operations"
 CHECKS = (
     Check("python", python),
     Check("packages", required),
     Check("overrides", hooks, ("torch", "deepspeed")),
     Check("extras", extras),
     Check("apex", apex),
-    Check(
-        "flash-attn",
-        optional("flash-attn", "flash_attn", versions.has_flash_attn, "torch's own kernels compute attention"),
-        ("torch",),
-    ),
-    Check(
-        "transformer-engine",
-        optional(
-            "transformer-engine",
-            "transformer_engine",
-            versions.has_transformer_engine,
-            "Megatron's layers run with torch's operations",
-        ),
-        ("torch",),
-    ),
+    optional("flash-attn", versions.has_flash_attn, "torch's own kernels compute attention"),
+    optional("transformer-engine", versions.has_transformer_engine, _WITHOUT_TE),
 )

@@ -45,19 +45,13 @@ def look(check: Check) -> list[Line]:
 
     missing = [name for name in check.needs if not is_there(name)]
     if missing:
-        return [
-            Line(
-                "note",
-                check.name,
-                f"not looked at: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed",
-            )
-        ]
+        verb = "are" if missing[1:] else "is"
+        return [Line("note", check.name, f"not looked at: {' and '.join(missing)} {verb} not installed")]
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints as it is imported
             warnings.simplefilter("ignore")
             return list(check.look())
     except Exception as error:
         text = show_key(" ".join(str(error).split()), 300)
-        return [
-            Line("fail", check.name, f"{type(error).__name__}: {text}", "see whether it imports and runs by itself")
-        ]
+        fix = "see whether it imports and runs by itself"
+        return [Line("fail", check.name, f"{type(error).__name__}: {text}", fix)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from .comparable import num_parts_of, ranked_schedules
 from .errors import MemoryLimitError, PlannerError
 from .memory import MemoryModel, PartMemory
-from .ranking.rank import best_schedule, rank_given, rank_schedules
+from .ranking.rank import best_schedule, rank_schedules
 from .ranking.report import describe, describe_ranking
 from .result import PlanResult, Ranking, Refusal, choose
 from .search.found_orders import best_order
 from .search.search import granularity_for, plan_slices
-from .slice_program.solve import SliceSolution, solve
 
 __all__ = [
     "MemoryLimitError",
@@ -20,7 +19,6 @@ __all__ = [
     "PlannerError",
     "Ranking",
     "Refusal",
-    "SliceSolution",
     "best_order",
     "best_schedule",
     "choose",
@@ -29,8 +27,6 @@ __all__ = [
     "granularity_for",
     "num_parts_of",
     "plan_slices",
-    "rank_given",
     "rank_schedules",
     "ranked_schedules",
-    "solve",
 ]

@@ -1,18 +1,7 @@
-"""The machines, and what messages and collectives between their devices take.
-
-A placement is a map from the grid to devices. Ranks are numbered in the order of the hosts, so that rank r is device
-r mod d of node r div d where nodes have d devices, and the order of the axes says which coordinates a rank has:
-
-    fresh     pipe, data, model     the replicas of a stage fill whole nodes
-    append    pipe, data, model     they are fewer than a node has devices: the next stage takes the devices left
-    scatter   data, pipe, model     a pipeline lies in as few nodes as can be, and the replicas are spread over them
-
-The tensor axis is always innermost: it never leaves a node.
-"""
+"""The machines, and what messages and collectives between their devices take."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
@@ -23,12 +12,7 @@ import numpy as np
 from terapipe_ds.costs.devices import DeviceCard, LinkCard, device_card
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
-
-PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
-"""Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
-
-Coordinate = tuple[int, int, int]
-"""(pipe_id, data_id, model_id)."""
+from terapipe_ds.strategy import Grid
 
 
 @dataclass(frozen=True)
@@ -99,65 +83,37 @@ class Cluster:
         """Return the link of a device to other nodes."""
         return _link(self.card.network_link, self.between_bytes_per_s, self.between_latency_s)
 
-
-@dataclass(frozen=True)
-class Grid:
-    """Degrees of parallelism and the order of the axes on a cluster."""
-
-    pipe: int
-    data: int
-    model: int
-    axes: tuple[str, str, str] = PIPE_FIRST
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Return the sizes of the axes, in their order."""
-        return tuple(getattr(self, axis) for axis in self.axes)
-
-    def placement(self, devices_per_node: int) -> dict[Coordinate, tuple[int, int]]:
-        """Return the (node, device) of every coordinate."""
-        places = self._ranks()
-        return {
-            (pipe, data, model): divmod(int(places[pipe, data, model]), devices_per_node)
-            for pipe, data, model in itertools.product(range(self.pipe), range(self.data), range(self.model))
-        }
-
-    def link(self, stage_id: int, to: int, cluster: Cluster) -> LinkCard:
+    def link_between(self, grid: Grid, stage_id: int, to: int) -> LinkCard:
         """Return the slowest of the links between two stages, of all replicas."""
-        nodes = self._nodes(cluster)
+        nodes = self._nodes(grid)
         leaving = nodes[stage_id][nodes[stage_id] != nodes[to]]
-        return cluster.shared(_most_alike(leaving)) if leaving.size else cluster.within
+        return self.shared(_most_alike(leaving)) if leaving.size else self.within
 
-    def all_reduce_s(self, num_bytes: float, stage_id: int, cluster: Cluster) -> float:
+    def all_reduce_s(self, grid: Grid, num_bytes: float, stage_id: int) -> float:
         """Return the seconds of a sum over the replicas of a stage, each of `num_bytes`.
 
         As NCCL does: rings through all n replicas, as many as a node has of them, so that each device's link to other
         nodes carries one. Every hop carries 2 (n - 1) / n of the bytes, and the slowest hop sets the pace.
         """
-        if self.data == 1:
+        if grid.data == 1:
             return 0.0
-        places = self._nodes(cluster)
+        places = self._nodes(grid)
         counts = Counter(places[stage_id, :, 0].tolist())
-        hop = cluster.within
+        hop = self.within
         if len(counts) > 1:
             streams = 1
-            if cluster.node_bytes_per_s is not None:
+            if self.node_bytes_per_s is not None:
                 spread = (places != places[:, :1]).any(axis=1, keepdims=True)  # the groups, by stage and tensor rank
                 streams = _most_alike(places[np.broadcast_to(spread, places.shape)])
-            one = cluster.shared(streams)
+            one = self.shared(streams)
             rate = min(counts.values()) * one.bandwidth_bytes_per_s
             if max(counts.values()) > 1:
-                rate = min(rate, cluster.within.bandwidth_bytes_per_s)
+                rate = min(rate, self.within.bandwidth_bytes_per_s)
             hop = LinkCard(rate, one.latency_s)
-        return 2 * (self.data - 1) * (num_bytes / self.data / hop.bandwidth_bytes_per_s + hop.latency_s)
+        return 2 * (grid.data - 1) * (num_bytes / grid.data / hop.bandwidth_bytes_per_s + hop.latency_s)
 
-    def _ranks(self) -> np.typing.NDArray[np.int64]:
-        """Return the rank of every coordinate [pipe, data, model]."""
-        ranks = np.arange(self.pipe * self.data * self.model).reshape(self.dims)
-        return ranks if self.axes == PIPE_FIRST else ranks.transpose(1, 0, 2)
-
-    def _nodes(self, cluster: Cluster) -> np.typing.NDArray[np.int64]:
-        return self._ranks() // cluster.devices_per_node
+    def _nodes(self, grid: Grid) -> np.typing.NDArray[np.int64]:
+        return grid.ranks // self.devices_per_node
 
 
 def _most_alike(nodes: np.typing.NDArray[np.int64]) -> int:

@@ -26,6 +26,7 @@ def ranked_schedules(
         is_repeated = name == "dapple" or (chunks_per_stage == 1 and "interleaved" in name)  # 1f1b, seq1f1b
         if is_repeated or (name in SPLIT_SCHEDULES and not knows_weights):
             continue
+        # a schedule that these stages cannot have is no candidate
         try:
             own = placement_for(name, num_stages, chunks_per_stage)
         except ScheduleError:

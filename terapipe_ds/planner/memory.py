@@ -58,6 +58,7 @@ class MemoryModel:
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
         """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`."""
         rate = self.parts[part_id].whole_bytes_per_token
+        # nobody measured a whole sequence apart, so the store's bytes stand for it
         if rate is None:
             grads = self.store_grad_bytes(part_id, sequence_length, sequence_length)
             return self.store_bytes(part_id, sequence_length) + grads
@@ -121,10 +122,12 @@ def fill_drain_peak_bytes(
         slices = [memory.slice_bytes(part_id, *span) for span in spans]
         is_alone = num_micro_batches * plan.num_slices == 1  # nothing is held while the message of the last B goes
         sent = [0 if part_id == 0 or is_alone else memory.sent_bytes(part_id, tokens) for tokens in plan.lengths]
+        # gradients stay with the sender until the other end has answered, some sends later
         unheard = [sum(sent[after : after + OUTSTANDING_SENDS]) for after in range(1, plan.num_slices + 1)]
         parameters = memory.gradient_bytes(part_id)
         live = [total + more + parameters for total, more in zip(itertools.accumulate(slices), unheard, strict=True)]
         live[-1] += sent[-1] - slices[-1]  # gradients come while what the slice kept goes
+        # one slice keeps its keys and values itself; several keep them in the store
         if plan.num_slices == 1:
             whole = memory.whole_bytes(part_id, plan.sequence_length)
             stores = num_micro_batches * whole

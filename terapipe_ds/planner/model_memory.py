@@ -39,9 +39,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.messages import show_value
@@ -63,14 +64,14 @@ class PartMemory:
         PlannerError: a number that is negative or not finite.
     """
 
-    static_bytes: int  # parameters, optimizer states, and gradients that an optimizer keeps between batches
+    static_bytes: float  # parameters, optimizer states, and gradients that an optimizer keeps between batches
     slice_bytes_per_token: float  # what a live slice keeps for its backward
     store_bytes_per_token: float = 0  # keys and values of a live micro-batch
     store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
     working_bytes: int = 0  # more, only while an F, B or W runs
     working_bytes_per_token: float = 0  # of the slice that runs; link buffers are in here
     working_bytes_per_prefix_token: float = 0
-    gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
+    gradient_bytes: float = 0  # of the parameters, from a batch's first backward to its optimizer step
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
     weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
     carried_bytes_per_slice: float = 0  # states that a live slice has read; the first one of a micro-batch has none
@@ -87,6 +88,11 @@ class PartMemory:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value >= 0):
                 raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any] | None) -> PartMemory | None:
+        """Return the memory that a profile has of a part or a layer; None: it was not measured."""
+        return None if numbers is None else cls(**numbers)
 
 
 @dataclass
@@ -135,6 +141,7 @@ class Setup:
         size, rows, item = self.size, self.micro_batch, self._item
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
+        # kept from F to B by each live slice
         kept = layers * (message if self.activation_checkpointing else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
@@ -142,6 +149,7 @@ class Setup:
         keys_values = 2 * max(1, size.num_kv_heads // self.tensor_parallel) * size.head_dim
         query = size.num_heads // self.tensor_parallel * size.head_dim
         whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
+        # kept whatever runs: parameters, states, and gradients that the optimizer keeps
         parameters = self._parameters(part_id, layers)
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
@@ -185,6 +193,7 @@ class Setup:
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
         gradients += self._item if is_bf16 else 0
+        # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel if self.zero_stage == 1 or is_bf16 else 1
         states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import Schedule, build, to_csv
+from terapipe_ds.simulator import Replay
 
 PREFERENCE = (
     *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
@@ -60,6 +62,40 @@ class PlanResult:
     order: Schedule | None = None
     order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name
 
+    @classmethod
+    def of_replay(
+        cls,
+        schedule: Schedule,
+        unsliced: Schedule,
+        plans: Sequence[SlicePlan],
+        costs: Any,
+        memory: MemoryModel | None,
+        memory_limit_bytes: float | None,
+        **more: Any,
+    ) -> PlanResult:
+        """Return the prediction for plans that nobody searched; `more` has fields that differ from those here."""
+        # the very schedule that the engine would run is replayed, with its memory
+        timeline = Replay.of(schedule).run(plans, costs, memory=memory)
+        whole = SlicePlan.equal(plans[0].sequence_length, 1)
+        fields: dict[str, Any] = {
+            "plans": tuple(plans),
+            "schedule": schedule.name,
+            "predicted_s": timeline.makespan_s,
+            "optimal": False,
+            "lower_bound_s": 0.0,
+            "num_stages": schedule.num_stages,
+            "num_micro_batches": schedule.num_micro_batches,
+            "unsliced_s": Replay.of(unsliced).makespan(whole, costs),
+            "equal_plan": plans[0],
+            "equal_s": timeline.makespan_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "peak_bytes": timeline.peak_bytes,
+            "memory_limit_bytes": memory_limit_bytes,
+            "num_candidates": 1,
+            "chunks_per_stage": schedule.chunks_per_stage,
+        }
+        return cls(**fields | more)
+
     @property
     def plan(self) -> SlicePlan | None:
         """Return the one plan of all micro-batches; None where they differ."""
@@ -101,6 +137,7 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
     results = list(results)
     if not results:
         raise PlannerError("no results to choose from: give at least one")
+    # no measurement tells such times apart, so memory decides
     least_s = min(result.total_s for result in results)
     near = [result for result in results if result.total_s <= least_s * (1 + _TIE)]
     return min(near, key=_memory_and_preference)
@@ -136,6 +173,7 @@ class Ranking:
     @classmethod
     def of(cls, results: Iterable[PlanResult], refused: Iterable[Refusal]) -> Ranking:
         """Return results and refusals in order."""
+        # the best comes first, even where a tie gave it a little more time
         ordered = sorted(results, key=lambda result: (result.total_s, *_memory_and_preference(result)))
         if ordered:
             best = choose(ordered)

@@ -22,11 +22,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds import __version__
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import describe
+from terapipe_ds.version import __version__
 
 logger = logging.getLogger("terapipe_ds")
 

@@ -15,7 +15,6 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 logger = logging.getLogger("terapipe_ds")
@@ -61,9 +60,8 @@ def problem_of_layers(
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
-    unpatched = problem_of_insertions(module)
-    if unpatched is not None or (config.is_one_slice and not has_sequence_ranks):
-        return unpatched
+    if config.is_one_slice and not has_sequence_ranks:
+        return None
     compiled = _compiled(module)
     if compiled:
         return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"

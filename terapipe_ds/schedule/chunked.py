@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from terapipe_ds.plan import split_evenly
 
 from .action import Kind, PlacedUnit, ScheduleError, Unit
-from .list_schedule import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
+from .greedy import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
 from .one_f_one_b import backwards, forwards, on_chunk_0, one_f_one_b, seq1f1b, slices_of, with_leads
 from .placement import bidirectional, v_shape
 

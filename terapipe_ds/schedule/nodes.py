@@ -150,3 +150,45 @@ class Nodes:
 
 def _numbers(values: list[int]) -> Numbers:
     return np.array(values, np.int64)
+
+
+def end_of_orders(
+    orders: Sequence[Sequence[int]],
+    inputs: Sequence[int],
+    seconds: Sequence[float],
+    sends: Sequence[float],
+    links: Sequence[int],
+) -> float:
+    """Return when the last node of some orders ends; infinity where stages wait for one another for ever.
+
+    Per node: the node that it takes the result of (`len(seconds)`: none), its seconds, those of its message, and the
+    link that carries it, one message at a time (-1: none).
+    """
+    arrivals = [-1.0] * len(seconds) + [0.0]
+    link_free = [0.0] * (1 + max(links))
+    free, at = [0.0] * len(orders), [0] * len(orders)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(orders)))
+    left = sum(map(len, orders))
+    while ready:
+        stage_id = ready.pop()
+        order, now = orders[stage_id], free[stage_id]
+        index = first = at[stage_id]
+        while index < len(order):
+            node = order[index]
+            arrival = arrivals[inputs[node]]
+            if arrival < 0:  # the stage waits until another one has come that far
+                waiting.setdefault(inputs[node], []).append(stage_id)
+                break
+            now = (arrival if arrival > now else now) + seconds[node]
+            link = links[node]
+            if link >= 0:
+                link_free[link] = arrivals[node] = max(now, link_free[link]) + sends[node]
+            else:
+                arrivals[node] = now
+            if node in waiting:
+                ready += waiting.pop(node)
+            index += 1
+        left -= index - first
+        free[stage_id], at[stage_id] = now, index
+    return max(free) if not left else float("inf")

@@ -48,20 +48,8 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
-    last: dict[_Held, int] = {}
-    gained: Counter[int] = Counter()  # index in the order -> bytes, when that computation starts
-    after: Counter[int] = Counter()  # the same, once it has run
-    for index, action in enumerate(order):
-        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1, schedule.forward_only):
-            if held not in last:
-                gained[index] += _size(held, spans, memory)
-            last[held] = index
-        if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
-            size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
-            after[index] += size if action.kind is Kind.BACKWARD else -size
-    for held, index in last.items():
-        after[index] -= _size(held, spans, memory)
+    gained, after = _changes(order, schedule.forward_only, spans, memory)
+    # messages stay until the stage knows that they are there
     for index, until, action in _unheard(schedule, stage_id, outstanding):
         if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it is sent
             start, stop = spans[action.micro_batch_id][action.slice_id]
@@ -70,9 +58,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
             after[until] -= size
     if getattr(memory, "offloads", False):
         _offload(order, spans, memory, gained, after)
-    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
-    for part_id, index in backwards.items():
-        after[index] += memory.gradient_bytes(part_id)
+    # a walk over the order adds up what came and went
     now = sum(map(memory.static_bytes, parts))
     numbers = [now]
     for index, action in enumerate(order):
@@ -82,6 +68,32 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
         now += after[index]
         numbers.append(now)
     return numbers
+
+
+def _changes(
+    order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory
+) -> tuple[Counter[int], Counter[int]]:
+    """Return by index in the order the bytes that come when a computation starts, and when it has run."""
+    split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
+    last: dict[_Held, int] = {}
+    gained: Counter[int] = Counter()
+    after: Counter[int] = Counter()
+    for index, action in enumerate(order):
+        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1, is_evaluation):
+            if held not in last:
+                gained[index] += _size(held, spans, memory)
+            last[held] = index
+        # what W needs is there from B to W
+        if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
+            size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
+            after[index] += size if action.kind is Kind.BACKWARD else -size
+    for held, index in last.items():
+        after[index] -= _size(held, spans, memory)
+    # the gradients of a part's parameters come with its first B, and stay
+    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
+    for part_id, index in backwards.items():
+        after[index] += memory.gradient_bytes(part_id)
+    return gained, after
 
 
 def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:

@@ -384,13 +384,14 @@ def _serve(connection: Connection) -> None:
         _destroy_process_groups(except_for=groups)
 
 
-def _process_groups() -> set[object]:
+def _process_groups() -> list[object]:
+    """Return the groups in the order in which they were made, which is one order on all ranks."""
     from torch.distributed import distributed_c10d
 
-    return set(distributed_c10d._world.pg_map)
+    return list(distributed_c10d._world.pg_map)
 
 
-def _destroy_process_groups(except_for: set[object]) -> None:
+def _destroy_process_groups(except_for: list[object]) -> None:
     """Close the groups that a job has made. A PipelineModule makes about ten and closes none of them: a gloo
     group holds a thread and sockets, and a run of hundreds of engines in one process would use them up.
     """
@@ -398,6 +399,6 @@ def _destroy_process_groups(except_for: set[object]) -> None:
     from torch import distributed
 
     kept = [value for name, value in vars(deepspeed_groups).items() if name.isupper() or name.startswith("_")]
-    for group in _process_groups() - except_for:
-        if not any(group is other for other in kept):
+    for group in _process_groups():
+        if not any(group is other for other in (*except_for, *kept)):
             distributed.destroy_process_group(group)

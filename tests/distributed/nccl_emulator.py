@@ -6,6 +6,7 @@ a device. This holds for the default group and for every group that is not made 
 - The first message from one rank to another in a group connects them. The call that posts it blocks the host until both
   ends have posted it. Without a bound device, each pair has a communicator of its own, which `ncclCommInitRank` makes.
   With one, `ncclSend` and `ncclRecv` set their transport up, one per direction.
+- A dtype that NCCL lacks is an error.
 - What a rank posts runs on one stream of the communicator, in the order in which it was posted. The communicator is
   that of the whole group where a device is bound to it (`eager`, which DeepSpeed's start does), otherwise of the pair.
 - A send ends when the peer's receive has begun. NCCL buffers some bytes, which a large message exceeds.
@@ -37,6 +38,11 @@ from torch import Tensor
 
 PATIENCE_S = 30.0
 _REAL = {name: getattr(torch_dist, name) for name in ("send", "recv", "isend", "irecv")}
+
+# of ncclDataType_t; torch sends complex numbers as pairs of real ones, and booleans as bytes in collectives only
+DTYPES = {
+    torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
 
 Way = tuple[int, int, int]
 """The number of a group, the rank that sends, and the rank that receives."""
@@ -173,6 +179,8 @@ class Emulator:
     ) -> Any:
         """Do as torch's function `name` does. A send returns when the current stream would wait for it."""
         peer = src if dst is None else dst
+        if self._is_nccl(group) and tensor.dtype not in DTYPES:
+            raise RuntimeError(f"NCCL cannot {name} {tensor.dtype}")
         if not self._is_nccl(group):
             return _REAL[name](tensor, peer, group, tag=tag)
         work = self._post(name.endswith("send"), tensor.clone() if name == "send" else tensor, peer, group)

@@ -12,7 +12,7 @@ import torch
 
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from tests.distributed.engines import batches, engine_of, gpt_layers, section, train
 from tests.distributed.harness import rank_pool
 

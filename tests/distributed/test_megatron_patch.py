@@ -21,7 +21,7 @@ ATTEND = "megatron/model/transformer.py slicing"
 EVERY_SLICE_ALIKE = """
 def slice_weight(labels):
     return float(labels[1].numel())
-slice_weight.__module__ = "terapipe_ds.integrations.megatron_deepspeed"
+slice_weight.__module__ = "terapipe_patch"
 """
 
 

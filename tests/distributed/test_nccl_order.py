@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
-from terapipe_ds.runtime.links import groups
+from terapipe_ds.runtime.links import groups, stage_links
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning import auto_planner
@@ -226,7 +226,8 @@ def kernels_loaded_at_first() -> Iterator[None]:
 @contextlib.contextmanager
 def kernels_loaded_on_devices() -> Iterator[None]:
     """And the engine takes its messages for ones that wait on a device."""
-    with kernels_loaded_at_first(), mock.patch.object(Wires, "post_on_device", True):
+    by_host = mock.patch.object(stage_links, "BATCHES_BY_HOST", 1)
+    with kernels_loaded_at_first(), mock.patch.object(Wires, "post_on_device", True), by_host:
         yield
 
 

@@ -13,9 +13,9 @@ import torch
 import terapipe_ds
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
-from terapipe_ds.planner.recompute import choose_layers, measured_layers
-from terapipe_ds.planner.recompute.stages import recompute_everything
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
+from terapipe_ds.planner.recompute.choose_layers import recompute_everything
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
@@ -176,7 +176,7 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
         torch.distributed.barrier()  # rank 0 has written the profile
         (path,) = Path(folder).iterdir()
         bounds = [int(bound) for bound in engine.module.parts]
-        parts = measured_layers(MeasuredParts.of_profile(Profile.load(path)), bounds)
+        parts = recomputable_parts(MeasuredParts.of_profile(Profile.load(path)), bounds)
     plan, order = SlicePlan.equal(LENGTH, slices, 4), build(schedule, 2, 2, slices)
     replay = Replay.of(order)
     least, most = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from terapipe_ds import cli
 from terapipe_ds.bench import run
 from terapipe_ds.bench.report.data import read_result
-from terapipe_ds.commands import CommandError
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, to_csv
 from terapipe_ds.timeline import Timeline, timeline_file_name
@@ -83,7 +83,7 @@ def options_of(command: str) -> dict[str, list[str] | None]:
         if action.nargs != 0:
             values = COUNTS if action.dest == "slices" else VALUES[str(action.metavar or action.dest.upper())]
             values = OUTPUTS if action.dest in WRITTEN else values
-        found[name] = FAST.get(action.dest, values) if command == "plan" else values
+        found[name] = FAST.get(action.dest, values) if command in ("plan", "strategy") else values
     found[" "] = NUMBERS  # a word too many
     return {name: values for name, values in found.items() if name not in ("--help", "--picture")}
 
@@ -94,9 +94,8 @@ USUAL = {
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
     "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --against timeline.json",
     "verify": "--config ds.json --model nano", "doctor": "--config ds.json",
+    "strategy": "--model tiny --device v100 --devices 2 --global-batch 2 --sequence-length 64",
 }  # fmt: skip
-
-USUAL_STRATEGY = "--model tiny --device v100 --devices 2 --global-batch 2 --sequence-length 64"
 
 OPTIONS = {name: options_of(name) for name in cli.COMMANDS}
 
@@ -151,7 +150,7 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
     raise CommandError("here it would measure: give nothing, this is a test")
 
 
-@pytest.mark.parametrize(("name", "usual"), [*sorted(USUAL.items()), ("plan", USUAL_STRATEGY)])
+@pytest.mark.parametrize(("name", "usual"), sorted(USUAL.items()))
 def test_every_command(name: str, usual: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.commands import verify
     from terapipe_ds.runtime.profiling import one_device

@@ -12,12 +12,12 @@ from hypothesis import given
 
 from terapipe_ds.bench.report import ReportError, load_result, render_page
 from terapipe_ds.bench.report.data import Result, Run, read_result
-from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.devices import FILE, DeviceError, read_cards
 from terapipe_ds.costs.profile import Profile
+from terapipe_ds.files.user_json import CommandError, read_json
 from terapipe_ds.models.gpt import GPTConfigError, gpt_layers
 from terapipe_ds.runtime.profiling.cache import memory_of, read_cache
 from tests.fuzz.damage import spoilt, values

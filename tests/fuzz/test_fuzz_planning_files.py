@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.plan import PlanError, SlicePlan
-from terapipe_ds.planner import PlannerError
-from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.schedule import ScheduleError, build, from_csv, to_csv
 from terapipe_ds.schedule.show import render, to_dict
 from terapipe_ds.simulator import UnitCosts, simulate
+from terapipe_ds.strategy import Strategy, StrategyError
 from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.compare import CompareError, compare
 from terapipe_ds.timeline.export import to_chrome_trace
@@ -53,7 +52,7 @@ STRATEGY = Strategy(
 
 @files_of(
     json.loads(STRATEGY.to_json()),
-    PlannerError,
+    StrategyError,
     lambda path: Strategy.from_json(path.read_bytes()),
     200,
     5000,

@@ -35,7 +35,7 @@ def checks(settings: Settings) -> Iterator[Check]:
         planned = plan_slices(costs, length, _STAGES, granularity_tokens=64)
         yield Check(f"{name}: whole sequence of {length} tokens, ms", whole_s * 1e3)
         yield Check(f"{name}: attention", kernel)
-        left_out = (*costs.forward_errors.held_out, *costs.backward_errors.held_out)
+        left_out = (*costs.errors("forward").held_out, *costs.errors("backward").held_out)
         yield Check(f"{name}: the fit is off by, on points left out", max(left_out, default="no points"))
         yield Check(f"{name}: planned slices on {_STAGES} stages", float(planned.plan.num_slices))
         of_unsliced = planned.predicted_s / (whole_s * _STAGES)  # never more than 1: the planner looks at that as well

@@ -1,4 +1,4 @@
-"""`terapipe plan --devices`: what it prints, writes and draws, what fixes a choice, and what is refused in one line."""
+"""`terapipe strategy`: what it prints, writes and draws, what fixes a choice, and what is refused in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.commands import plan_strategy as command
+from terapipe_ds.cli import main
+from terapipe_ds.commands.options import Progress
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.planner.strategy import Cluster, Strategy, rank_strategies
 from tests.unit.planner.layers.test_measured import profile
@@ -22,12 +23,12 @@ LENGTH = ("--sequence-length", "1024")
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(shown(capsys, "plan", *arguments, "--json"))
+    document: dict[str, Any] = json.loads(shown(capsys, "strategy", *arguments, "--json"))
     return document
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    return refused_command(capsys, "plan", *arguments)
+    return refused_command(capsys, "strategy", *arguments)
 
 
 def test_the_answer_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +50,7 @@ def test_links_that_are_given_count(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     strategies = rank_strategies("mini", Cluster("v100", 2, 2), **QUESTION)
-    text, best = shown(capsys, "plan", *SMALL, *LENGTH), strategies[0]
+    text, best = shown(capsys, "strategy", *SMALL, *LENGTH), strategies[0]
     lines = text.splitlines()
     assert lines[0] == "mini in float16 on 2 x 2 x NVIDIA V100 SXM2 16 GB"
     assert f"  step        {best.predicted_s:.4g} s predicted, {8 * 1024 / best.predicted_s:,.0f} tokens/s" in lines
@@ -59,7 +60,7 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_says_what_differs_from_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     strategies = rank_strategies("mini", Cluster("v100", 2, 2), **QUESTION)[:10]
-    text, best = shown(capsys, "plan", *SMALL, *LENGTH), strategies[0]
+    text, best = shown(capsys, "strategy", *SMALL, *LENGTH), strategies[0]
     header = next(i for i, line in enumerate(text.splitlines()) if "what differs" in line)
     for row, strategy in zip(text.splitlines()[header + 1 :], strategies, strict=False):
         for name, axis in (("stages", "pipe"), ("replicas", "data"), ("tensor ranks", "model")):
@@ -74,7 +75,7 @@ def test_the_table_says_what_differs_from_the_best(capsys: pytest.CaptureFixture
 
 def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, strategy_out = tmp_path / "ds.json", tmp_path / "strategy.json"
-    text = shown(capsys, "plan", *SMALL, *LENGTH, "--out", str(out), "--strategy-out", str(strategy_out))
+    text = shown(capsys, "strategy", *SMALL, *LENGTH, "--out", str(out), "--strategy-out", str(strategy_out))
     strategy = Strategy.from_json(strategy_out.read_text())
     assert json.loads(out.read_text()) == json.loads(json.dumps(strategy.to_deepspeed()))
     section = TeraPipeConfig.from_deepspeed(json.loads(out.read_text()))
@@ -119,7 +120,8 @@ def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "give one of them" in refused(capsys, "--profile", str(one), "--model", "mini", *cluster)
     profile().save(two)
     assert "give one" in refused(capsys, "--profile", str(one), "--profile", str(two), *cluster)
-    assert "--profile is given twice" in refused(capsys, "--profile", str(one), "--profile", str(two), "--stages", "2")
+    twice = refused_command(capsys, "plan", "--profile", str(one), "--profile", str(two), "--stages", "2")
+    assert "--profile is given twice" in twice
 
 
 def test_a_config_json_has_its_own_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -151,11 +153,8 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
         if what == "finalists":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command._Progress, "__call__", interrupted)
-    assert command.run_strategy is not None
-    from terapipe_ds.cli import main
-
-    assert main(["plan", *SMALL, *LENGTH, "--json"]) == 0
+    monkeypatch.setattr(Progress, "_show", interrupted)
+    assert main(["strategy", *SMALL, *LENGTH, "--json"]) == 0
     output = capsys.readouterr()
     assert "stopped; this is the best until then" in output.err
     assert json.loads(output.out)["strategy"]["is_complete"] is False
@@ -165,10 +164,7 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--micro-batches", "2"), "--micro-batches does not go with --devices"),
-        (("--zero-stage", "1"), "it is searched"),
-        (("--sequence-parallel",), "not part of the search"),
-        (("--option", "slots=1,2"), "--option does not go with --devices"),
+        (("--micro-batches", "2"), "unrecognized arguments: --micro-batches 2"),
         (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
         (("--stages", "3"), "give 2, the nearest that works"),
         (("--tensor-parallel", "3"), "the nearest that works here"),
@@ -180,8 +176,17 @@ def test_refusals_name_what_works(capsys: pytest.CaptureFixture[str], words: tup
     assert message in refused(capsys, *SMALL, *LENGTH, *words)
 
 
-def test_options_of_a_cluster_need_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     rest = ("--model", "mini", "--device", "v100", "--stages", "2")
-    assert "goes with --devices only" in refused(capsys, *rest, "--global-batch", "8")
+    assert "unrecognized arguments: --global-batch 8" in refused_command(capsys, "plan", *rest, "--global-batch", "8")
     assert "--global-batch is missing" in refused(capsys, *SMALL[:-2])
-    assert "--device is missing" in refused(capsys, "--model", "mini", *SMALL[4:])
+    text = refused(capsys, "--model", "mini", "--devices", "2")
+    assert "--device is missing" in text and "--global-batch is missing" in text
+    assert "arguments are required: --devices" in refused(capsys, *SMALL[:4])
+
+
+def test_plan_with_devices_still_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, *LENGTH, "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out) == as_json(capsys, *SMALL, *LENGTH)
+    assert output.err == "terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs\n"

@@ -252,10 +252,11 @@ def test_fast_commands_run_as_printed(
 def test_plans_are_found(
     document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run every `terapipe plan` that needs no file. One that fits nowhere is there to show what the error says."""
+    """Run every plan and strategy that needs no file. One that fits nowhere is there to show what the error says."""
     monkeypatch.chdir(tmp_path)
     for words, _ in commands(document):
-        if words[:2] == ["terapipe", "plan"] and not {"--profile", "--config", "--help"} & set(words):
+        is_plan = words[0] == "terapipe" and words[1] in ("plan", "strategy")
+        if is_plan and not {"--profile", "--config", "--help"} & set(words):
             code = cli.main(words[1:])
             assert code == 0 or "no plan fits in" in capsys.readouterr().err, words
 

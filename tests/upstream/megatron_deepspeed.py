@@ -110,6 +110,7 @@ def copy_patched(source: Path, folder: Path) -> None:
         files.extractall(folder, filter="data")
     apply = ["git", "-c", "core.autocrlf=false", "apply", "--unidiff-zero", str(PATCH)]
     subprocess.run(apply, cwd=folder, check=True, env={**os.environ, "GIT_DIR": "/nowhere"})
+    shutil.copy(PATCH.with_name("terapipe_patch.py"), folder)
     if subprocess.run([sys.executable, "-c", "import torchvision.datasets"], capture_output=True).returncode:
         shutil.copy(Path(__file__).parent / "stand_ins" / "torchvision.py", folder)
 

@@ -10,30 +10,26 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.bench.report.data import Result, Run, RunGroup
-from terapipe_ds.bench.report.text import bytes_unit, digits, percent, time_unit
+from terapipe_ds.bench.report.text import time_unit
 from terapipe_ds.timeline.picture import INK, LINE, MUTED, WAIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WITHIN = 0.05
-"""The band in which a prediction counts as right."""
-BAND = "#d9e6cf"
 COLOURS = {"deepspeed": "#c2610c", "terapipe": "#0068b5", "torch": "#00806a"}
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
-_VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT, "band": BAND}
-_SCHEDULE_STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
+_VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT}
 _MOST_LETTERS = 46  # of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
-Rows = list[tuple[RunGroup, list[Run]]]
+Rows = list[tuple[RunGroup, tuple[Run, ...]]]
 """A panel per group, and in it a row per run, the first on top."""
 
 
@@ -71,7 +67,7 @@ def inline_png(figure: Figure, description: str) -> str:
 
 def step_times(result: Result) -> Figure | None:
     """Draw a bar per run: every step a dot (the first on top), median, bound, and stock as a line."""
-    rows = _rows(result, lambda run: True)
+    rows = [(group, group.runs) for group in result.groups if group.runs]
     if not rows:
         return None
     units = [time_unit([max(run.step_s_all) for run in runs]) for _, runs in rows]
@@ -105,126 +101,17 @@ def _draw_steps(ax: Axes, row: int, run: Run, scale: float) -> None:
         ax.vlines(run.bound_s * scale, row - 0.42, row + 0.42, color=INK, linewidth=1.3)
 
 
-def slice_counts(result: Result) -> Figure | None:
-    """Draw step time against the number of slices, a panel per group that has several; None if no group has."""
-    from matplotlib.figure import Figure
-
-    ours = _rows(result, lambda run: run.system == "terapipe")
-    shown = [(group, runs) for group, runs in ours if len({len(run.slices) for run in runs}) > 1]
-    if not shown:
-        return None
-    names = sorted({run.schedule for _, runs in shown for run in runs})
-    columns = min(len(shown), 3)
-    lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(9.2 if columns > 1 else 5.6, 2.75 * lines + 0.75), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False)
-    for ax in panels.flat[len(shown) :]:
-        ax.remove()
-    for ax, (group, runs) in zip(panels.flat, shown, strict=False):
-        _quiet(ax, "y")
-        _draw_slices(ax, group, runs, names)
-        ax.set_title(group.title, loc="left", fontsize=10, fontweight="bold", color=INK)
-    return _with_legend(figure, columns=5 if columns > 1 else 3)
-
-
-def _draw_slices(ax: Axes, group: RunGroup, runs: list[Run], names: list[str]) -> None:
-    colour = COLOURS["terapipe"]
-    unit, scale = time_unit([run.step_s for run in group.runs])
-    for index, name in enumerate(names):
-        marker, line = _SCHEDULE_STYLES[index % len(_SCHEDULE_STYLES)]
-        same = [run for run in runs if run.schedule == name and not run.planned]
-        points = sorted((len(run.slices), run.step_s * scale) for run in same)
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.4, "markersize": 5, "markeredgewidth": 0}
-        if points:
-            ax.plot(*zip(*points, strict=True), line, marker=marker, label=f"terapipe {name}", **style)
-    bounds = [(len(run.slices), run.bound_s * scale) for run in runs if run.bound_s is not None]
-    planned = [(len(run.slices), run.step_s * scale) for run in runs if run.planned]
-    for points, label, style in (
-        (planned, "planned slices", {"marker": "*", "color": colour, "markersize": 11, **_NO_EDGE}),
-        (bounds, "bound", {"marker": "_", "color": INK, "markersize": 9, "markeredgewidth": 1.3, "linestyle": "none"}),
-    ):
-        if points:
-            ax.plot(*zip(*points, strict=True), label=label, **style)
-    for other, dashes, label in ((group.stock(), 1, "stock median"), (group.fastest("torch"), 5, "best of torch")):
-        if other is not None:
-            style = {"linewidth": 1.1, "linestyle": (0, (dashes, 2)), "zorder": 0, "label": label}
-            ax.axhline(other.step_s * scale, color=COLOURS[other.system], **style)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.margins(x=0.08, y=0.1)
-    ax.set_xlabel("slices", **_SMALL)
-    ax.set_ylabel(f"step time, {unit}", **_SMALL)
-
-
-def prediction_errors(result: Result) -> Figure | None:
-    """Draw how far each prediction is from the median, and (as a line) from the single steps."""
-    rows = _rows(result, lambda run: run.predicted_s is not None)
-    if not rows:
-        return None
-    figure, panels = _stack(rows, ["prediction error"] * len(rows))
-    limit = max(0.08, 1.15 * max(abs(run.prediction_error) for _, runs in rows for run in runs))
-    for ax, (_, runs) in zip(panels, rows, strict=True):
-        ax.axvspan(-100 * WITHIN, 100 * WITHIN, color=BAND, linewidth=0, zorder=0, label="within 5 %")
-        ax.axvline(0, color=MUTED, linewidth=0.8, zorder=1)
-        for row, run in enumerate(runs):
-            singles = [100 * ((run.predicted_s or 0.0) / step_s - 1) for step_s in run.step_s_all]
-            ax.hlines(row, min(singles), max(singles), color=COLOURS[run.system], linewidth=1.2, alpha=0.6)
-            face = "none" if run.replayed else COLOURS[run.system]
-            style: dict[str, Any] = {"color": COLOURS[run.system], "markerfacecolor": face, "linestyle": "none"}
-            ax.plot(100 * run.prediction_error, row, marker=MARKERS[run.system], label=run.system, **style)
-        _beside(ax, "", [percent(run.prediction_error, "+.1f") for run in runs])
-        ax.set_xlim(-100 * limit, 100 * limit)
-    panels[-1].set_xlabel("predicted / measured − 1, percent", **_SMALL)
-    return _with_legend(figure)
-
-
-def memory(result: Result) -> Figure | None:
-    """Draw the peak of every stage, a thin bar each from stage 0 down, with the predicted peak as a tick."""
-    rows = _rows(result, lambda run: bool(run.largest_peak_bytes))
-    if not rows:
-        return None
-    unit, scale = bytes_unit([run.largest_peak_bytes for run in result.measured])
-    stages = max(run.stages for _, runs in rows for run in runs)
-    figure, panels = _stack(rows, [f"peak {unit} per stage"] * len(rows), row_height=0.14 + min(0.115 * stages, 0.55))
-    for ax, (_, runs) in zip(panels, rows, strict=True):
-        for row, run in enumerate(runs):
-            _draw_peaks(ax, row, run, scale)
-        _beside(ax, "largest", [digits(run.largest_peak_bytes, 3, scale) for run in runs])
-        ends = [peak or 0.0 for run in runs for peak in (*(run.peak_bytes or ()), *(run.predicted_peak_bytes or ()))]
-        ax.set_xlim(0, 1.03 * max(ends) * scale)
-    return _with_legend(figure)
-
-
-def _draw_peaks(ax: Axes, row: int, run: Run, scale: float) -> None:
-    thick = 0.82 / run.stages
-    middles = [row - 0.41 + thick * (stage_id + 0.5) for stage_id in range(run.stages)]
-    peaks = [(peak or 0.0) * scale for peak in run.peak_bytes or ()]
-    style: dict[str, Any] = {"color": COLOURS[run.system], "alpha": 0.55, "linewidth": 0}
-    ax.barh(middles, peaks, 0.78 * thick, label=run.system, **style)
-    for middle, expected in zip(middles, run.predicted_peak_bytes or (), strict=False):
-        if expected is not None:
-            ax.vlines(expected * scale, middle - 0.48 * thick, middle + 0.48 * thick, color=INK, linewidth=1.5)
-            ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.5, label="predicted")
-    ax.axhline(row + 0.5, color=LINE, linewidth=0.5, alpha=0.6, zorder=0)
-
-
-def _rows(result: Result, is_shown: Callable[[Run], bool]) -> Rows:
-    """Return the groups that have runs to show, each with these runs."""
-    rows = [(group, [run for run in group.runs if is_shown(run)]) for group in result.groups]
-    return [(group, runs) for group, runs in rows if runs]
-
-
-def _stack(rows: Rows, titles: Sequence[str], row_height: float = 0.29) -> tuple[Figure, list[Axes]]:
+def _stack(rows: Rows, titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
     """Return a figure with the panels below each other, and their axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     counts = [len(runs) for _, runs in rows]
     layout = ConstrainedLayoutEngine(h_pad=0.1)  # inches above and below each panel
-    figure = Figure(figsize=(9.2, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
+    figure = Figure(figsize=(9.2, 0.29 * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
     panels = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for ax, (group, runs), title in zip(panels, rows, titles, strict=True):
-        _quiet(ax, "x")
+        _quiet(ax)
         ax.set_ylim(len(runs) - 0.5, -0.5)
         labels = [run.label for run in runs]
         labels = [text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…" for text in labels]
@@ -242,17 +129,17 @@ def _beside(ax: Axes, head: str, texts: Sequence[str], bold_row: int | None = No
         ax.text(1.01, row, text, color=INK, fontweight="bold" if row == bold_row else "normal", **place)
 
 
-def _quiet(ax: Axes, grid: Literal["x", "y", "both"]) -> None:
+def _quiet(ax: Axes) -> None:
     """Leave only what is needed to read values: a pale grid, no frame."""
     for side, spine in ax.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
     ax.tick_params(labelsize=8, labelcolor=MUTED, color=LINE, length=3)
-    ax.grid(axis=grid, color=LINE, linewidth=0.5, alpha=0.6)
+    ax.grid(axis="x", color=LINE, linewidth=0.5, alpha=0.6)
     ax.set_axisbelow(True)
 
 
-def _with_legend(figure: Figure, columns: int = 9) -> Figure:
+def _with_legend(figure: Figure) -> Figure:
     """Add one legend below everything, with each label once."""
     items: dict[str, Any] = {}
     for ax in figure.axes:
@@ -260,5 +147,5 @@ def _with_legend(figure: Figure, columns: int = 9) -> Figure:
             items.setdefault(label, handle)
     spacing = {"handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
     style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, **spacing}
-    figure.legend(items.values(), items, loc="outside lower left", ncols=min(columns, len(items)), **style)
+    figure.legend(items.values(), items, loc="outside lower left", ncols=min(9, len(items)), **style)
     return figure

@@ -52,6 +52,13 @@ def percent(share: float | None, form: str = ".1f") -> str:
     return "–" if share is None else f"{100 * share:{form}} %".replace("-", "−")
 
 
+def peaks(run: Run, scale: float) -> str:
+    """Return the peak of each stage; of more than four stages the first and the last."""
+    known = run.peak_bytes or ()
+    shown = known if len(known) <= 4 else (known[0], known[-1])
+    return " / ".join(digits(peak, 3, scale) for peak in shown) or "–"
+
+
 def slices_text(run: Run | Failed, most: int = 3) -> str:
     """Return `8 × 256`, or the lengths if they differ: all of up to `most`, of more the first and the last."""
     if not run.slices:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Layers, Rows, Setting, Span, WholeCosts, shared
+from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_layers
+from terapipe_ds.planner.layers.part_costs import Costs
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
 from terapipe_ds.planner.memory import PartMemory
 
 
 class LayerChain:
-    """A model as numbers per layer, of one sequence on one device.
+    """Describe a model by numbers per layer, of one sequence on one device.
 
     Args:
         forward_s: of a whole sequence, in seconds.
@@ -36,7 +38,7 @@ class LayerChain:
         output_bytes: Sequence[float],
         saved_bytes: Sequence[float],
         parameter_bytes: Sequence[float],
-        costs: Sequence[Any] | None = None,
+        costs: Sequence[Costs] | None = None,
     ) -> None:
         numbers = {
             "forward_s": forward_s,
@@ -47,6 +49,7 @@ class LayerChain:
         }
         checked = {name: _checked(name, values) for name, values in numbers.items()}
         self.num_layers = len(checked["forward_s"])
+        # a missing number would shift all that follow it to other layers
         lengths = {name: len(values) for name, values in checked.items()}
         lengths |= {} if costs is None else {"costs": len(costs)}
         for name, length in lengths.items():
@@ -64,63 +67,56 @@ class LayerChain:
         return _ChainLayers(self, sequence_length)
 
 
-class _ChainLayers:
-    """A `LayerChain` for sequences of one length."""
+class _ChainLayers(Layers):
+    """Give a `LayerChain` to the planner, for sequences of one length."""
 
     dtype, whole_is_least = "float32", False
 
     def __init__(self, chain: LayerChain, sequence_length: int) -> None:
         self._chain, self._length = chain, sequence_length
         self.num_layers, self.is_sliceable = chain.num_layers, chain.costs is not None
+        whole = zip(chain.forward_s.tolist(), chain.backward_s.tolist(), strict=True)
+        shared: dict[tuple[float, float], Costs] = {}  # equal layers are one object
+        unsliced = [shared.setdefault(times, WholeCosts(*times, sequence_length)) for times in whole]
+        self._costs: Sequence[Costs] = unsliced if chain.costs is None else chain.costs
 
     def refuse_tensor(self, degree: int) -> str | None:
         return None if degree == 1 else "a LayerChain says nothing of how ranks share a layer"
 
-    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
-        return None
-
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
-        chain, rows = self._chain, setting.micro_batch
-        if chain.costs is not None:
-            kept: dict[int, Rows] = {}
-            return [kept.setdefault(id(costs), Rows(costs, rows, recompute)) for costs in chain.costs]
-        again = chain.forward_s if recompute else np.zeros(self.num_layers)
-        times = zip((rows * chain.forward_s).tolist(), (rows * (chain.backward_s + again)).tolist(), strict=True)
-        return shared([WholeCosts(forward, backward, self._length) for forward, backward in times])
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
+        return costs_of_layers(self._layers(setting), setting.micro_batch, recompute)
 
     def output_bytes(self, setting: Setting) -> Floats:
         return setting.micro_batch / self._length * self._chain.bytes_after
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
-        return tuple(self._memory(setting, span) for span in spans)
+        layers, parts = self._layers(setting), []
+        for span in spans:
+            numbers = memory_of_layers(layers[span.start : span.stop], span.recompute)
+            # bytes of parameters are whole numbers, and shares of states are not
+            lasting = {name: math.ceil(numbers[name]) for name in ("static_bytes", "gradient_bytes")}
+            parts.append(PartMemory(**numbers | lasting))
+        return tuple(parts)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Adam reads gradient, parameter and two states and writes the last three: seven numbers per parameter."""
         divided = setting.data if setting.zero_stage else 1
         return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 
-    def tied_copy(self, setting: Setting) -> None:
-        return None
-
-    def _memory(self, setting: Setting, span: Span) -> PartMemory:
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (it goes with the planner that made it)
+    def _layers(self, setting: Setting) -> list[Layer]:
         """Count fp32 parameters, their gradients and two states; ZeRO-1 divides states and a copy over the replicas."""
-        chain, rate = self._chain, setting.micro_batch / self._length
-        of_part = slice(span.start, span.stop)
-        parameters = float(chain.parameter_bytes[of_part].sum())
-        kept = working = 0.0
-        if span.recompute:  # the inputs of all layers, and while one runs what it keeps
-            before = [0.0, *chain.bytes_after[:-1].tolist()]
-            kept, working = sum(before[of_part]), float(chain.saved_bytes[of_part].max())
-        else:
-            kept = float(chain.saved_bytes[of_part].sum())
-        states = 3 * parameters / setting.data if setting.zero_stage else 2 * parameters
-        gradients = 0.0 if setting.zero_stage else parameters
-        return PartMemory(
-            static_bytes=math.ceil(parameters + states + parameters - gradients),
-            gradient_bytes=math.ceil(gradients),
-            slice_bytes_per_token=rate * kept,
-            working_bytes_per_token=rate * working,
-        )
+        chain, sent = self._chain, self.output_bytes(setting).tolist()
+        saved = (setting.micro_batch / self._length * chain.saved_bytes).tolist()
+        layers = []
+        for index, (costs, parameters) in enumerate(zip(self._costs, chain.parameter_bytes.tolist(), strict=True)):
+            states = 3 * parameters / setting.data if setting.zero_stage else 2 * parameters
+            gradients = 0.0 if setting.zero_stage else parameters
+            static = 2 * parameters + states - gradients
+            memory = PartMemory(static, saved[index], gradient_bytes=gradients)
+            received = sent[index - 1] if index else 0.0
+            layers.append(Layer(costs, memory=memory, input_bytes=received, output_bytes=sent[index]))
+        return layers
 
 
 def _checked(name: str, values: Sequence[float]) -> Floats:

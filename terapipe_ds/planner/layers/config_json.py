@@ -39,17 +39,8 @@ _TIED = {
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true, as it is where the config does not say
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
-    "mamba",
-    "rwkv",
-    "xlstm",
-    "jamba",
-    "bamba",
-    "zamba",
-    "recurrent",
-    "nemotron_h",
-    "falcon_h1",
-    "kimi_linear",
-)
+    "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
+)  # fmt: skip
 
 
 def size_of_config(path: str) -> ModelSize:
@@ -66,13 +57,16 @@ def size_of_config(path: str) -> ModelSize:
         raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
+    # models of several kinds of input keep the decoder's numbers one level down
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
+    # the work of a token depends on the experts that it is sent to
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             raise PlannerError(f"{path}: {key} = {config[key]}: experts cannot be counted; give a measured profile")
     family = str(config.get("model_type", ""))
     _check_kind(path, family, document)
+    # families spell the same number in different ways
     numbers = {field: _number(config, names) for field, names in _KEYS.items()}
     missing = [
         _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
@@ -80,6 +74,7 @@ def size_of_config(path: str) -> ModelSize:
     if missing:
         raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
+    # what a config leaves out has the default of transformers' classes
     usual = {
         "ffn_size": 4 * hidden,
         "num_kv_heads": 1 if _has_one_key_head(family, config) else heads,

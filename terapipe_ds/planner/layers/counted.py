@@ -11,15 +11,15 @@ from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCo
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Setting, Span, TiedCopy, bytes_summed
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, TiedCopy, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class CountedLayers:
-    """The layers of a model size, with costs counted for a cluster's devices."""
+class CountedLayers(Layers):
+    """Count the costs of the layers of a model size for a cluster's devices."""
 
     is_sliceable = whole_is_least = True
 
@@ -38,9 +38,6 @@ class CountedLayers:
             return f"tensor_parallel = {degree}: hidden_size = {self.size.hidden_size} does not divide by it"
         return None
 
-    def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
-        return None
-
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
         """Return the costs of embedding, decoder layer and head; a part's are their sums."""
 
@@ -56,6 +53,7 @@ class CountedLayers:
         return np.full(self.num_layers, float(per_token))
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
+        # the memory model counts ends with their part, so only decoder layers are told to it
         counts = tuple(sum(1 for layer in range(s.start, s.stop) if self._is_decoder(layer)) for s in spans)
         parts = {again: self._parts(setting, counts, again) for again in {span.recompute for span in spans}}
         return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
@@ -77,6 +75,7 @@ class CountedLayers:
 
     def _bytes_at_the_end(self, setting: Setting) -> tuple[float, float]:
         """Return what a parameter sums (`bytes_summed`) and moves: states are divided by ZeRO-1, and for bfloat16."""
+        # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
         is_divided = self.dtype == "bfloat16" or setting.zero_stage
         moved = OPTIMIZER_BYTES_PER_PARAMETER / (setting.data if is_divided else 1)
         return bytes_summed(self.dtype, setting.zero_stage), moved

@@ -12,19 +12,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER
 from terapipe_ds.costs.devices import DeviceCard, device_card
-from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.measured_layers import OverheadCosts, profile_layers
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Rows, Setting, Span, bytes_summed, shared, sum_of_memory
+from terapipe_ds.planner.layers.both_ways import line_of
+from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, layers_of_profile, memory_of_layers
+from terapipe_ds.planner.layers.part_costs import Costs
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -39,36 +39,8 @@ gradients in: nine (`stage_1_and_2.py`, `step`).
 """
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """What one layer takes on one rank, for the rows of a micro-batch."""
-
-    costs: Any
-    memory: PartMemory
-    parameters: int
-    trained: int
-    bytes_after: float
-    step_s: float | None
-
-
-class _WithOverhead:
-    """A layer with its part of what its measured part takes beyond its layers."""
-
-    def __init__(self, costs: CostModel, overhead: OverheadCosts, layers_of_part: int) -> None:
-        self._costs, self._overhead, self._share = costs, overhead, 1 / layers_of_part
-        self.vectorized = True
-        if hasattr(costs, "weight_s"):
-            self.weight_s = costs.weight_s
-
-    def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self._costs.forward_s(tokens, prefix) + self._share * self._overhead.forward_s(tokens, prefix)
-
-    def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self._costs.backward_s(tokens, prefix) + self._share * self._overhead.backward_s(tokens, prefix)
-
-
-def layers_of_profile(profile: Profile) -> list[_Layer]:
-    """Return what each layer takes; equal layers of a part share their costs.
+def timed_layers(profile: Profile) -> list[Layer]:
+    """Return the layers of a profile that has all that strategies need.
 
     Raises:
         PlannerError: a profile that lacks a part, its memory, or the times of its layers.
@@ -78,42 +50,39 @@ def layers_of_profile(profile: Profile) -> list[_Layer]:
         raise PlannerError(f"{what} has {len(profile.parts)} of {profile.key.num_stages} parts: measure all of them")
     if profile.layers is None:
         raise PlannerError(f"{what}: its layers were not timed one by one; {_AGAIN}")
-    kept: dict[Any, Any] = {}
-    layers = []
-    for layer in profile_layers(profile):
-        known: dict[str, Any] | None = layer.profile.memory
-        if known is None:
-            raise PlannerError(f"{what}: the memory of its layers was not measured; measure in a running job")
-        costs: Any = layer.costs
-        if layer.overhead is not None:
-            made = _WithOverhead(layer.costs, layer.overhead, layer.layers_of_part)
-            costs = kept.setdefault((id(layer.costs), layer.part_id), made)
-        counts = layer.profile.parameters, layer.profile.trained_parameters
-        layers.append(_Layer(costs, PartMemory(**known), *counts, layer.profile.output_bytes_per_token, layer.step_s))
+    layers = layers_of_profile(profile)
+    if any(layer.memory is None for layer in layers):
+        raise PlannerError(f"{what}: the memory of its layers was not measured; measure in a running job")
     return layers
 
 
-class MeasuredLayers:
-    """The layers of a model, with costs from profiles of it.
+class MeasuredLayers(Layers):
+    """Hold the layers of a model, with costs from profiles of it, for sequences of one length.
 
     Raises:
-        PlannerError: profiles of different models, devices or lengths, or that lack what strategies need.
+        PlannerError: profiles of different models or devices, of shorter sequences, or that lack what strategies need.
     """
 
     is_sliceable, whole_is_least = True, False
 
-    def __init__(self, profiles: Sequence[Profile], cluster: Cluster) -> None:
+    def __init__(self, profiles: Sequence[Profile], cluster: Cluster, sequence_length: int) -> None:
         self._cluster = cluster
         self._profiles = _by_size(profiles)
         key = profiles[0].key
-        self.dtype, self.sequence_length, self.name = key.dtype.split(" ")[0], key.sequence_length, key.model
+        self.dtype, self.name = key.dtype.split(" ")[0], key.model
         if self.dtype not in ("float32", "float16", "bfloat16"):
             raise PlannerError(f"profiles are of {self.dtype}: strategies have float32, float16, bfloat16; measure so")
-        self._layers = {size: layers_of_profile(profile) for size, profile in self._profiles.items()}
+        if sequence_length > key.sequence_length:
+            raise PlannerError(
+                f"sequence_length = {sequence_length}: the profile is of {key.sequence_length} tokens; measure longer "
+                "sequences, or give at most as many"
+            )
+        self._layers = {size: timed_layers(profile) for size, profile in self._profiles.items()}
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
+        # made once: the search compares layers by identity
         self._costs = {
-            (size, again): shared([Rows(layer.costs, 1, again) for layer in layers])
+            (size, again): costs_of_layers(layers, recompute=again)
             for size, layers in self._layers.items()
             for again in (False, True)
         }
@@ -133,11 +102,11 @@ class MeasuredLayers:
             "profile of them"
         )
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
+    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
         return self._costs[_size(setting), recompute]
 
     def output_bytes(self, setting: Setting) -> Floats:
-        return np.array([layer.bytes_after for layer in self._layers[_size(setting)]], float)
+        return np.array([layer.output_bytes for layer in self._layers[_size(setting)]], float)
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
         return tuple(self._memory(setting, span) for span in spans)
@@ -148,6 +117,7 @@ class MeasuredLayers:
         The step is as measured; where none was, it is counted. The states of bfloat16 are divided whatever the ZeRO
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
+        # the step was measured with all states on one rank, of which replicas divide a share
         card, summed, share = self._cluster.card, bytes_summed(self.dtype, setting.zero_stage), 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data
@@ -161,22 +131,12 @@ class MeasuredLayers:
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
         return summed * trained, share * np.array(moved)
 
-    def tied_copy(self, setting: Setting) -> None:
-        return None
-
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         layers = self._layers[_size(setting)][span.start : span.stop]
-        numbers = sum_of_memory([layer.memory for layer in layers])
-        if span.recompute:
-            before = [0.0, *self.output_bytes(setting)[:-1].tolist()]
-            again = max(layer.memory.slice_bytes_per_token for layer in layers)
-            numbers["slice_bytes_per_token"] = sum(before[span.start : span.stop])
-            numbers["working_bytes_per_token"] += again
-            if numbers["whole_bytes_per_token"] is not None:
-                numbers["whole_bytes_per_token"] = max(layer.memory.whole_bytes_per_token or 0.0 for layer in layers)
+        numbers = memory_of_layers(layers, span.recompute)
         return PartMemory(**numbers | self._states(setting, layers, numbers))
 
-    def _states(self, setting: Setting, layers: Sequence[_Layer], numbers: Mapping[str, Any]) -> dict[str, int]:
+    def _states(self, setting: Setting, layers: Sequence[Layer], numbers: Mapping[str, Any]) -> dict[str, int]:
         """Return the lasting bytes, of which ZeRO-1, and any optimizer of bfloat16, divides the states.
 
         ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
@@ -184,26 +144,12 @@ class MeasuredLayers:
         static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
         if setting.zero_stage == 0 and self.dtype != "bfloat16":
             return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)}
+        # what is left of the measured bytes without parameters and gradients are the states
         parameters = ITEMSIZE[self.dtype] * sum(layer.parameters for layer in layers)
         kept = gradients or 4.0 * sum(layer.trained for layer in layers)  # in `static` where the optimizer keeps them
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
         states += parameters if self.dtype == "float32" else 0.0
         return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0}
-
-
-def measured_layers(profiles: Sequence[Profile], cluster: Cluster, sequence_length: int) -> MeasuredLayers:
-    """Return the layers that profiles of one model measured, for sequences of that length.
-
-    Raises:
-        PlannerError: profiles that do not belong together, lack something, or are of shorter sequences.
-    """
-    layers = MeasuredLayers(profiles, cluster)
-    if sequence_length > layers.sequence_length:
-        raise PlannerError(
-            f"sequence_length = {sequence_length}: the profile is of {layers.sequence_length} tokens; measure longer "
-            "sequences, or give at most as many"
-        )
-    return layers
 
 
 def measured_cluster(
@@ -218,18 +164,11 @@ def measured_cluster(
     Raises:
         PlannerError: the profile has no link.
     """
-    points = [(link.num_bytes, link.send_s) for link in profile.links if link.num_bytes is not None]
-    if not points:
+    if all(link.num_bytes is None for link in profile.links):
         raise PlannerError("the profile has no link: give within_bytes_per_s and a Cluster, or measure with 2 stages")
-    sizes, seconds = np.array(points, float).T
-    largest = int(sizes.argmax())
-    # a straight line through the least and the most bytes; where it falls, the most bytes alone
-    smallest = int(sizes.argmin())
-    rise = seconds[largest] - seconds[smallest]
-    per_byte = rise / (sizes[largest] - sizes[smallest]) if rise > 0 else seconds[largest] / sizes[largest]
-    latency_s = max(0.0, float(seconds[largest] - per_byte * sizes[largest]))
+    bytes_per_s, latency_s = line_of(profile.links)
     named = device_card(card) if isinstance(card, str) else card
-    own: dict[str, Any] = {"within_bytes_per_s": float(1 / per_byte), "within_latency_s": latency_s}
+    own: dict[str, Any] = {"within_bytes_per_s": bytes_per_s, "within_latency_s": latency_s}
     return Cluster(dataclasses.replace(named, title=profile.key.device), nodes, devices_per_node, **own | links)
 
 
@@ -248,6 +187,7 @@ def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
     by_size: dict[tuple[int, int], Profile] = {}
     for profile in profiles:
         key, first = profile.key, profiles[0].key
+        # profiles of other machines or lengths would be compared like strategies
         for name in _SAME:
             if getattr(key, name) != getattr(first, name):
                 raise PlannerError(
@@ -266,7 +206,7 @@ def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
 
 
 def _check_models(
-    profiles: Mapping[tuple[int, int], Profile], layers: Mapping[tuple[int, int], Sequence[_Layer]]
+    profiles: Mapping[tuple[int, int], Profile], layers: Mapping[tuple[int, int], Sequence[Layer]]
 ) -> None:
     """Raise PlannerError for profiles of different models.
 

@@ -110,12 +110,14 @@ def find_order(
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     if len(plans) != num_micro_batches:
         raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
+    # the batch as numbered computations with their seconds, and what a stage may hold of it
     placement = placement_for("search", num_stages, chunks_per_stage)
     nodes, limit = (
         PricedNodes(placement, plans, costs),
         Limit(max_live_slices, max_live_sequences, memory, memory_limit_bytes),
     )
     evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
+    # named orders first, then played ones, and the best of these changed bit by bit
     search = _Search(nodes, limit, evaluations, random.Random(seed))
     named_s = search.start_from_named(names)
     search.play_policies()
@@ -206,6 +208,7 @@ class _Search:
             for extra in (0, 2, 10**6)
             for patience in (0.0, 0.5)
         ]
+        # first the grid, from its end on; then changes of the best policy
         while self.used < self.budget // 2 and self.best_s > self.bound_s:
             policy = grid.pop() if grid else self._changed(best or plain)
             played = play(self.nodes, self.holdings, policy, *self._unit_orders())
@@ -272,6 +275,7 @@ class _Search:
             return None
         node, split = order[source], self.nodes.split
         kind, part, unit = split(node)
+        # F of a part stay in their order, B too, and no computation passes another one of its own slice
         crossed = order[target:source] if step < 0 else order[source + 1 : target + 1]
         for other in crossed:
             other_kind, other_part, other_unit = split(other)

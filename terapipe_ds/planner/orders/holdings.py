@@ -6,6 +6,7 @@ peak of an order is one walk over it, like `simulator.peak_memory`, whose bytes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,31 +86,27 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
     How many there are depends on the orders of other stages. Here they are always `OUTSTANDING_SENDS`, the largest.
     """
     gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
-    for part in range(nodes.num_parts):
-        for unit, (m, s) in enumerate(nodes.units):
-            plan = nodes.plans[m]
-            span, length = (plan.lengths[s], plan.starts[s]), plan.sequence_length
-            forward, backward = nodes.node(0, part, unit), nodes.node(1, part, unit)
-            own = memory.slice_bytes(part, *span)
-            working[forward] = working[backward] = memory.working_bytes(part, *span)
-            gain[forward], after[backward] = own, -own
-            if plan.num_slices == 1:
-                whole = memory.whole_bytes(part, length)
-                gain[forward], after[backward] = own + whole, -own - whole
-            else:
-                store, gradients = (
-                    memory.store_bytes(part, length),
-                    memory.store_grad_bytes(part, length, max(plan.lengths)),
-                )
-                if s == 0:
-                    gain[forward] += store
-                    after[backward] -= store + gradients
-                if s == plan.num_slices - 1:
-                    gain[backward] += gradients
-            if nodes.is_split:
-                weight, left = nodes.node(2, part, unit), memory.weight_bytes(part, *span)
-                after[backward] += left
-                after[weight], working[weight] = -left, memory.working_bytes(part, *span)
+    for part, (unit, (m, s)) in itertools.product(range(nodes.num_parts), enumerate(nodes.units)):
+        plan = nodes.plans[m]
+        span, length = (plan.lengths[s], plan.starts[s]), plan.sequence_length
+        forward, backward = nodes.node(0, part, unit), nodes.node(1, part, unit)
+        working[forward] = working[backward] = memory.working_bytes(part, *span)
+        # what the slice keeps, and of keys and values what it is the first or the last one to need
+        kept = float(memory.slice_bytes(part, *span))
+        is_first, is_last = s == 0, s == plan.num_slices - 1
+        if plan.num_slices == 1:
+            store, gradients = memory.whole_bytes(part, length), 0
+        else:
+            store = memory.store_bytes(part, length)
+            gradients = memory.store_grad_bytes(part, length, max(plan.lengths))
+        gain[forward] = kept + store * is_first
+        gain[backward] = gradients * is_last
+        after[backward] = -kept - (store + gradients) * is_first
+        if nodes.is_split:
+            weight, left = nodes.node(2, part, unit), memory.weight_bytes(part, *span)
+            after[backward] += left
+            after[weight], working[weight] = -left, memory.working_bytes(part, *span)
+    # parameters, and the messages of each link to another stage
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
         base[stage_id] += memory.static_bytes(part)

@@ -1,17 +1,19 @@
-"""List scheduling by simulated time: what a stage can run, it runs; B before F before W, looking a little ahead.
+"""Orders played with the costs at hand: what a stage can run, it runs; B before F before W, looking a little ahead.
 
 F and B of all parts come in one order over the batch, so that links keep theirs. An order that was played cannot
-deadlock.
+deadlock. The clock is that of `schedule.greedy`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.planner.orders.holdings import Holdings
 from terapipe_ds.planner.orders.priced_nodes import Orders, PricedNodes
+from terapipe_ds.schedule import greedy
+from terapipe_ds.schedule.greedy import Choice, Lane
+from terapipe_ds.schedule.nodes import BACKWARD, FORWARD, WEIGHT
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class _Room:
         self._for_backward = [0.0] * nodes.num_stages
         self._of_micro_batch = [0.0] * nodes.num_stages
         owners = [m for m, _ in nodes.units]
+        # the most that a B of the stage needs, and that its share of a micro-batch holds
         for part, stage_id in enumerate(nodes.stage_of_part):
             self.pending[stage_id] += holdings.with_first_backward[part]
             first, backward = part * nodes.num_units, (nodes.num_parts + part) * nodes.num_units
@@ -59,6 +62,76 @@ class _Room:
         return place == 0 or held_of_part + holdings.gain[node] <= of_chunk
 
 
+class _Player:
+    """Choose what the stages run by a policy, and keep what they hold and when their links are free."""
+
+    def __init__(self, nodes: PricedNodes, holdings: Holdings, policy: Policy) -> None:
+        self.nodes, self.holdings, self.policy = nodes, holdings, policy
+        self.room = _Room(holdings)
+        self.held, self.held_of = list(holdings.base), [0.0] * nodes.num_parts
+        self.link_free = [0.0] * (2 * nodes.num_parts)
+        self.end_s = 0.0
+        self._reserve = max(plan.num_slices for plan in nodes.plans)
+
+    def choose(self, places: list[Lane[int]], now: float) -> Choice[int] | None:
+        """Return what a stage starts: a B that is there, else an F or a W unless a B comes soon."""
+        stage_id = places[0].stage_id
+        came = [(found[0], lane, found[1]) for lane in places if (found := lane.next_backward()) is not None]
+        backward = min(came, key=lambda ready: ready[0], default=None)
+        choice = self._forward(stage_id, places, now)
+        if choice is not None and self._live(places) < self.policy.keen[stage_id]:
+            return choice
+        if backward is not None and backward[0] <= now:
+            return Choice(BACKWARD, *backward[1:])
+        # W fills what would be a wait
+        pending = [lane for lane in places if self.nodes.is_split and lane.pending_weights]
+        if choice is None and pending:
+            lane = max(pending, key=lambda lane: (lane.pending_weights, lane.part_id))
+            choice = Choice(WEIGHT, lane, lane.next_weight)
+        # a B that comes soon is worth a short wait
+        if choice is None or backward is None:
+            return choice
+        patience_s = self.policy.patience[stage_id] * self.nodes.seconds[self._node(choice)]
+        return None if backward[0] < now + patience_s else choice
+
+    def run(self, choice: Choice[int], now: float) -> tuple[float, float]:
+        """Return when a computation ends, and when its message is there; keep what the stage holds then."""
+        kind, lane, _ = choice
+        node, holdings = self._node(choice), self.holdings
+        end = arrival = now + self.nodes.seconds[node]
+        if (link := self.nodes.links[node]) >= 0:
+            arrival = self.link_free[link] = max(end, self.link_free[link]) + self.nodes.sends[node]
+        self.end_s = max(self.end_s, end)
+        change = holdings.gain[node] + holdings.after[node]
+        self.held_of[lane.part_id] += change
+        if kind == BACKWARD and lane.done[BACKWARD] == 0:  # the gradients of the parameters come, and stay
+            change += holdings.with_first_backward[lane.part_id]
+            self.room.pending[lane.stage_id] -= holdings.with_first_backward[lane.part_id]
+        self.held[lane.stage_id] += change
+        return end, arrival
+
+    def _forward(self, stage_id: int, places: list[Lane[int]], now: float) -> Choice[int] | None:
+        """Return the F of the latest part that has its input and room; earlier parts leave room for later ones."""
+        limit = self.policy.limits[stage_id]
+        if self._live(places) >= limit:
+            return None
+        for place, lane in enumerate(places):
+            unit = lane.next_forward(now)
+            if unit is None or lane.live >= limit - self._reserve * place:
+                continue
+            choice = Choice(FORWARD, lane, unit)
+            held = self.held[stage_id], self.held_of[lane.part_id]
+            if self.room.fits(stage_id, lane.part_id, place, self._node(choice), *held):
+                return choice
+        return None
+
+    def _live(self, places: list[Lane[int]]) -> int:
+        return sum(lane.live for lane in places)
+
+    def _node(self, choice: Choice[int]) -> int:
+        return self.nodes.node(choice.kind, choice.lane.part_id, choice.unit)
+
+
 def play(
     nodes: PricedNodes, holdings: Holdings, policy: Policy, ahead: Sequence[int], back: Sequence[int]
 ) -> tuple[float, Orders] | None:
@@ -67,81 +140,16 @@ def play(
     `ahead` and `back` are the orders of the units' F and B on every part. An F runs where `holdings` leave room for it
     and for any B.
     """
-    parts, units, stages, last = nodes.num_parts, nodes.num_units, nodes.stage_of_part, nodes.num_kinds - 1
-    parts_of = [[p for p in reversed(range(parts)) if stages[p] == k] for k in range(nodes.num_stages)]
-    reserve = max(plan.num_slices for plan in nodes.plans)
-    done = [[0] * parts for _ in range(3)]
-    live_of, live = [0] * parts, [0] * nodes.num_stages
-    arrivals, free = [-1.0] * nodes.num_nodes + [0.0], [0.0] * nodes.num_stages
-    link_free = [0.0] * (nodes.num_kinds * parts)
-    orders: Orders = [[] for _ in range(nodes.num_stages)]
-    own = [-1.0] * nodes.num_nodes  # when a node ends on its own stage
-    left, seconds = nodes.num_nodes, nodes.seconds
-    gain, after, held = holdings.gain, holdings.after, list(holdings.base)
-    held_of, room = [0.0] * parts, _Room(holdings)
-
-    def next_backward(stage_id: int) -> tuple[float, int] | None:
-        found: tuple[float, int] | None = None
-        for part in parts_of[stage_id]:
-            if done[1][part] < units:
-                unit = back[done[1][part]]
-                node, ended = (parts + part) * units + unit, own[part * units + unit]
-                came = arrivals[nodes.inputs[node]]
-                if ended >= 0 and came >= 0 and (found is None or max(came, ended) < found[0]):
-                    found = max(came, ended), node
-        return found
-
-    def next_forward(stage_id: int) -> tuple[float, int] | None:
-        if live[stage_id] >= policy.limits[stage_id]:
-            return None
-        for place, part in enumerate(parts_of[stage_id]):
-            most = policy.limits[stage_id] - reserve * place
-            if done[0][part] < units and live_of[part] < most:
-                node = part * units + ahead[done[0][part]]
-                if not room.fits(stage_id, part, place, node, held[stage_id], held_of[part]):
-                    continue
-                if arrivals[nodes.inputs[node]] >= 0 and arrivals[nodes.inputs[node]] <= now:
-                    return arrivals[nodes.inputs[node]], node
+    lanes = {
+        (0, part): Lane(stage_id, nodes.place_of_part[part][1], part, ahead, back)
+        for part, stage_id in enumerate(nodes.stage_of_part)
+    }
+    greedy.connect(lanes)
+    of_stages: list[list[Lane[int]]] = [[] for _ in range(nodes.num_stages)]
+    for lane in reversed(lanes.values()):  # the later parts of a stage come first
+        of_stages[lane.stage_id].append(lane)
+    player = _Player(nodes, holdings, policy)
+    orders = greedy.play(of_stages, player.choose, player.run, nodes.num_kinds)
+    if orders is None:
         return None
-
-    def choose(stage_id: int) -> int:
-        backward, forward = next_backward(stage_id), next_forward(stage_id)
-        if forward is not None and live[stage_id] < policy.keen[stage_id]:
-            return forward[1]
-        if backward is not None and backward[0] <= now:
-            return backward[1]
-        node = forward[1] if forward is not None else -1
-        if node < 0 and last == 2:
-            pending = [p for p in parts_of[stage_id] if done[2][p] < done[1][p]]
-            if pending:
-                part = max(pending, key=lambda p: (done[1][p] - done[2][p], p))
-                node = (2 * parts + part) * units + back[done[2][part]]
-        if node >= 0 and backward is not None and backward[0] < now + policy.patience[stage_id] * seconds[node]:
-            return -1
-        return node
-
-    moments = [(0.0, k) for k in range(nodes.num_stages)]
-    while moments:
-        now, stage_id = heapq.heappop(moments)
-        if free[stage_id] > now or (node := choose(stage_id)) < 0:
-            continue
-        kind, part, _ = nodes.split(node)
-        free[stage_id] = own[node] = end = now + seconds[node]
-        link = kind * parts + part
-        arrivals[node] = link_free[link] = max(end, link_free[link]) + nodes.sends[node]
-        orders[stage_id].append(node)
-        done[kind][part] += 1
-        change = (kind == 0) - (kind == last)
-        live[stage_id] += change
-        live_of[part] += change
-        held[stage_id] += gain[node] + after[node]
-        held_of[part] += gain[node] + after[node]
-        if kind == 1 and done[1][part] == 1:
-            held[stage_id] += holdings.with_first_backward[part]
-            room.pending[stage_id] -= holdings.with_first_backward[part]
-        left -= 1
-        heapq.heappush(moments, (end, stage_id))
-        other = part + 1 - 2 * kind
-        if kind < 2 and 0 <= other < parts:
-            heapq.heappush(moments, (arrivals[node], stages[other]))
-    return None if left else (max(free), orders)
+    return player.end_s, [[nodes.node(kind, lane.part_id, unit) for kind, lane, unit in order] for order in orders]

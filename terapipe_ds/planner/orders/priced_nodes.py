@@ -13,6 +13,7 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
+from terapipe_ds.schedule.nodes import end_of_orders
 from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.simulator.costs import (
     BACKWARD,
@@ -45,8 +46,8 @@ class PricedNodes:
         parts = costs_per_part(costs, self.num_parts)
         self.is_split = all(hasattr(cost, "weight_s") for cost in parts)
         self.num_kinds = 2 + self.is_split
-        self._price(parts)
         self._connect()
+        self._price(parts)
 
     def node(self, kind: int, part: int, unit: int) -> int:
         return (kind * self.num_parts + part) * self.num_units + unit
@@ -64,61 +65,29 @@ class PricedNodes:
             for plan in self.plans
             for length, start in zip(plan.lengths, plan.starts, strict=True)
         ]
+        # seconds by kind, part and unit, in the order of the nodes' numbers
         rows = [FORWARD, SPLIT_BACKWARD, WEIGHT] if self.is_split else [FORWARD, BACKWARD]
         table = tabulate(parts, [{*rows, SEND, SEND_GRADIENT}] * self.num_parts, list(numbers))[:, :, of_unit]
         self.seconds: list[float] = np.concatenate([table[:, row].ravel() for row in rows]).tolist()
-        sends = [table[:, SEND].copy(), table[:, SEND_GRADIENT].copy(), np.zeros_like(table[:, SEND])]
-        for part in range(self.num_parts):
-            if part + 1 == self.num_parts or self.stage_of_part[part] == self.stage_of_part[part + 1]:
-                sends[0][part] = 0.0
-            if part == 0 or self.stage_of_part[part] == self.stage_of_part[part - 1]:
-                sends[1][part] = 0.0
-        self.sends: list[float] = np.concatenate([of.ravel() for of in sends[: self.num_kinds]]).tolist()
+        sends = [table[:, SEND], table[:, SEND_GRADIENT], np.zeros_like(table[:, SEND])][: self.num_kinds]
+        self.sends: list[float] = np.where(np.array(self.links) < 0, 0.0, np.concatenate(sends).ravel()).tolist()
 
     def _connect(self) -> None:
-        """Find per node the one that it needs (the last entry: none), and its link."""
-        count = self.num_kinds * self.num_parts * self.num_units
-        self.num_nodes = count
-        self.inputs, self.links = [count] * count, [0] * count
+        """Find per node the one that it needs (the last entry: none), and its link; -1 where nothing is sent."""
+        self.num_nodes = count = self.num_kinds * self.num_parts * self.num_units
+        self.inputs, self.links = [count] * count, [-1] * count
         for node in range(count):
             kind, part, _ = self.split(node)
-            self.links[node] = kind * self.num_parts + part
-            if kind == 0 and part > 0:
-                self.inputs[node] = node - self.num_units
-            elif kind == 1 and part + 1 < self.num_parts:
-                self.inputs[node] = node + self.num_units
+            step = (1, -1, 0)[kind]
+            if kind < 2 and 0 <= part - step < self.num_parts:
+                self.inputs[node] = node - step * self.num_units
+            if kind < 2 and 0 <= part + step < self.num_parts:
+                is_local = self.stage_of_part[part] == self.stage_of_part[part + step]
+                self.links[node] = -1 if is_local else kind * self.num_parts + part
 
     def makespan(self, orders: Orders) -> float:
         """Return when the last computation ends; `STUCK` where stages wait for one another for ever."""
-        seconds, sends, inputs, links = self.seconds, self.sends, self.inputs, self.links
-        arrivals = [-1.0] * self.num_nodes + [0.0]
-        link_free = [0.0] * (self.num_kinds * self.num_parts)
-        free, at = [0.0] * len(orders), [0] * len(orders)
-        waiting: dict[int, int] = {}
-        ready = list(range(len(orders)))
-        left = sum(map(len, orders))
-        while ready:
-            stage_id = ready.pop()
-            order, now = orders[stage_id], free[stage_id]
-            index, first = at[stage_id], at[stage_id]
-            while index < len(order):
-                node = order[index]
-                arrival = arrivals[inputs[node]]
-                if arrival < 0:
-                    waiting[inputs[node]] = stage_id
-                    break
-                if arrival > now:
-                    now = arrival
-                now += seconds[node]
-                link = links[node]
-                sent = link_free[link] if link_free[link] > now and sends[node] else now
-                arrivals[node] = link_free[link] = sent + sends[node]
-                if node in waiting:
-                    ready.append(waiting.pop(node))
-                index += 1
-            left -= index - first
-            free[stage_id], at[stage_id] = now, index
-        return STUCK if left else max(free)
+        return end_of_orders(orders, self.inputs, self.seconds, self.sends, self.links)
 
     def of_schedule(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule with the same placement; a whole B becomes a B and its W."""

@@ -89,6 +89,7 @@ def find_order_and_slices(
         looked = tried[key]
         return float("inf") if looked is None else looked.makespan_s
 
+    # a short look at the same number everywhere, then at neighbours of the best while one is better
     starts = [_Ramp(count, count, 0) for count in dict.fromkeys(counts)]
     steps = looks_for(kinds * num_micro_batches * max(counts), budget) if evaluations is None else _STEPS
     best, is_better = min(starts[: max(1, steps)], key=look), True
@@ -101,6 +102,7 @@ def find_order_and_slices(
     # The plans that were given are searched in full too: a short look may misjudge them.
     finalists = list(dict.fromkeys((best, min(starts[: max(1, steps)], key=look))))
     found = [find(ramp, 0.5 / len(finalists)) for ramp in finalists]
+    # the fastest of all orders, also of those that were only looked at
     possible = [each for each in (*found, *tried.values()) if each is not None]
     if not possible:
         find_order(costs, cut(min(counts)), num_stages, num_micro_batches, evaluations=8, **limits)  # says why not

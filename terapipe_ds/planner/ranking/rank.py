@@ -23,7 +23,6 @@ from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.search.problem import BUDGET, Problem
 from terapipe_ds.schedule import SEARCH, build, placement_for
-from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.replay import Plans
 
 SecondsOf = Callable[[int], float | None]
@@ -45,6 +44,7 @@ def rank_schedules(
     num_micro_batches: int = 1,
     granularity_tokens: int = 64,
     *,
+    plan: Plans | None = None,
     memory_of: PartsOf | None = None,
     memory_limit_bytes: float | None = None,
     max_slices: int | None = None,
@@ -57,16 +57,18 @@ def rank_schedules(
 
     Args:
         costs_of: a function from the number of parts to the costs, as `plan_slices` takes them.
+        plan: the slices, of all micro-batches or of each; None: the best ones are searched.
         memory_of: memory by the number of parts.
         chunks_per_stage: compare only schedules with this number of parts per stage; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
             Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
-            `bidirectional_cost`); None: not known.
+            `layers.both_ways`); None: not known.
 
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
     """
+    # schedules are searched one after the other, and each profits from those before
     chosen: list[Lengths] = []  # what is good under one schedule is a start for the others
 
     def rank_layout(layout: _Layout) -> Ranking:
@@ -76,25 +78,12 @@ def rank_schedules(
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 
+    # slices of the user leave nothing to search: each schedule is replayed once
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
+    if plan is not None:
+        counts = num_stages, num_micro_batches, memory_limit_bytes
+        return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
     return _with_equivalents(_over_layouts(layouts, num_stages, both_ways_s_of, rank_layout), num_micro_batches)
-
-
-def rank_given(
-    costs_of: PartsOf,
-    plan: Plans,
-    num_stages: int,
-    num_micro_batches: int = 1,
-    *,
-    memory_of: PartsOf | None = None,
-    memory_limit_bytes: float | None = None,
-    chunks_per_stage: int | None = None,
-    both_ways_s_of: SecondsOf | None = None,
-) -> Ranking:
-    """Return `rank_schedules` for slices that are given: one plan for all micro-batches, or one for each."""
-    layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    counts = num_stages, num_micro_batches, memory_limit_bytes
-    return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
 
 
 def best_schedule(
@@ -125,7 +114,7 @@ def best_schedule(
 
 @dataclass(frozen=True)
 class _Layout:
-    """A number of parts and a number of parts per stage that some schedule can have."""
+    """Hold a number of parts, and of parts per stage, that some schedule can have."""
 
     chunks_per_stage: int
     num_parts: int
@@ -146,38 +135,25 @@ def _replay_each(
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
+    # a schedule with W cannot be timed where nobody knows what W takes
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
-    whole = SlicePlan.equal(plans[0].sequence_length, 1)
     results, refused = [], []
     for name in names:
         sliced, unsliced = (
             build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks)
             for count in ([one.num_slices for one in plans], 1)
         )
-        timeline = Replay(sliced).run(plans, costs, memory=layout.memory)
-        peaks = timeline.peak_bytes
+        result = PlanResult.of_replay(
+            sliced, unsliced, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
+        )
+        # a schedule that does not fit is listed with what it needs
+        peaks = result.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
             refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
-            continue
-        result = PlanResult(
-            plans=plans,
-            schedule=name,
-            predicted_s=timeline.makespan_s,
-            optimal=False,
-            lower_bound_s=0.0,
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            unsliced_s=Replay(unsliced).makespan(whole, costs),
-            equal_plan=plans[0],
-            equal_s=timeline.makespan_s,
-            bubble_fraction=timeline.bubble_fraction,
-            peak_bytes=peaks,
-            memory_limit_bytes=memory_limit_bytes,
-            num_candidates=len(names),
-            chunks_per_stage=sliced.chunks_per_stage,
-        )
-        results.append(result)
+        else:
+            results.append(result)
+    # an order that is found for the costs, where the search knows the placement and has time for it
     where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
     has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
     is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
@@ -210,6 +186,7 @@ def _layouts(
     most = _MOST_CHUNKS if chunks_per_stage is None else check_count("chunks_per_stage", chunks_per_stage)
     layouts = []
     for chunks in range(1 if chunks_per_stage is None else most, most + 1):
+        # loops hold chunks x stages parts; chimera holds each of K parts twice
         for num_parts in dict.fromkeys((chunks * num_stages, num_stages)):
             if not ranked_schedules(num_stages, chunks, num_parts):
                 continue
@@ -247,6 +224,7 @@ def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:
     same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
+    # a schedule that was refused is not listed as the equal of another one
     searched = {one.schedule for one in ranking.results} | {one.schedule for one in ranking.refused}
 
     def add_equivalents(answers: Iterable[_Answer]) -> Iterator[_Answer]:

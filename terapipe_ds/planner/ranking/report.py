@@ -43,6 +43,7 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     for refusal in ranking.refused:
         need = f"needs {_bytes(refusal.need_bytes)}"
         rows.append((refusal.schedule, str(refusal.chunks_per_stage), *"-----", need))
+    # a column that says nothing for any schedule is left out
     if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing but makespans
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -57,6 +58,7 @@ def _plan_lines(result: PlanResult) -> list[str]:
     """Return the plan, or a line for each run of micro-batches with the same one."""
     lines: list[str] = []
     first = 0
+    # neighbours with the same slices share a line
     for plan, group in itertools.groupby(result.plans):
         last = first + len(list(group)) - 1
         lengths = plan.lengths

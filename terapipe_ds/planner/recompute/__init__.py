@@ -1,22 +1,20 @@
 """Which layers of which stages run again in their backward, so that a step fits in memory in the least time.
 
-`frontier`  the subsets of a part's layers that are worth a look: a knapsack in time, bytes kept and bytes at the peak
-`stages`    for one schedule and one plan: of each stage the subset with the least time that fits, by its exact peak
-`plans`     with it slices and schedule, which need other subsets
+`choose_layers`  decides for one schedule and one plan: of each stage the fastest subset that fits, by its exact peak
+`frontier`       lists the subsets that are worth a look: a knapsack in time, bytes kept and bytes at the peak
+`plans`          finds slices and schedule with them, which need other subsets
 """
 
 from __future__ import annotations
 
-from .frontier import Layer
+from .choose_layers import PartLayers, RecomputeChoice, choose_layers, costs_of, recomputable_parts
 from .plans import plan_with_recompute
-from .stages import PartLayers, RecomputeChoice, choose_layers, costs_of, measured_layers
 
 __all__ = [
-    "Layer",
     "PartLayers",
     "RecomputeChoice",
     "choose_layers",
     "costs_of",
-    "measured_layers",
     "plan_with_recompute",
+    "recomputable_parts",
 ]

@@ -16,35 +16,17 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from terapipe_ds.planner.layers.layer import Layer
 
 MOST_SUBSETS = 2000  # beyond, some are left out; a part of equal layers has as many as layers
 _BYTES = 1 << 10  # numbers are compared as integers, so that sums in another order are equal
 _SECONDS = 10**12
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer that may recompute; bytes are per token of a slice with all rows."""
-
-    layer_id: int  # in the model
-    costs: Any  # with `forward_s(tokens, prefix)`
-    saved_bytes: float
-    input_bytes: float
-    whole_bytes: float = 0.0  # what it saves besides where a sequence is one slice: keys and values
-
-    def kept_bytes(self, is_whole: bool) -> float:
-        """Return what the layer keeps of a live slice where it does not recompute."""
-        return self.saved_bytes + (self.whole_bytes if is_whole else 0.0)
-
-    def saves(self, is_whole: bool) -> bool:
-        """Return whether it keeps less where it recomputes."""
-        return self.input_bytes < self.kept_bytes(is_whole)
-
-
 class Subset(NamedTuple):
-    """Layers that recompute, and what comes of it: in 1e-12 s, and in 1/1024 bytes per token."""
+    """Hold layers that recompute, with their time in 1e-12 s and their memory in 1/1024 bytes per token."""
 
     again: int
     kept: int
@@ -79,6 +61,8 @@ def frontier(
 ) -> tuple[list[Subset], bool]:
     """Return the subsets worth a look, by rising time, and whether that is all of them.
 
+    The first recomputes nothing, and the last recomputes every layer that keeps less then.
+
     Args:
         again_s: what recomputing each layer takes in a step.
         besides_bytes: what a live slice keeps besides these layers' share.
@@ -86,28 +70,27 @@ def frontier(
     """
     subsets, is_exact = [Subset(0, round(besides_bytes * _BYTES), 0, ())], True
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
+        # a layer doubles the subsets, of which most are no better than another one
         without = [one.without(layer, is_whole) for one in subsets]
-        again = [one.extended(index, layer, seconds, is_whole) for one in subsets if layer.saves(is_whole)]
+        again = [one.extended(index, layer, seconds, is_whole) for one in subsets if _saves(layer, is_whole)]
         subsets = _undominated([*without, *again])
+        # both ends stay: nothing recomputed, and everything
         if len(subsets) > MOST_SUBSETS:  # evenly over the range, with both ends
             step = (len(subsets) - 1) / (MOST_SUBSETS - 1)
             subsets, is_exact = [subsets[round(step * number)] for number in range(MOST_SUBSETS)], False
     return subsets, is_exact
 
 
-def everything(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> Subset:
-    """Return the subset of all layers that keep less where they recompute; the arguments are those of `frontier`."""
-    one = Subset(0, round(besides_bytes * _BYTES), 0, ())
-    for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
-        recomputes = layer.saves(is_whole)
-        one = one.extended(index, layer, seconds, is_whole) if recomputes else one.without(layer, is_whole)
-    return one
+def _saves(layer: Layer, is_whole: bool) -> bool:
+    """Return whether a layer keeps less where it recomputes."""
+    return layer.input_bytes < layer.kept_bytes(is_whole)
 
 
 def _undominated(subsets: Sequence[Subset]) -> list[Subset]:
     """Return those that no other equals or betters in time, kept and moment; of equals the first."""
     better: list[Subset] = []
     stairs: list[tuple[int, int]] = []  # (kept, moment) of what came before, kept rising and moment falling
+    # by rising time, so that only earlier subsets can better a later one
     for one in sorted(subsets):
         place = bisect.bisect_right(stairs, (one.kept, one.moment))
         if place and stairs[place - 1][1] <= one.moment:

@@ -16,15 +16,20 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
-from terapipe_ds.planner.memory import MemoryModel
-from terapipe_ds.planner.recompute.stages import PartLayers, RecomputeChoice, choose_layers, recompute_everything
+from terapipe_ds.planner.recompute.choose_layers import (
+    PartLayers,
+    RecomputeChoice,
+    choose_layers,
+    recompute_everything,
+    recompute_nothing,
+)
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
-from terapipe_ds.simulator import Replay
 
 _ROUNDS = 4  # of slices and layers; two are usual
+_OF_SEARCH = ("unsliced_s", "equal_plan", "equal_s", "num_candidates")  # fields that other layers leave alone
 _SHARE = 6  # a search here has such a part of the budget of one without recomputation
 
 
@@ -51,14 +56,16 @@ def plan_with_recompute(
         MemoryLimitError: nothing fits, although everything is recomputed; of several schedules the least need.
         PlannerError: what `plan_slices` refuses, or a schedule with several parts per stage.
     """
+    # schedules that split backwards need the time of W
     knows_weights = all(callable(getattr(part.costs, "weight_s", None)) for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
     question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
     results, refused = [], []
+    # a schedule in which nothing fits is left out, unless none is left
     for name in names:
         try:
             if plan is not None:
-                results.append(question.given(name, plan))
+                results.append(question.result(name, plan, question.layers(name, plan)))
             else:
                 results.append(question.searched(name, sequence_length, granularity_tokens, budget))
         except MemoryLimitError as error:
@@ -70,14 +77,12 @@ def plan_with_recompute(
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
+    """Hold what stays the same for all schedules, slices and layers."""
+
     parts: tuple[PartLayers, ...]
     num_micro_batches: int
     limit_bytes: float
     options: Mapping[str, object]
-
-    def given(self, name: str, plan: SlicePlan) -> PlanResult:
-        """Return the prediction for slices that are given."""
-        return self._result(name, plan, self._layers(name, plan))
 
     def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
         """Return the best of slices and layers that the search comes to."""
@@ -91,63 +96,44 @@ class _Question:
         found = []
         for start in self._starts(name, length, granularity, slices):
             choice, tried = start, set[tuple[tuple[int, ...], ...]]()
+            # slices for these layers, then layers for those slices, until nothing changes
             while choice.layers not in tried and len(tried) < _ROUNDS:
                 tried.add(choice.layers)
                 result = slices(choice, self.limit_bytes)
-                found.append(self._with_layers(result, choice))
+                found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
                 plan = result.plans[0]  # all have the same
-                choice = self._layers(name, plan)
-                found.append(self._result(name, plan, choice, like=result))
+                choice = self.layers(name, plan)
+                searched = {key: getattr(result, key) for key in _OF_SEARCH}
+                found.append(self.result(name, plan, choice, **searched))
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
-        nothing = RecomputeChoice(
-            ((),) * len(self.parts), tuple(part.costs for part in self.parts),
-            MemoryModel(tuple(part.memory for part in self.parts)), (0.0,) * len(self.parts), True,
-        )  # fmt: skip
-        free = slices(nothing, None).plans[0]
+        free = slices(recompute_nothing(self.parts), None).plans[0]
+        # from the slices of a pipeline without a limit, and from everything recomputed
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
-            yield self._layers(name, free)
+            yield self.layers(name, free)
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)
         yield recompute_everything(self.parts, cut, self.num_micro_batches)
 
-    def _layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
+    def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
+        """Return the layers with which one plan fits in the least time."""
         return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
 
     def _schedule(self, name: str, num_slices: int) -> Schedule:
         options: dict[str, Any] = dict(self.options)
         return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
 
-    def _with_layers(self, result: PlanResult, choice: RecomputeChoice) -> PlanResult:
-        return dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s)
-
-    def _result(
-        self, name: str, plan: SlicePlan, choice: RecomputeChoice, like: PlanResult | None = None
-    ) -> PlanResult:
-        """Return the prediction of one plan; `like` is that of the same plan where more layers recompute."""
-        schedule = self._schedule(name, plan.num_slices)
-        timeline = Replay.of(schedule).run(plan, list(choice.costs), memory=choice.memory)
-        new: dict[str, Any] = {
-            "predicted_s": timeline.makespan_s,
-            "peak_bytes": timeline.peak_bytes,
-            "bubble_fraction": timeline.bubble_fraction,
-            "recompute": choice.layers,
-            "recompute_s": choice.again_s,
-            "optimal": False,
-            "lower_bound_s": 0.0,
-        }
-        if like is not None:
-            return dataclasses.replace(like, **new)
-        whole = SlicePlan.equal(plan.sequence_length, 1)
-        return PlanResult(
-            plans=(plan,) * self.num_micro_batches,
-            schedule=name,
-            num_stages=len(self.parts),
-            num_micro_batches=self.num_micro_batches,
-            unsliced_s=Replay.of(self._schedule(name, 1)).makespan(whole, list(choice.costs)),
-            equal_plan=plan,
-            equal_s=timeline.makespan_s,
-            memory_limit_bytes=self.limit_bytes,
-            num_candidates=1,
-            **new,
+    def result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
+        """Return the prediction of one plan; `more` has fields of `PlanResult`."""
+        schedules = self._schedule(name, plan.num_slices), self._schedule(name, 1)
+        plans = (plan,) * self.num_micro_batches
+        return PlanResult.of_replay(
+            *schedules,
+            plans,
+            list(choice.costs),
+            choice.memory,
+            self.limit_bytes,
+            recompute=choice.layers,
+            recompute_s=choice.again_s,
+            **more,
         )

@@ -28,7 +28,7 @@ from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search
 from terapipe_ds.planner.slice_program.dynamic_programs import Band, Floats
 
 MANY_GRANULES = 512  # above, one bound, and a limit on its work
-MAX_WORK = 400_000_000  # of one search, as `solve` counts it; about a second
+MAX_WORK = 400_000_000  # of one search, in array elements; about a second
 
 
 def searches(
@@ -74,6 +74,7 @@ def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches
     assert end is not None
     valid = np.isfinite(end.forward_s)
     total = np.where(valid, (num_micro_batches - 1) * np.where(valid, end.total_s, 0.0), np.inf)
+    # the first slice's way down, and the last one's up, come on top of the work of `last`
     spare = []
     for name in ("forward_s", "backward_s"):
         least = np.minimum(_table(parts[first], name, valid), _table(parts[last], name, valid))

@@ -63,11 +63,13 @@ def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Len
     tops = list(dict.fromkeys(top for top in (best, best_sure) if top is not None))
     if not tops:
         raise memory_limit_error(judge, starts)
+    # other starts may lead to better tops
     while len(tops) < _CLIMBS:
         another = judge.fastest((start for start in starts if start not in tops), judge.estimate, within_budget=True)
         if another is None:
             break
         tops.append(another)
+    # one climb from each of the best, as long as the budget lasts
     climbed = [_climbed(judge, top, most) for top in tops]
     # what was estimated is replayed as a whole
     return judge.fastest({*climbed, *tops[:2]}, judge.seconds) or tops[0]
@@ -77,6 +79,7 @@ def _climbed(judge: Judge, best: Lengths, max_slices: int) -> Lengths:
     """Walk from `best` to a plan that no move, merge or split makes better, or until the budget is spent."""
     while True:
         before = best
+        # large moves first, then ever smaller ones; then other numbers of slices
         step = 1 << (max(best).bit_length() - 1)
         while step:
             while (better := _first_better(judge, best, moved(best, step))) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
@@ -63,7 +63,8 @@ class OrderFinder:
     def __init__(
         self, pipeline: Pipeline, max_live_slices: int | Sequence[int] | None = None, budget: float = 1.0
     ) -> None:
-        self._pipeline, self._budget = pipeline, budget
+        self._pipeline, self._budget, self._parts = pipeline, budget, list(pipeline.parts)
+        self._counts = pipeline.num_stages, pipeline.num_micro_batches
         self._limits: dict[str, Any] = {
             "memory": pipeline.memory,
             "memory_limit_bytes": pipeline.memory_limit_bytes,
@@ -71,17 +72,9 @@ class OrderFinder:
             "chunks_per_stage": pipeline.chunks_per_stage,
         }
 
-    @property
-    def _counts(self) -> tuple[int, int]:
-        return self._pipeline.num_stages, self._pipeline.num_micro_batches
-
     def order_of(self, plans: Sequence[SlicePlan]) -> FoundOrder:
         """Return the order for these plans. Raises PlannerError where none keeps the limit."""
-        parts = list(self._pipeline.parts)
-        try:
-            return find_order(parts, plans, *self._counts, budget=self._budget, **self._limits)
-        except ScheduleError as error:
-            raise PlannerError(f"schedule = {SEARCH!r}: {error.reason}") from None
+        return self._found(find_order, plans, *self._counts)
 
     def order_and_plans(self, starts: Mapping[int, SlicePlan], cut: Cut, most_slices: int) -> FoundOrder:
         """Return an order with its plans: `starts` by their number of slices, others near them by `cut`.
@@ -93,9 +86,11 @@ class OrderFinder:
         def plan_of(count: int) -> SlicePlan:
             return starts.get(count) or cut(count)
 
-        more: dict[str, Any] = {"most_slices": most_slices, "budget": self._budget, **self._limits}
+        return self._found(find_order_and_slices, plan_of, list(starts), *self._counts, most_slices=most_slices)
+
+    def _found(self, find: Callable[..., FoundOrder], *question: Any, **more: Any) -> FoundOrder:
         try:
-            return find_order_and_slices(list(self._pipeline.parts), plan_of, list(starts), *self._counts, **more)
+            return find(self._parts, *question, budget=self._budget, **more, **self._limits)
         except ScheduleError as error:
             raise PlannerError(f"schedule = {SEARCH!r}: {error.reason}") from None
 
@@ -105,7 +100,7 @@ class OrderFinder:
         length, most = found.plans[0].sequence_length, max(plan.num_slices for plan in found.plans)
         whole, equal = (SlicePlan.equal(length, count, pipeline.granularity_tokens) for count in (1, most))
         unsliced_s, equal_s = self._quick_s(whole, {}), self._quick_s(equal, self._limits)
-        timeline = simulate(found.schedule, found.plans, list(pipeline.parts), memory=pipeline.memory)
+        timeline = simulate(found.schedule, found.plans, self._parts, memory=pipeline.memory)
         return PlanResult(
             plans=found.plans,
             schedule=SEARCH,
@@ -130,6 +125,6 @@ class OrderFinder:
         """Return what a plan takes in a quick order; infinity where that keeps no limit."""
         limits = {"chunks_per_stage": self._pipeline.chunks_per_stage, **limits}
         try:
-            return find_order(list(self._pipeline.parts), plan, *self._counts, evaluations=_FEW, **limits).makespan_s
+            return find_order(self._parts, plan, *self._counts, evaluations=_FEW, **limits).makespan_s
         except ScheduleError:
             return math.inf

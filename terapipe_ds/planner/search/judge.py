@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,27 +16,25 @@ from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
 from terapipe_ds.schedule.placement import Placement
-from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
+from terapipe_ds.simulator.few import FILL_DRAIN
 
 Progress = Callable[[str, int, int], None]
 """Called now and then with (schedule, work done, of how much), for a progress line."""
-
-FILL_DRAIN = ("terapipe", "gpipe")  # all forwards before all backwards
 
 # Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
 _BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same of orders that are played stage by stage (`list_schedule`)
 _WALK = 6  # to add up its bytes
 _CALL = 400  # of a call besides its computations
-_FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
 
 
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
     `terapipe`, `gpipe` and every schedule of a single micro-batch (but those that split backwards or have several
-    chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: as they
-    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches (`estimate`).
+    chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: with all
+    micro-batches (`seconds`), or with few of them where there are many (`estimate`).
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Judge:
         self._per_slice = (3 if self.splits_backward else 2) * len(pipeline.parts)
         self._build = _BUILD_LISTED.get(schedule, _BUILD)
         self._replays: dict[tuple[int, int], Replay] = {}
-        self._seconds: dict[tuple[int, Lengths], float] = {}
+        self._seconds: dict[Lengths, float] = {}
+        self._estimates: dict[Lengths, float] = {}
         self._bounds: dict[Lengths, float] = {}
         self._peaks: dict[Lengths, tuple[int, ...]] = {}
 
@@ -74,15 +75,17 @@ class Judge:
     @property
     def num_tried(self) -> int:
         """Count the plans that have a score, or a bound that made a score needless."""
-        return len({lengths for _, lengths in self._seconds} | self._bounds.keys())
+        return len(self._seconds.keys() | self._estimates.keys() | self._bounds.keys())
 
     def seconds(self, lengths: Lengths) -> float:
         """Return the predicted seconds of a batch, every micro-batch replayed."""
-        return self._of(self.pipeline.num_micro_batches, lengths)
+        if lengths not in self._seconds:
+            self._seconds[lengths] = self._replayed_s(lengths, math.inf)
+        return self._seconds[lengths]
 
     def has_score(self, lengths: Lengths) -> bool:
         """Return whether the plan was replayed, whole or in part."""
-        return any(lengths == scored for _, scored in self._seconds)
+        return lengths in self._seconds or lengths in self._estimates
 
     def bound_s(self, lengths: Lengths) -> float:
         """Return what this plan takes at least, at a small part of the cost of a replay.
@@ -108,15 +111,10 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """Return `seconds` at a bounded cost: on a line through replays of few micro-batches and of half as many."""
-        most = self.pipeline.num_micro_batches
-        # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
-        is_small = self._computations(lengths, most) <= (2 * _FEW if self.has_chunks else _FEW)
-        few = max(4, _FEW // self._computations(lengths, 1))
-        if self.is_flow_shop or is_small or few >= most:
-            return self.seconds(lengths)
-        whole, half = self._of(few, lengths), self._of(few // 2, lengths)
-        return whole + (most - few) * (whole - half) / (few - few // 2)
+        """Return `seconds` at a bounded cost: few micro-batches tell what many take."""
+        if lengths not in self._estimates:
+            self._estimates[lengths] = self._replayed_s(lengths, None)
+        return self._estimates[lengths]
 
     def cost_of(self, counts: dict[int, int]) -> int:
         """Return what it takes of the budget to judge so many plans: number of slices -> number of plans."""
@@ -148,15 +146,13 @@ class Judge:
         if memory is None:
             return None
         if lengths not in self._peaks:
-            plan = self.pipeline.plan(lengths)
+            plan, count = self.pipeline.plan(lengths), self.pipeline.num_micro_batches
             if self.is_flow_shop and not getattr(memory, "offloads", False):
-                shape = self.pipeline.num_stages, self.pipeline.num_micro_batches
-                self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, *shape)
+                self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, self.pipeline.num_stages, count)
             else:
-                few = self._micro_batches_of_peak(len(lengths))
-                replay = self._replay(few, len(lengths))
-                self.spent += _WALK * self._computations(lengths, few)
-                self._peaks[lengths] = replay.peak_bytes(plan, memory)
+                shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths), work=_WALK)
+                outcome = replay_few(shape, count, replay_of, plan, memory=memory, most=math.inf)
+                self._peaks[lengths] = outcome.peak_bytes
         return self._peaks[lengths]
 
     def fits(self, lengths: Lengths) -> bool:
@@ -167,38 +163,30 @@ class Judge:
     def _computations(self, lengths: Lengths, num_micro_batches: int) -> int:
         return self._per_slice * num_micro_batches * len(lengths)
 
-    def _micro_batches_of_peak(self, num_slices: int) -> int:
-        """Return how many micro-batches are enough to reach the peak; further ones do not raise it.
-
-        A stage of `1f1b` has at most K micro-batches live (of `dapple` with policy "B" 2 K - 1), one of `seq1f1b`
-        K + s - 1 slices. Orders of several chunks depend on how many micro-batches there are.
-        """
-        stages, micro_batches = self.pipeline.num_stages, self.pipeline.num_micro_batches
-        if self.has_chunks:
-            return micro_batches
-        by_slices = -(-stages // num_slices) + 2
-        live = {"seq1f1b": by_slices, "seq1f1b-zb": by_slices, "dapple": 2 * stages - 1}.get(self.schedule, stages)
-        return min(micro_batches, live + 1 + self.splits_backward)
-
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
 
-    def _of(self, num_micro_batches: int, lengths: Lengths) -> float:
-        key = num_micro_batches, lengths
-        if key not in self._seconds:
-            if self.is_flow_shop:
-                self.spent += self._flow_shop_cost(len(lengths))
-                self._seconds[key] = fill_drain_s(*self.pipeline.times(lengths), num_micro_batches)
-            else:
-                replay = self._replay(num_micro_batches, len(lengths))
-                self.spent += _CALL + self._computations(lengths, num_micro_batches)
-                self._seconds[key] = replay.makespan(self.pipeline.plan(lengths), list(self.pipeline.parts))
-        return self._seconds[key]
+    def _replayed_s(self, lengths: Lengths, most: float | None) -> float:
+        """Return the seconds of a batch. One of more than `most` computations is told by few micro-batches."""
+        count = self.pipeline.num_micro_batches
+        if self.is_flow_shop:
+            self.spent += self._flow_shop_cost(len(lengths))
+            return fill_drain_s(*self.pipeline.times(lengths), count)
+        shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths))
+        costs = list(self.pipeline.parts)
+        return replay_few(shape, count, replay_of, self.pipeline.plan(lengths), costs, most=most).makespan_s
 
-    def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
+    def _shape(self, num_slices: int) -> ScheduleShape:
+        chunks = len(self.placement) // self.pipeline.num_stages
+        return ScheduleShape(self.schedule, self.pipeline.num_stages, num_slices, chunks)
+
+    def _replay(self, num_slices: int, num_micro_batches: int, work: int = 1) -> Replay:
+        """Return the replay of so many micro-batches, and take from the budget what `work` walks over it cost."""
         key = num_micro_batches, num_slices
+        computations = self._per_slice * num_micro_batches * num_slices
+        self.spent += _CALL + work * computations
         if key not in self._replays:
-            self.spent += self._build * self._per_slice * num_micro_batches * num_slices
+            self.spent += self._build * computations
             options: dict[str, Any] = {"chunks_per_stage": self.pipeline.chunks_per_stage, **self.schedule_options}
             self._replays[key] = Replay(build(self.schedule, self.pipeline.num_stages, *key, **options))
         return self._replays[key]

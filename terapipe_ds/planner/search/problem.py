@@ -24,8 +24,7 @@ from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_
 from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
-from terapipe_ds.planner.slice_program.cost_table import CostTable
-from terapipe_ds.planner.slice_program.solve import equal_time
+from terapipe_ds.planner.slice_program.cost_table import CostTable, equal_time
 from terapipe_ds.schedule import SEARCH, placement_for
 
 # What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
@@ -117,6 +116,7 @@ class Problem:
         starts = {plan.num_slices: plan for result in reversed(good) for plan in result.plans[:1]}
         if not starts:  # no named schedule has these parts without W
             starts = {count: self._cut(count) for count in candidates.slice_counts(min(4, self.max_slices))}
+        # no order takes less than the work of the busiest stage
         finder = OrderFinder(pipeline, budget=share)
         works_s = least_works_s(pipeline.parts, pipeline.num_micro_batches, self.max_slices)
         bound_s = most_work_s(works_s, placement_for(SEARCH, *self._stages_and_chunks), pipeline.num_stages)

@@ -67,11 +67,13 @@ def plan_slices(
         check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
+    # the costs once per part, for as many parts as the schedule has
     num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
     parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
     shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
+    # one schedule, all of them, or an order of its own
     if schedule == SEARCH:
         return problem.best_with_order(budget)
     if schedule == "auto":

@@ -47,7 +47,7 @@ WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
 
 @dataclasses.dataclass(frozen=True)
 class WeighedPlan:
-    """A plan in granules and what its time is made of; `sum_s` is of one micro-batch."""
+    """Hold a plan in granules and the terms of its time; `sum_s` is of one micro-batch."""
 
     lengths: tuple[int, ...]
     sum_s: float
@@ -76,7 +76,7 @@ class Objective:
 
 @dataclasses.dataclass
 class Box:
-    """Plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below `sum_s`."""
+    """Hold the plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below `sum_s`."""
 
     f_low: float = 0.0
     f_high: float = math.inf
@@ -98,7 +98,7 @@ class Box:
 
 
 class Bottlenecks:
-    """The slices that may still be used, sorted by f' and by b': the only values that F and B can have."""
+    """Sort the slices that may still be used by f' and by b': the only values that F and B can have."""
 
     def __init__(self, forward: Floats, backward: Floats) -> None:
         self.forward, self.least_b, self.largest_b = self._ordered(forward, backward)
@@ -128,7 +128,7 @@ class Bottlenecks:
 
 
 class Search:
-    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
+    """Search by branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
 
     def __init__(
         self, band: Band, objective: Objective, num_slices: int | None = None, max_work: float | None = None
@@ -163,12 +163,14 @@ class Search:
         """
         for lengths in greedy_plans(self.every):
             self.offer(lengths)
+        # good first plans rule out most slices before any box is opened
         box = Box()
         if self.narrow(box, NO_LIMITS):
             self._push(box)
         turn = 0
         while self.work_left > 0 and (boxes := self._pop()):
             turn += 1
+            # ever rarer, because narrowing costs as much as two programs
             if turn & (turn - 1) == 0 and turn > 1 and not self._narrow_all(boxes):
                 self.heap.clear()
                 break
@@ -182,6 +184,7 @@ class Search:
 
     def narrow(self, box: Box, limits: Floats) -> bool:
         """Rule out the slices through which no plan of `box` beats the best; False where none is left."""
+        # a slice through which no plan beats the best one is never used again
         tails, heads = least_tails(self.band, limits)[0], least_heads(self.band, limits)
         self._spend(2, 1)
         if not math.isfinite(tails[0, 0]):
@@ -245,6 +248,7 @@ class Search:
             box.sum_s = max(box.sum_s, sum_s)
             if math.isfinite(sum_s) and self._bound(box) < self.best_s:
                 plan = self.offer(trace(self.band, sums, limit))
+                # what is left of the box has a smaller largest forward, or a smaller largest backward
                 f_below, b_below = (math.nextafter(x, -1.0) for x in (plan.max_forward_s, plan.max_backward_s))
                 yield dataclasses.replace(box, f_high=f_below)
                 yield dataclasses.replace(box, f_low=max(box.f_low, plan.max_forward_s), b_high=b_below)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import count_granules
-from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.slice_program.dynamic_programs import Band, Bools, Floats
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, Bools, Floats, least_tails, trace
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -23,7 +23,7 @@ MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs se
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTable:
-    """Seconds of every slice of one part, [n, n]: row j = granules before the slice, column k = its granules less one.
+    """Hold the seconds of every slice of one part, [n, n]: row j = granules before, column k = its granules less 1.
 
     They are inf where a slice would pass the end of the sequence. The last granule may be partial.
     """
@@ -68,6 +68,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
             f"most {MAX_GRANULES} can be searched: give at least {least}"
         )
     check_methods(costs)
+    # slices that would pass the end stay infinite, so that no program takes them
     starts = np.arange(granules) * granularity_tokens
     row = np.arange(granules)
     valid: Bools = row[:, None] + row[None, :] < granules
@@ -75,6 +76,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     forward_s, backward_s = np.full(valid.shape, np.inf), np.full(valid.shape, np.inf)
     forward_s[valid] = ask(costs.forward_s, "forward_s", starts, sequence_length)
     backward_s[valid] = ask(costs.backward_s, "backward_s", starts, sequence_length)
+    # links depend on tokens alone: one time per size, not per pair
     send = getattr(costs, "send_s", None)
     if send is None:
         return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)
@@ -137,3 +139,19 @@ def _check_all(name: str, tokens: Any, prefixes: Any, seconds: Floats) -> None:
     if not (seconds.min() >= 0.0 and seconds.max() < np.inf):  # NaN fails both
         i = int(np.flatnonzero(~((seconds >= 0.0) & (seconds < np.inf)))[0])
         check_seconds(name, int(tokens[i]), int(prefixes[i]), seconds[i])
+
+
+def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
+    """Return slice lengths in granules whose largest f + b is least, then the sum. PlannerError for too many slices."""
+    num_slices = check_count("num_slices", num_slices)
+    if num_slices > table.num_granules:
+        raise PlannerError(
+            f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
+            f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
+        )
+    # first the least largest slice, then the least sum among cuts that keep to it
+    every = Band(table.total_s, table.total_s, table.total_s)
+    largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
+    band = every.keep(every.total <= largest)
+    sums = least_tails(band, num_slices=num_slices, exactly=True)[0]
+    return trace(band, sums, NO_LIMITS[0])

@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache betwe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The slices that may be used, [n, w]: row = granules before it, column c = slices of `shortest + c` granules."""
+    """Hold the slices that may be used, [n, w]: row = granules before, column c = slices of `shortest + c` granules."""
 
     total: Floats  # seconds that a slice adds to the sum; inf where it would pass the end or is ruled out
     forward: Floats  # what the limits are on
@@ -81,6 +81,7 @@ def least_tails(
     n, shortest, num_pairs = band.num_granules, band.shortest, len(limits)
     least = np.full((num_pairs, 1 if num_slices is None else num_slices + 1, n + shortest + band.width), np.inf)
     least[:, : 1 if exactly else None, n] = 0.0
+    # a row per number of slices reads the row with one slice less
     target, source = (least, least) if num_slices is None else (least[:, 1:], least[:, :-1])
     combine = np.maximum if largest else np.add
     buffer = np.empty((*source.shape[:2], band.width))
@@ -125,6 +126,7 @@ def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
     j, count = 0, len(least) - 1
     while j < n:
         count = max(0, count - 1)
+        # the sums were made under these limits, so the way back keeps them too
         allowed = (band.forward[j] <= limits[0]) & (band.backward[j] <= limits[1])
         row = np.where(allowed, band.total[j], np.inf)
         sums = row + padded[count, j + shortest : j + shortest + width]

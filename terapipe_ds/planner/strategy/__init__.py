@@ -6,10 +6,10 @@ enumerated   tensor ranks that divide heads and widths and lie within a node; st
 programs     the cut of the layers: least (m - 1/s) T + S / s with the memory of every stage (see `cuts`), for several
              numbers of slices; a stage recomputes only where it does not fit otherwise
 bounds       for every candidate a time that no cut, schedule and plan beats (see `bound.Bounded.lower_bound_s` and
-             `chunked_bound_s`): fill, the work of the slowest stage, reduction and optimizer step. Nothing else prunes
-replays      of the schedule that the engine will run, with the links of the machines between neighbours; then each
-             stage reduces its gradients when its own last backward is done, as the engine does, and steps. Long
-             batches are compared by two shorter runs, and the finalists are replayed whole with planned slices
+             `chunked_bound_s`): fill, the work of the slowest stage, reduction and optimizer step
+replays      of the schedule that the engine will run, for the twelve best proposals, with the links of the machines
+             between neighbours; then each stage reduces its gradients when its own last backward is done, as the
+             engine does, and steps. Long batches are compared by two shorter runs, and the best is replayed whole
 
 Costs come per layer, from one source (see `planner.layers`). The answer says how far it may be from the bound of all
 that was not settled. Proposals are replayed with `1f1b` and `gpipe` unsliced, and with `seq1f1b` and `terapipe` sliced.
@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
-from terapipe_ds.planner.strategy.included import Included
 from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, simulate_strategy, size_of
-from terapipe_ds.planner.strategy.strategy import Strategy
+from terapipe_ds.strategy import Strategy
 
 __all__ = [
     "Cluster",
-    "Included",
     "LayerChain",
     "Strategy",
     "plan_strategy",

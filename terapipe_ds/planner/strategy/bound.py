@@ -29,7 +29,7 @@ class Bounded:
             callable(getattr(cost, "weight_s", None)) for cost in {id(c): c for c in self._costs(False)}.values()
         )
 
-    def lower_bound_s(self, limit_bytes: float | None = None) -> float:
+    def lower_bound_s(self, limit_bytes: float = np.inf) -> float:
         """Return what this candidate takes at least, whatever the cut, the schedule and the slices.
 
         A stage waits for the first slice to come down to it, does the work of all micro-batches, and then reduces and
@@ -42,62 +42,49 @@ class Bounded:
         fills, drains = (np.concatenate(([0.0], np.cumsum(part)))[:, None] for part in (first, last))
         ends = self._least_ends
         times = spans_matrix(work)
-        if limit_bytes is not None:
-            again_s = spans_matrix(self._forward_again)
+        if limit_bytes < np.inf:
             off, full = (self._least_peaks(again) <= limit_bytes for again in (False, True))
-            times = np.where(off, times, np.where(full, times + again_s, np.inf))
+            times = np.where(off, times, np.where(full, times + spans_matrix(self._forward_again), np.inf))
+        # entry [j, i] is about a stage with the layers in [j, i): its own end, or the way back to stage 0
         total = fills + self.num_micro_batches * times
         rising = total + spans_matrix(ends)
         back = total + drains + ends[0]
         return least_maximum([np.maximum(rising, back)] * self.num_stages)
 
-    def chunked_bound_s(self, limit_bytes: float | None = None) -> float:
-        """Return what this candidate takes at least where stages hold several parts, or split their backwards.
+    def chunked_bound_s(self, limit_bytes: float = np.inf) -> float:
+        """Return the same where stages hold several parts, or split their backwards; infinity where they cannot fit.
 
         The slowest stage takes no less than the mean of all. A stage k does its share of the work of all
         micro-batches, and then reduces and steps for its layers. Its first part comes after at least k others, which
-        have a layer each: it waits for the first slice to come through the first k layers. With a limit, what all
-        stages hold at least may be more than all may hold. Then layers are recomputed that hold the excess, and that
-        takes no less than where a byte takes the least.
+        have a layer each: it waits for the first slice to come through the first k layers.
 
         Also, of n layers that take some time or more, one stage has at least n / K, rounded up. Where so many do not
         fit in its memory, it recomputes them.
         """
         work, first, _ = self._least
         waits = np.cumsum(first)[: self.num_stages - 1].sum()
-        again_s = 0.0 if limit_bytes is None else self._least_again_s(limit_bytes)
-        mean = (self.num_micro_batches * (work.sum() + again_s) + self._least_ends.sum() + waits) / self.num_stages
+        mean = (self.num_micro_batches * work.sum() + self._least_ends.sum() + waits) / self.num_stages
         heaviest = np.argsort(-work, kind="stable")
         counts = -(-np.arange(1, len(work) + 1) // self.num_stages)
         shared_s = counts * work[heaviest]
-        if limit_bytes is not None:
+        if limit_bytes < np.inf:
+            if self._least_peaks(True)[0, -1] > limit_bytes * self.num_stages:
+                return np.inf
             off, full = (
                 counts * np.minimum.accumulate(self._least_of_layers(again)[heaviest]) for again in (False, True)
             )
-            again = counts * np.minimum.accumulate(self._forward_again[heaviest])
-            shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again, np.inf))
+            again_s = counts * np.minimum.accumulate(self._forward_again[heaviest])
+            shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again_s, np.inf))
         return float(max(mean, self.num_micro_batches * shared_s.max()))
 
     def _least_of_layers(self, recompute: bool) -> Floats:
         """Return less than each layer adds to what a stage holds, next to others."""
         rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
-        each = starts, starts + 1
-        slices = rates["slice"][each]
+        layers = starts, starts + 1
+        slices = rates["slice"][layers]
         received = max(0.0, slices[:2].sum() - rates["slice"][0, 2]) if len(starts) > 1 else 0.0  # once per span
-        stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[each]
-        return np.asarray(rates["lasting"][each] + np.maximum(0.0, slices - received) + stores)
-
-    def _least_again_s(self, limit_bytes: float) -> float:
-        """Return the seconds per micro-batch that all stages together recompute at least; infinite where none fits."""
-        everything = (0, self.layers.num_layers)
-        off, full = (float(self._least_peaks(again)[everything]) for again in (False, True))
-        limit = limit_bytes * self.num_stages
-        if full > limit:
-            return np.inf
-        rates, each = self._rates[False], (np.arange(everything[1]), np.arange(everything[1]) + 1)
-        kept = rates["slice"][each] + np.minimum(rates["whole"], rates["store"])[each]
-        per_byte = min((s / b for s, b in zip(self._forward_again, kept, strict=True) if b > 0), default=0.0)
-        return float(max(0.0, off - limit) * per_byte)
+        stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[layers]
+        return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
         """Return the same for one cut."""
@@ -147,8 +134,8 @@ class Bounded:
     def _reductions(self) -> list[tuple[float, float]]:
         """Return, per stage, the seconds of a reduction of nothing, and per byte."""
         grid, large = self.candidate.grid, 1e12
-        starts = [grid.all_reduce_s(0.0, k, self.cluster) for k in range(self.num_stages)]
-        return [(s, (grid.all_reduce_s(large, k, self.cluster) - s) / large) for k, s in enumerate(starts)]
+        starts = [self.cluster.all_reduce_s(grid, 0.0, k) for k in range(self.num_stages)]
+        return [(s, (self.cluster.all_reduce_s(grid, large, k) - s) / large) for k, s in enumerate(starts)]
 
     @property
     def _reachable(self) -> float:

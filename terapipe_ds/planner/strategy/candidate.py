@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Grid
 from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.schedule import build, placement_for
-from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator import Replay, ScheduleShape
+from terapipe_ds.strategy import Grid
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Score:
     schedule: str
     plan: SlicePlan
     peak_bytes: tuple[int, ...]
-    is_whole: bool  # every micro-batch was replayed
+    is_final: bool  # as many micro-batches were replayed as an answer takes
     chunks_per_stage: int = 1
 
     @property
@@ -55,9 +55,10 @@ class Score:
 
 
 @functools.lru_cache(maxsize=24)
-def replay_of(schedule: str, num_stages: int, num_micro_batches: int, num_slices: int, chunks: int = 1) -> Replay:
+def replay_of(shape: ScheduleShape, num_micro_batches: int) -> Replay:
     """Return the replay of a schedule; candidates of the same shape share it."""
-    return Replay(build(schedule, num_stages, num_micro_batches, num_slices, chunks_per_stage=chunks))
+    chunks = shape.chunks_per_stage
+    return Replay(build(shape.schedule, shape.num_stages, num_micro_batches, shape.num_slices, chunks_per_stage=chunks))
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,11 +44,6 @@ def least_maximum(costs: Sequence[Floats]) -> float:
     return _program(costs, np.maximum)[0]
 
 
-def least_maximum_cut(costs: Sequence[Floats]) -> Bounds:
-    """Return a cut with that largest cost."""
-    return _program(costs, np.maximum)[1]
-
-
 def best_cuts(
     times: Sequence[Floats], extras: Sequence[Floats], weight: float, share: float
 ) -> list[tuple[float, Bounds]]:
@@ -61,6 +56,7 @@ def best_cuts(
     least = least_maximum(times)
     if not math.isfinite(least):
         return []
+    # from the least time of the slowest stage on, the least sum with no stage above it
     sums = [time + extra for time, extra in zip(times, extras, strict=True)]
     floor = _program(sums, np.add)[0]
     distinct = {id(matrix): matrix for matrix in times}.values()
@@ -70,6 +66,7 @@ def best_cuts(
         if found and weight * limit + share * floor >= min(found.values()):
             break
         allowed = [np.where(time <= limit, total, np.inf) for time, total in zip(times, sums, strict=True)]
+        # of equal sums the more even one is cut
         balanced = [total * (1 + 1e-7 * total / (limit or 1.0)) for total in allowed]
         bounds = _program(balanced, np.add)[1]
         total = sum(sums[p][a, b] for p, (a, b) in enumerate(itertools.pairwise(bounds)))

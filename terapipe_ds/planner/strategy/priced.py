@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.layers.parts import Floats, PartCosts, Wire, spans_of
+from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
+from terapipe_ds.planner.layers.parts import Floats, spans_of
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import Score, owners_of, replay_of
-from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, least_maximum_cut, spans_matrix
+from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
+from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.simulator import ScheduleShape, replay_few
 
-FEW = 10_000  # computations of one replay; above, fewer micro-batches stand for all of them
-_MOST_WHOLE = 3_000_000  # computations of a whole batch that is replayed: half a minute, a gigabyte
+_MESSAGES = 2  # that a stage has sent and does not know to be there, when it holds the most
+MOST_WHOLE = 3_000_000
+"""Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
 
 
 class Priced(Bounded):
-    """One candidate on one cluster, with its cuts and what they take."""
+    """One candidate on one cluster, with its cuts and what they take.
+
+    `replayed_bytes` is the least need of the cuts that were replayed and did not fit in memory.
+    """
+
+    replayed_bytes: int | None = None
 
     # --- cuts
 
-    def estimates(self, num_slices: int, limit_bytes: float) -> list[tuple[float, Bounds]]:
-        """Return cuts for so many equal slices with about the seconds that each takes, the least first."""
-        stages, counts = range(self.num_stages), self.num_micro_batches
+    def propose(self, shape: Shape, num_slices: int, limit_bytes: float) -> tuple[float, Bounds] | None:
+        """Return about the seconds of a good cut for so many equal slices, and the cut; None where none fits."""
+        if shape.chunks == 1:
+            return next(iter(self.estimates(num_slices, limit_bytes, shape)), None)
+        if self.least_bytes(shape, num_slices) > limit_bytes:
+            return None
+        estimate_s = self.estimates(num_slices, math.inf, shape)[0][0]
+        return estimate_s, self.chunked_cuts(num_slices, shape.chunks)[0]
+
+    def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
+        """Return cuts for so many equal slices with about the seconds that each takes, the least first.
+
+        Whole stages are cut, and a stage recomputes where it would not fit otherwise.
+        """
+        stages = range(self.num_stages)
+        # one matrix per stage: the work of every span of layers, recomputed where that alone fits
         off, full = (spans_matrix(self._work(num_slices, again)) for again in (False, True))
         times = []
         for stage_id in stages:
-            fits = [self._peaks(stage_id, num_slices, again) <= limit_bytes for again in (False, True)]
-            times.append(np.where(fits[0], off, np.where(fits[1], full, np.inf)))
+            fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in (False, True)]
+            times.append(np.where(fits[0], off, np.where(fits[1] & shape.may_recompute, full, np.inf)))
+        # and one per stage: the way of a micro-batch over the link before it, there and back
         sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
         sent[-1] = 0.0
         extras = []
         for stage_id in stages:
-            link = self.candidate.grid.link(stage_id - 1, stage_id, self.cluster) if stage_id else None
+            link = self.cluster.link_between(self.candidate.grid, stage_id - 1, stage_id) if stage_id else None
             wire_s = sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices if link else 0.0 * sent
             extras.append(np.broadcast_to(2 * wire_s[:, None], off.shape))
-        cuts = best_cuts(times, extras, counts - 1 / num_slices, 1 / num_slices)
+        cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
         return [(value + max(self.ends_s(bounds)), bounds) for value, bounds in cuts]
 
     def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
@@ -50,39 +75,29 @@ class Priced(Bounded):
             return []
         work = spans_matrix(self._work(num_slices, False))
         nothing = np.zeros_like(work)
-        cuts = best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)
-        return [bounds for _, bounds in cuts]
+        return [bounds for _, bounds in best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)]
 
-    def least_bytes(self, num_slices: int) -> float:
-        """Return about the least limit that some cut fits in, with everything recomputed."""
-        return least_maximum([self._peaks(k, num_slices, True) for k in range(self.num_stages)])
-
-    def leanest(self, schedule: str, num_slices: int, chunks: int) -> tuple[int, Bounds] | None:
-        """Return the peak of a cut that needs about the least, with all recomputed that can be, and the cut."""
-        if chunks == 1:
-            cuts = [least_maximum_cut([self._peaks(k, num_slices, True) for k in range(self.num_stages)])]
-        else:
-            cuts = self.chunked_cuts(num_slices, chunks)[:1]
-        again = (schedule not in SPLIT_SCHEDULES,) * self.num_stages
-        plan = SlicePlan.equal(self.length, num_slices)
-        for cut in cuts:
-            count = self._replayed_for_memory(schedule, num_slices, chunks, True)
-            return max(self._peaks_of(cut, again, schedule, plan, chunks, count)), cut
-        return None
+    def least_bytes(self, shape: Shape, num_slices: int) -> float:
+        """Return about the least limit that some cut fits in, with all recomputed that can be."""
+        again = shape.may_recompute
+        return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
 
     def _work(self, num_slices: int, recompute: bool) -> Floats:
         forward, backward = self._sliced(recompute, num_slices)
         return forward + backward
 
-    def _peaks(self, stage_id: int, num_slices: int, recompute: bool) -> Floats:
-        """Return about the most bytes of a stage, for every span, under `1f1b` or `seq1f1b`."""
-        rates, rows = self._rates[recompute], self.num_micro_batches
-        deep = self.num_stages - stage_id
-        live = min(rows, deep) if num_slices == 1 else min(rows * num_slices, deep + num_slices - 1) / num_slices
-        stores = min(rows, deep) if num_slices == 1 else min(rows, -(-(deep + num_slices - 1) // num_slices))
-        peak = rates["static"] + live * rates["slice"] + rates["working"] / num_slices + rates["fixed"]
+    def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: bool) -> Floats:
+        """Return the most bytes of a stage, for every span of layers: rather a little more than a replay counts."""
+        rates = self._rates[recompute]
+        most = self.num_micro_batches * num_slices
+        live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
+        peak = rates["static"] + rates["fixed"] + live / num_slices * rates["slice"]
+        peak = peak + rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        if stage_id > 0:
+            peak = peak + min(most, _MESSAGES) / num_slices * rates["sent"]
         whole = rates["whole"] if num_slices == 1 else rates["store"]
-        return np.asarray(peak + stores * whole + (0.0 if num_slices == 1 else rates["store_grad"]))
+        gradients = 0.0 if num_slices == 1 else rates["store_grad"]
+        return np.asarray(peak + math.ceil(live / num_slices) * whole + gradients)
 
     # --- one cut, exactly
 
@@ -101,7 +116,7 @@ class Priced(Bounded):
             seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
         copy = self.layers.tied_copy(setting)
         if copy is not None and self._has_tied_copy(owners):
-            link = self.candidate.grid.link(owners[0], owners[-1], self.cluster)
+            link = self.cluster.link_between(self.candidate.grid, owners[0], owners[-1])
             for stage_id in (owners[0], owners[-1]):
                 seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
             seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
@@ -111,17 +126,20 @@ class Priced(Bounded):
         """Return the costs of the parts, with the links of the machines that they are on; `recompute` is per stage."""
         grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
         sent = self.layers.output_bytes(self.candidate.setting)
-        wires: list[Wire | None] = [None]
+        wires = [NO_WIRE]
         for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
-            wires.append(None if one == other else Wire(grid.link(one, other, self.cluster), float(sent[bound - 1])))
-        wires.append(None)
+            link = None if one == other else self.cluster.link_between(grid, one, other)
+            wires.append(NO_WIRE if link is None else Wire(link, float(sent[bound - 1])))
+        wires.append(NO_WIRE)
         costs = {again: self._costs(again) for again in set(recompute)}
         kept: dict[Any, PartCosts] = {}
         parts = []
         for part_id, (span, stage_id) in enumerate(zip(itertools.pairwise(bounds), owners, strict=True)):
             layers = costs[recompute[stage_id]][slice(*span)]
-            key = tuple(map(id, layers)), wires[part_id + 1], wires[part_id]
-            parts.append(kept.setdefault(key, PartCosts(layers, wires[part_id + 1], wires[part_id])))
+            send_s, send_gradient_s = wires[part_id + 1], wires[part_id]
+            key = tuple(map(id, layers)), send_s, send_gradient_s
+            part = PartCosts(layers, send_s=send_s, send_gradient_s=send_gradient_s)
+            parts.append(kept.setdefault(key, part))
         return parts
 
     def memory(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> MemoryModel:
@@ -129,109 +147,42 @@ class Priced(Bounded):
         again = [recompute[stage_id] for stage_id in (range(self.num_stages) if owners is None else owners)]
         return MemoryModel(self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again)))
 
-    def fitting(
-        self, bounds: Bounds, schedule: str, plan: SlicePlan, limit_bytes: float, chunks: int = 1, whole: bool = True
-    ) -> tuple[tuple[bool, ...], tuple[int, ...]] | None:
-        """Return which stages recompute, and the peaks: those that do not fit otherwise. None where one never fits.
-
-        `whole`: count the peaks over all micro-batches, and not over as many as nearly always have them.
-
-        Nothing is recomputed where backwards are split: what W would take then is not known.
-        """
-        off = (False,) * self.num_stages
-        count = self._replayed_for_memory(schedule, plan.num_slices, chunks, whole)
-        peaks = self._peaks_of(bounds, off, schedule, plan, chunks, count)
-        if max(peaks) <= limit_bytes:
-            return off, peaks
-        if schedule in SPLIT_SCHEDULES:
-            return None
-        some = tuple(peak > limit_bytes for peak in peaks)
-        peaks = self._peaks_of(bounds, some, schedule, plan, chunks, count)
-        return (some, peaks) if max(peaks) <= limit_bytes else None
-
     def score(
         self,
         bounds: Bounds,
         schedule: str,
         plan: SlicePlan,
         limit_bytes: float,
-        whole: bool = True,
         chunks_per_stage: int = 1,
+        most: float | None = MOST_WHOLE,
     ) -> Score | None:
         """Return what a cut takes under a schedule, replayed; None where it does not fit in memory.
 
-        Unless `whole`, fewer micro-batches tell what many take with `1f1b` and `seq1f1b`, and what many keep. They do
-        so with every schedule where the batch has too many for a replay.
+        Stages that do not fit otherwise recompute, but not where backwards are split: the time of W would not be known.
+        Batches of more than `most` computations are told by few of their micro-batches.
         """
-        most, slices = self.num_micro_batches, plan.num_slices
-        is_short = self._is_short(slices, chunks_per_stage)
-        fits = self.fitting(bounds, schedule, plan, limit_bytes, chunks_per_stage, whole)
-        if fits is None:
-            return None
-        recompute, peaks = fits
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
-        parts, ends_s = self.parts(bounds, recompute, owners), self.ends_s(bounds, owners)
-        # two runs that both have filled the pipeline tell what another micro-batch takes
-        few = max(2 * (-(-self.num_stages // slices) + 1), FEW // (2 * self.num_stages * slices))
-        if chunks_per_stage > 1:
-            few = 2 * self.num_stages * -(-few // (2 * self.num_stages))  # stages take them in groups of that many
-        is_replayed = few >= most or (is_short and (whole or schedule not in ("1f1b", "seq1f1b")))
-
-        def batch_s(count: int) -> float:
-            replay = replay_of(schedule, self.num_stages, count, slices, chunks_per_stage)
-            done_s = list(replay.ends_of_stages(plan, parts))
-            if self._has_tied_copy(owners):  # its two stages wait for each other
-                done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
-            return max(done + end for done, end in zip(done_s, ends_s, strict=True))
-
-        if is_replayed:
-            seconds = batch_s(most)
-        else:
-            long_s, short_s = batch_s(few), batch_s(few // 2)
-            seconds = long_s + (most - few) * (long_s - short_s) / (few - few // 2)
-        is_whole = whole or (is_replayed and self._enough(schedule, slices, chunks_per_stage) >= most)
-        how = schedule, plan, peaks, is_whole, chunks_per_stage
+        shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
+        replays = functools.partial(replay_of, shape)
+        replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
+        # first what it holds: that decides which stages recompute
+        recompute = (False,) * self.num_stages
+        held = replay(memory=self.memory(bounds, recompute, owners))
+        if max(held.peak_bytes) > limit_bytes and schedule not in SPLIT_SCHEDULES:
+            recompute = tuple(peak > limit_bytes for peak in held.peak_bytes)
+            held = replay(memory=self.memory(bounds, recompute, owners))
+        if (need := max(held.peak_bytes)) > limit_bytes:
+            self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
+            return None
+        # then what it takes, to the end of each stage's reduction and step
+        timed = replay(costs=self.parts(bounds, recompute, owners))
+        done_s = list(timed.ends_s)
+        if self._has_tied_copy(owners):  # its two stages wait for each other
+            done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
+        seconds = max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True))
+        is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
+        how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage
         return Score(seconds, self.candidate, bounds, recompute, *how)
 
     def _has_tied_copy(self, owners: Sequence[int]) -> bool:
         return owners[0] != owners[-1] and self.layers.tied_copy(self.candidate.setting) is not None
-
-    def _is_short(self, num_slices: int, chunks: int) -> bool:
-        """Return whether a whole batch can be replayed."""
-        return 2 * self.num_stages * chunks * self.num_micro_batches * num_slices <= _MOST_WHOLE
-
-    def _replayed_for_memory(self, schedule: str, num_slices: int, chunks: int, whole: bool) -> int:
-        """Return of how many micro-batches the peaks are counted."""
-        if whole and self._is_short(num_slices, chunks):
-            return self.num_micro_batches
-        return self._enough(schedule, num_slices, chunks)
-
-    def _enough(self, schedule: str, slices: int, chunks: int) -> int:
-        """Return of how many micro-batches the peaks are nearly always those of all; of two schedules proven."""
-        stages = self.num_stages
-        units = {"1f1b": stages * slices, "zb-h1": stages * slices, "seq1f1b": stages + 2 * slices}
-        most_live = units.get(
-            schedule, (chunks + 1) * stages * (slices if schedule == "interleaved" else 1) + 3 * slices
-        )
-        return min(self.num_micro_batches, -(-most_live // slices) + 1)
-
-    def _peaks_of(
-        self,
-        bounds: Bounds,
-        recompute: Sequence[bool],
-        schedule: str,
-        plan: SlicePlan,
-        chunks: int,
-        num_micro_batches: int,
-    ) -> tuple[int, ...]:
-        memory = self.memory(bounds, recompute, owners_of(schedule, self.num_stages, chunks))
-
-        def peaks(count: int) -> tuple[int, ...]:
-            return replay_of(schedule, self.num_stages, count, plan.num_slices, chunks).peak_bytes(plan, memory)
-
-        if schedule in ("gpipe", "terapipe") and self.num_micro_batches > 4:  # each micro-batch adds as much
-            more = self.num_micro_batches - 3
-            return tuple(three + more * (three - two) for three, two in zip(peaks(3), peaks(2), strict=True))
-        if schedule in ("1f1b", "seq1f1b"):
-            num_micro_batches = min(num_micro_batches, self._enough(schedule, plan.num_slices, chunks))
-        return peaks(num_micro_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
@@ -14,17 +14,16 @@ from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.measured import measured_layers
+from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
-from terapipe_ds.planner.strategy.included import Included, ranked_with
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
-from terapipe_ds.planner.strategy.strategy import Strategy
 from terapipe_ds.schedule import ScheduleError, build, placement_for
 from terapipe_ds.simulator import simulate
+from terapipe_ds.strategy import Strategy
 from terapipe_ds.timeline import Timeline
 
 
@@ -46,7 +45,6 @@ def rank_strategies(
     data_parallel: int | None = None,
     schedule: str | None = None,
     chunks_per_stage: int | None = None,
-    include: Sequence[Included] = (),
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
@@ -58,7 +56,6 @@ def rank_strategies(
             of a micro-batch.
         memory_limit_gb: per device; None: what the device card says.
         stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: what is fixed; None: what is searched.
-        include: what is ranked too, whatever its bound: the best strategy found with each of these choices that fits.
         stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
 
     Raises:
@@ -67,6 +64,7 @@ def rank_strategies(
     """
     if not isinstance(cluster, Cluster):
         raise PlannerError(f"cluster = {show_value(cluster)}: give a Cluster(device, nodes, devices_per_node)")
+    # the question as values that can be: layers with costs, counts, and a schedule that strategies have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
@@ -80,8 +78,9 @@ def rank_strategies(
         check_limit(memory_limit_gb, cluster),
         Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
     )
+    # the answers, the best first
     search = Search(space, progress, stop)
-    scores = ranked_with(search, search.run(), include)
+    scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
     return [_strategy(score, search, name) for score in scores]
 
@@ -114,7 +113,7 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
     if isinstance(model, LayerChain):
         return model.of_length(sequence_length)
     if (profiles := _profiles_of(model)) is not None:
-        measured = measured_layers(profiles, cluster, sequence_length)
+        measured = MeasuredLayers(profiles, cluster, sequence_length)
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured

@@ -67,6 +67,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
     """
     count = layers.num_layers
     singles = layers.memory_of_spans(setting, [Span(i, i + 1, recompute) for i in range(count)])
+    # sums over the layers of a span
     matrices = {}
     for name, field, per_token in (
         ("static", "static_bytes", 1),
@@ -78,6 +79,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
         matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
     matrices["lasting"] = matrices["static"]
     matrices["static"] = matrices["static"] + matrices.pop("gradient")
+    # a part receives one input, however many layers it has: two layers joined tell how large it is
     if count > 3:
         pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]
         joined = layers.memory_of_spans(setting, pair)[1].slice_bytes_per_token
@@ -92,9 +94,12 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
         ("slice", alone.slice_bytes_per_token * float(length)),
     ):
         matrices[name][0, count] = number
+    # of what works only meanwhile, a span needs the largest
     matrices["whole"] = _whole(singles, matrices, recompute, length)
     matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
-    matrices["working"] += _largest([part.working_bytes_per_prefix_token * length for part in singles])
+    matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
+    sent = np.array([part.working_sent_bytes_per_token * length for part in singles] + [0.0])
+    matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
     matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
     return matrices
 

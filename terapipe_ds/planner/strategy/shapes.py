@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.simulator.few import FILL_DRAIN
 
 
 class Shape(NamedTuple):
@@ -12,6 +14,31 @@ class Shape(NamedTuple):
 
     schedule: str
     chunks: int = 1
+
+    @property
+    def may_recompute(self) -> bool:
+        """Return whether stages may recompute; where backwards are split it is not known what W would take then."""
+        return self.schedule not in SPLIT_SCHEDULES
+
+    @property
+    def has_own_bound(self) -> bool:
+        """Return whether the bound of stages with one run of layers and whole backwards holds."""
+        return self.chunks == 1 and self.schedule not in SPLIT_SCHEDULES
+
+    def is_short(self, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
+        """Return whether a whole batch is built and replayed in little time."""
+        computations = 2 * num_stages * self.chunks * num_micro_batches * num_slices
+        return computations <= (_MOST_LISTED if self.schedule == "zbv" else _MOST)
+
+    def live_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
+        """Return the most live slices of a long batch, in slices of a whole stage."""
+        deep = num_stages if self.schedule in SPLIT_SCHEDULES else num_stages - stage_id
+        if self.chunks > 1:
+            groups = num_slices if self.schedule == "interleaved" else 1
+            return ((self.chunks + 1) * num_stages * groups + 3 * num_slices) / self.chunks
+        if self.schedule in FILL_DRAIN:
+            return math.inf
+        return deep * num_slices if self.schedule in ("1f1b", "zb-h1") else deep + num_slices - 1
 
 
 UNSLICED = (Shape("1f1b"), Shape("gpipe"))
@@ -50,19 +77,3 @@ def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple
     if schedule is not None:
         return ()
     return tuple(shape for shape in more if chunks in (None, shape.chunks))
-
-
-def is_short(shape: Shape, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
-    """Return whether a whole batch is replayed in little time."""
-    computations = 2 * num_stages * shape.chunks * num_micro_batches * num_slices
-    return computations <= (_MOST_LISTED if shape.schedule == "zbv" else _MOST)
-
-
-def is_extrapolated(shape: Shape) -> bool:
-    """Return whether few micro-batches tell what many take and keep: only then are long batches replayed so."""
-    return shape in (Shape("1f1b"), Shape("seq1f1b"))
-
-
-def has_own_bound(shape: Shape) -> bool:
-    """Return whether the bound of stages with one run of layers and whole backwards holds."""
-    return shape.chunks == 1 and shape.schedule not in SPLIT_SCHEDULES

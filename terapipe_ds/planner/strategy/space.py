@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Cluster, Grid
+from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.shapes import usual_chunks
+from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
 _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
 
@@ -54,6 +55,7 @@ class Space:
                 is_wanted &= pipe * chunks <= self.layers.num_layers and (pipe > 1 or chunks == 1)
                 if not is_wanted or self.global_batch_size % data:
                     continue
+                # where neither axis is 1, the order of the axes decides which ranks share a node
                 axes = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
                 own_batch = self.global_batch_size // data
                 sizes = [rows for rows in _divisors(own_batch) if self.layers.refuse_micro_batch(tensor, rows) is None]
@@ -71,6 +73,7 @@ class Space:
         """Say why there is no candidate, with the nearest question that has one."""
         cluster, batch = self.cluster, self.global_batch_size
         asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {batch}"
+        # tensor ranks that no layer, or no node, can have
         tensor = self.choices.tensor_parallel
         if tensor is not None and (why := self.layers.refuse_tensor(tensor)) is not None:
             fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
@@ -83,6 +86,7 @@ class Space:
                 f"{asked}: tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a "
                 f"node; give {nearest}, the nearest that does"
             )
+        # a batch near this one that has a strategy
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):
                 if (
@@ -93,6 +97,7 @@ class Space:
                         f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
                     )
                     return f"{asked}: {why}; give global_batch_size = {other}, the nearest that works"
+        # another value of one choice
         for name, value in vars(self.choices).items():
             if value is not None and name in _AXES:
                 free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, **{name: None}))

@@ -93,9 +93,9 @@ class BatchInFlight:
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return what decides which kernels run: the schedule, the slices of each micro-batch, whether it is packed."""
-        how, all_ = (self.training, self.schedule.name), [(each.shape, each.plan) for each in self.micro_batches]
-        return frozenset((how, of.rows, of.length, of.starts is not None, plan.lengths) for of, plan in all_)
+        """Return what decides which kernels run, apart from lengths: mode, schedule, and whether rows are packed."""
+        how = self.training, self.schedule.name
+        return frozenset((*how, micro_batch.shape.starts is not None) for micro_batch in self.micro_batches)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return what the shapes of activations depend on: (mode, rows, sequence length, slice length)."""

@@ -39,7 +39,7 @@ from terapipe_ds.runtime.layout.sequence_axis import (
 )
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.layout.topology import refuse_other_models
-from terapipe_ds.runtime.links.formats import problem_of_links, warn_of_links
+from terapipe_ds.runtime.links.compression import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log

@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
-from terapipe_ds.runtime.links.formats import packed_wires
+from terapipe_ds.runtime.links.compression import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile

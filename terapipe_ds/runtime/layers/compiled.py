@@ -10,6 +10,7 @@ A layer that wraps the modules of others names what of it is compiled by `compil
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -117,8 +118,11 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
     """
     from torch._dynamo import config as of_compiler  # seconds, which only those who compile shall wait
 
-    options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, "recompile_limit": _MOST_GRAPHS}
+    limit = {"recompile_limit": _MOST_GRAPHS}
+    has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
+    options: dict[str, Any] = {"backend": backend or DEFAULT_BACKEND, **(limit if has_limit else {})}
     compiled = torch.compile(layer.forward, dynamic=True, **options)
+    settings: dict[str, Any] = {} if has_limit else limit
     traced: set[tuple[bool, bool]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +130,8 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
             return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
         own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
         # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
-        tracing = nullcontext() if case in traced else of_compiler.patch(specialize_float=True)
+        wanted = settings if case in traced else {**settings, "specialize_float": True}
+        tracing = of_compiler.patch(**wanted) if wanted else nullcontext()
         vars(layer)["forward"] = compiled
         try:
             with running_layer(name), tracing:

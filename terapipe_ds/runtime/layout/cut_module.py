@@ -6,9 +6,7 @@ DeepSpeed's own partition methods, and moves layers with the values they have to
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import itertools
 import logging
 from collections import defaultdict
@@ -26,7 +24,7 @@ from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
 
@@ -46,6 +44,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
             `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
+    # a second engine on the same module finds its layers in place
     if isinstance(module, PartedModule):
         there = module.terapipe_layout
         same_cut = layout.bounds in (there.bounds, tuple(module.parts))
@@ -56,21 +55,24 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
                 "partition"
             )
         return parameters
+    # DeepSpeed's own cut is the one that is asked for: nothing moves
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
-        if layout.bounds is not None and torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, as the module is cut already", _shown_cut(module)[0])
+        if layout.bounds is not None:
+            _log_cut(module, "by hand", ", as the module is cut already")
         _tell(module)
         return parameters
+    # its parameters would be those of layers that leave this stage
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TeraPipeConfigError(
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
+    # remember what was here, before the layers of this stage become others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
     method = _method_of(module) if layout.bounds is None else None
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
+    # building layers draws random numbers, which a script without stages would not have drawn
     with random_states_kept():
         module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
         _cut(module, layout, method)
@@ -79,6 +81,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         _build(module, built)
     _move_layers(module, bounds_before, built)
     _tell(module)
+    # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     if layout.has_copies:
@@ -141,6 +144,7 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     """Say what `model_parameters` are on this rank: current | all | trained | either | choice."""
     if listed is None:
         return "current"
+    # the same parameters in another order are still all of them
     ids = {id(each) for each in listed if isinstance(each, Tensor)}
     if len(ids) == len(listed) and ids in _parameter_ids(module):
         return "current"
@@ -162,42 +166,37 @@ def _method_of(module: Any) -> str:
 
 
 def _cut(module: Any, layout: Layout, method: str | None) -> None:
-    """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
-    if layout.bounds is not None:
-        module.parts = list(layout.bounds)
-        if torch_dist.get_rank() == 0:
-            show_log(0)
-            logger.info("partition by hand: %s, instead of partition_method %s", *_shown_cut(module))
-        return
-    bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
+    """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
+    num_stages, num_parts = module.num_stages, layout.num_parts
     if len(module._layer_specs) < num_parts:
         raise TeraPipeConfigError(
             f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
             f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
-    module.num_stages = num_parts
-    try:
-        with contextlib.redirect_stdout(shown):
-            module._partition_layers(method=method)
-        module.parts = [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
-    finally:
-        module.num_stages = num_stages
-    print(shown.getvalue().replace("stage=", "part="), end="")
-    empty = [part for part in range(num_parts) if module.parts[part] == module.parts[part + 1]]
+    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, num_parts)
+    # uneven layers may leave a part with none, which no stage could run
+    empty = [part_id for part_id in range(num_parts) if bounds[part_id] == bounds[part_id + 1]]
     if empty:
-        module.parts = bounds
-        module._set_bounds(bounds[module.stage_id], bounds[module.stage_id + 1])
         raise TeraPipeConfigError(
             f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
+    module.parts = bounds
+    if method is None:
+        stock = getattr(module, PARTITION_METHOD, None) or "of the module"
+        _log_cut(module, "by hand", f", instead of partition_method {stock!r}")
+    else:
+        _log_cut(module, f"by {method!r}")
 
 
-def _shown_cut(module: Any) -> tuple[str, str]:
+def _log_cut(module: Any, by: str, more: str = "") -> None:
+    if torch_dist.get_rank() != 0:
+        return
     parts = ", ".join(
         f"part {i} has layers {a} to {b - 1}" for i, (a, b) in enumerate(itertools.pairwise(module.parts))
     )
-    return f"{module.parts} ({parts})", repr(getattr(module, PARTITION_METHOD, None) or "of the module")
+    show_log(0)
+    logger.info("partition %s: %s (%s)%s", by, module.parts, parts, more)
 
 
 def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
@@ -230,10 +229,12 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
     for layer_id in range(len(module._layer_specs)):
         layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
+    # every rank makes every group, or the others would wait for it
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         made = torch_dist.new_group(ranks, backend="gloo")
         group = made if module.global_rank in ranks else group
     for name, ids in layer_ids.items():
+        # a tied layer may have been built on several stages: the first one sends
         sources = {part_of(bounds_before, i) for i in ids}
         targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
         for target in sorted(targets):

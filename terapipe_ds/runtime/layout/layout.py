@@ -19,7 +19,7 @@ WireEnds = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
+    """Say where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
 
     part_id: int
     chunk_id: int = 0
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement[(stage_id, chunk_id)]`: the part there, as in `Schedule.placement`.
+    """Say with `placement[(stage_id, chunk_id)]` which part is where, as in `Schedule.placement`.
 
     A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
     there the part is saved, and there evaluation runs it.
@@ -57,12 +57,12 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
+        """Return whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
         return all(stage_id == part_id and chunk_id == 0 for (stage_id, chunk_id), part_id in self.placement.items())
 
     @property
     def has_copies(self) -> bool:
-        """Whether parts live at several places."""
+        """Return whether parts live at several places."""
         return self.num_parts < len(self.placement)
 
     def places(self, stage_id: int) -> tuple[Place, ...]:
@@ -80,7 +80,7 @@ class Layout:
 
     @cached_property
     def loss_stage(self) -> int:
-        """The stage that knows the loss of a batch: the owner of the last part."""
+        """Return the stage that knows the loss of a batch: the owner of the last part."""
         return self.owner(self.num_parts - 1)
 
     def stages_with_end(self, first: bool) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Layout:
 
     @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
-        """The stages that draw data."""
+        """Return the stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:
@@ -109,6 +109,7 @@ class Layout:
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
             for source in self.homes(part_id):
+                # a micro-batch stays in its direction, so copies only talk to the copy beside them
                 same = [target for target in targets if target[1] == source[1]] if self.has_copies else []
                 wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
@@ -130,6 +131,7 @@ def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> 
     """Group ways between stages into rounds with at most one way per stage; `ends` gives the stages of a way."""
     rounds: list[list[_Way]] = []
     for way in ways:
+        # a stage in two ways of one round would keep both partners waiting
         apart = (members for members in rounds if all(set(ends(other)).isdisjoint(ends(way)) for other in members))
         members = next(apart, None)
         if members is None:
@@ -153,6 +155,7 @@ def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
         TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
+    # a partition says how many parts there are, and so does the schedule
     if bounds is not None and len(bounds) != layout.num_parts + 1:
         raise TeraPipeConfigError(
             f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule needs "

@@ -20,7 +20,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_grad
 
 @dataclass
 class HeldPart:
-    """The layers of one part on this stage, as `PipelineModule` keeps those of its only part."""
+    """Hold the layers of one part on this stage, as `PipelineModule` holds those of its only part."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class HeldPart:
 
 
 class PartedModule(PipelineModule):
-    """The class of a module that was laid out, in front of its own; `forward` runs one part at a time."""
+    """Run one part at a time: the class that a module gets when it is laid out, in front of its own."""
 
     terapipe_layout: Layout
     held_parts: list[HeldPart]  # by chunk
@@ -46,6 +46,7 @@ class PartedModule(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of the active part for an engine. Any other caller, who would not know which, is refused."""
+        # a caller outside of an engine does not say which of the parts it means
         if active_slice() is None and len(self.held_parts) > 1:
             raise RuntimeError(
                 "the layers of this module are in several parts per stage, and this call does not say which: train and "
@@ -96,6 +97,7 @@ class PartedModule(PipelineModule):
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Write DeepSpeed's file per layer; a part with several places is written at its home."""
         layout = self.terapipe_layout
+        # a part at two places would be written twice, and the copies may differ by rounding
         for here in ((self.stage_id, chunk_id) for chunk_id in self.each_part()):
             if layout.homes(layout.placement[here])[0] == here:
                 super().save_state_dict(*args, **kwargs)

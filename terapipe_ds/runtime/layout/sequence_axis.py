@@ -100,13 +100,16 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
         return SequenceRanks()
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
         return sequence_ranks_of(grid)
+    # ranks of one stage that share the tokens of its slices
     grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
     replicas = _group_of(rank, stages)
+    # ranks of one stage whose gradients add up, over data and sequence
     grid.replicas_group = replicas
     grid.get_sequence_data_parallel_group = lambda: replicas
     grid.get_sequence_data_parallel_world_size = lambda: torch_dist.get_world_size(replicas)
     grid.get_sequence_data_parallel_rank = lambda: torch_dist.get_rank(replicas)
+    # DeepSpeed would take the sequence ranks for owners of other layers
     grid.ds_model_proc_group = grid.get_pipe_parallel_group()
     grid.ds_model_world_size, grid.ds_model_rank = len(grid.pp_group), grid.pp_group.index(rank)
     _leave_out_of_names(topology)

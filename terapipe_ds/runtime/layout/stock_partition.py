@@ -20,17 +20,18 @@ PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it
 
 def guessed_method(module: Any) -> str | None:
     """Return a partition method that cuts a module as it was built."""
+    # nothing noted the method where the module was built before `register`
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
-    return next((m for m in methods if _bounds_by(module, m, len(stock) - 1) == stock), None)
+    return next((m for m in methods if bounds_by(module, m, len(stock) - 1) == stock), None)
 
 
-def _bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
+def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
     """Return the first layer of every part, and the number of layers. DeepSpeed builds layers to count parameters."""
     with _restored(module), random_states_kept():
         module.num_stages = num_parts
         module._partition_layers(method=method)
-        return list(module.parts)
+        return [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
 
 
 @contextlib.contextmanager
@@ -44,6 +45,7 @@ def _restored(module: Any) -> Iterator[None]:
             yield
     finally:
         deepspeed_logger.disabled = disabled
+        # attributes that the module did not have before must not stay
         for name in names:
             vars(module).pop(name, None)
         for name, value in before.items():

@@ -41,6 +41,7 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
             layer = layers.get(name)
             if module.global_rank not in ranks or not isinstance(layer, nn.Module):
                 continue
+            # one of the copies counts in norms and in numbers of parameters
             for parameter in layer.parameters():
                 parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
             # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
@@ -109,6 +110,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
         there = torch.tensor([[*flags, not flags[1]] for flags in here], dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
         for weight, (anywhere, trained, frozen) in zip(weights, there.tolist(), strict=True):
+            # one copy would step and the other would not
             if trained and frozen:
                 raise RuntimeError(
                     f"a parameter of shape {list(weight.shape)} at two places (chimera) is trained at one "
@@ -139,6 +141,7 @@ def take_owners_weights(module: Any) -> None:
             weights = [module._recursive_getattr(comm["module"], attribute).data for attribute in comm["weight_attr"]]
             weights += [buffer.data for buffer in comm["module"].buffers() if name == LOSS]
             by_source.setdefault((id(comm["group"]), source), (comm["group"], []))[1].extend(weights)
+    # few large messages, in one order on all ranks
     for (_, source), (group, weights) in by_source.items():
         broadcast(weights, source, group)
 
@@ -224,6 +227,7 @@ def sum_over_places(
     them. `ranks` are those of the stages, `control` their group on the CPU.
     """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
+    # the loss of a batch is known where its last part ran, in either direction
     if stage_id in stages[1:]:
         on_host = tree_map_only(Tensor, lambda loss: loss.detach().cpu(), list(booked))
         torch_dist.send_object_list(on_host, dst=ranks[layout.loss_stage], group=control)

@@ -13,10 +13,9 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import sizes_of
-from terapipe_ds.planner.cluster import Coordinate
-from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.layout.same_model import require_equal_models
+from terapipe_ds.strategy import Coordinate, Strategy
 
 _BUILD_ON_IT = "build the module with topology=terapipe_ds.topology_of(strategy)"
 

@@ -22,12 +22,18 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.links.buffers import MessageBuffers
 from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, to_host
 from terapipe_ds.schedule.action import SliceKey
 
 Signature = Hashable
+
+NCCL_DTYPES = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
+})  # fmt: skip
+"""What NCCL and every other backend can send. Other dtypes travel as bytes: NCCL lacks bool, int16 and complex ones."""
 
 _TAGS_BY_HOST = 1 << 16  # what is added to the tag of a link for messages in the control group, which announces too
 
@@ -37,8 +43,9 @@ class Wire:
     """The way of the messages of one channel; an engine has its wires from `PipelineGroups.connect`.
 
     `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
-    messages. With `staged` they go by way of the host's memory. `tag` tells this link from others of the same two
-    ranks; backends without tags have a group for each. `wire_format` is that of activations that are packed, or None.
+    messages. With `staged` they go by way of the host's memory. `streamed`: a message is a kernel in a stream of the
+    device, as over NCCL. `tag` tells this link from others of the same two ranks; backends without tags have a group
+    for each. `wire_format` is that of activations that are packed, or None.
     """
 
     peer: int
@@ -47,6 +54,7 @@ class Wire:
     device: torch.device
     name: str
     staged: bool = False
+    streamed: bool = False
     peer_stage_id: int = -1
     tag: int = 0
     wire_format: str | None = None
@@ -65,29 +73,37 @@ class Wire:
 
     def by_host(self) -> Wire:
         """Return the same wire over the control group, where no message makes the device wait for the other end."""
-        return replace(self, group=self.control, staged=True)
+        return replace(self, group=self.control, staged=True, streamed=False)
 
     @property
     def _message_tag(self) -> int:
         return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 
-    def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
-        tensor = tensor.detach().contiguous()
-        tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    def outgoing(self, tensor: torch.Tensor, buffers: MessageBuffers | None = None) -> torch.Tensor:
+        """Return `tensor` as the backend can send it: contiguous, and as bytes where NCCL lacks the dtype."""
+        tensor = tensor.detach()
+        if (
+            self.streamed and buffers is not None
+        ):  # a copy: the allocator must not wait for the message when the layer's output goes
+            tensor = buffers.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        tensor = tensor.contiguous()
+        tensor = tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
         return to_host(tensor) if self.staged else tensor
 
-    def buffer(self, spec: TensorSpec) -> torch.Tensor:
-        """Return memory that the backend can receive such a tensor in."""
-        dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
+    def buffer(self, spec: TensorSpec, buffers: MessageBuffers | None = None) -> torch.Tensor:
+        """Return memory that the backend can receive such a tensor in, of `buffers` where messages are in streams."""
+        whole = spec.dtype in NCCL_DTYPES
+        shape, dtype = (spec.shape, spec.dtype) if whole else ((spec.num_bytes,), torch.uint8)
         if self.staged:
-            return host_buffer(spec.shape, dtype, self.device)
-        return torch.empty(spec.shape, dtype=dtype, device=self.device)
+            return host_buffer(shape, dtype, self.device)
+        if self.streamed and buffers is not None:
+            return buffers.take(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """Return the tensor that came in `buffer`, on the device."""
         buffer = buffer.to(self.device) if self.staged else buffer
-        return buffer.view(torch.bool) if spec.dtype == torch.bool else buffer
+        return buffer if spec.dtype in NCCL_DTYPES else buffer.view(spec.dtype).view(spec.shape)
 
 
 class _Channel:
@@ -95,6 +111,7 @@ class _Channel:
 
     def __init__(self, wire: Wire) -> None:
         self.wire = self._connected = wire
+        self._buffers = MessageBuffers(wire.device)
 
     def go_by_host(self, by_host: bool) -> None:
         """Choose how messages of the batch that begins travel; both ends must choose the same."""
@@ -140,7 +157,7 @@ class SendChannel(_Channel):
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:
             tensors = [packing.pack(tensors)]
-        ready = [self.wire.outgoing(t) for t in tensors]
+        ready = [self.wire.outgoing(t, self._buffers) for t in tensors]
         works = [self.wire.isend(t) for t in ready]
         for work, announcement in self._announcements:
             works.append(work)
@@ -198,14 +215,18 @@ class ReceiveChannel(_Channel):
         self._start_posted()
 
     def _start_posted(self) -> None:
-        """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it."""
-        while self._started < len(self._posted):
+        """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it.
+
+        In streams one receive is at work at a time. A second one could stand before what the peer needs first, where
+        streams share a queue of the device (`simulator/device_queues.py`).
+        """
+        while self._started < (min(1, len(self._posted)) if self.wire.streamed else len(self._posted)):
             posted, wire = self._posted[self._started], self.wire
             spec = posted.spec = self._spec_of(posted.unit)
             if spec is None:
                 return
             packing = posted.packing = wire.packing(spec)
-            posted.buffers = tuple([wire.buffer(of) for of in (packing or spec).tensors])
+            posted.buffers = tuple([wire.buffer(of, self._buffers) for of in (packing or spec).tensors])
             posted.works = tuple([wire.irecv(buffer) for buffer in posted.buffers])
             self._started += 1
 
@@ -227,6 +248,8 @@ class ReceiveChannel(_Channel):
             self.wire.incoming,
             zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),
         )
+        if self.wire.streamed:
+            self._start_posted()  # the next one, now that this one is waited for
         came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 

@@ -10,7 +10,6 @@ stage share a group. Wires that have no stage in common do, which makes two grou
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,21 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
 from terapipe_ds.runtime.layout.sequence_axis import peers_of
 from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.queues import queue_count
 from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
 
-logger = logging.getLogger("terapipe_ds")
+MOST_CTAS = 4
+"""Blocks of a kernel that carries a message. NCCL takes up to 16 of them over NVLink, and each occupies a
+multiprocessor for as long as a receive waits."""
 
 
 class Wires:
     """The wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number over each."""
 
-    def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]]) -> None:
+    def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]], num_queues: int | None = None) -> None:
         self._by_ends = by_ends
+        self.num_queues = num_queues  # of the device with fewest, which streams share; None without streamed wires
 
     def activations(self, ends: WireEnds) -> Wire:
         """Return the wire from the first of the ends to the other."""
@@ -51,7 +55,8 @@ class Wires:
                 if ends in exact
                 else (replace(both[0], wire_format=forward), replace(both[1], wire_format=backward))
                 for ends, both in self._by_ends.items()
-            }
+            },
+            self.num_queues,
         )
 
     @property
@@ -121,8 +126,6 @@ class PipelineGroups:
         NCCL connects two ranks when the first message goes from one to the other in a group, and blocks until both are
         there. In the middle of a batch one could wait on the activations and the other on the gradients.
         """
-        if stage_id == 0:
-            self._warn_of_one_queue(device)
         connected: dict[WireEnds, tuple[Wire, Wire]] = {}
         for ends in sorted(layout.wires(), key=lambda ends: (ends[0] % 2, ends)):
             source, _, target, _ = ends
@@ -135,21 +138,14 @@ class PipelineGroups:
             ):
                 sends, peer, staged = stage_id == sender, self.ranks[peer_id], needs_staging(group, device)
                 name = f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})"
-                both.append(Wire(peer, group, self.control, device, name, staged, peer_id, tag))
+                streamed = torch_dist.get_backend(group) != "gloo" and not staged
+                both.append(Wire(peer, group, self.control, device, name, staged, streamed, peer_id, tag))
                 number = torch.zeros(1, device="cpu" if staged else device)
                 exchange = torch_dist.send if sends else torch_dist.recv
                 exchange(number, peer, group=group, tag=tag)
             connected[ends] = both[0], both[1]
-        return Wires(connected)
-
-    def _warn_of_one_queue(self, device: torch.device) -> None:
-        groups = [group for group, _ in self.by_wire.values()]  # none with one stage, which posts no receives
-        on_device = device.type == "cuda" and groups and not any(needs_staging(group, device) for group in groups)
-        if on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            logger.warning(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue of the device, so computations may wait "
-                "behind receives that are posted ahead; unset it unless tensor parallelism needs it"
-            )
+        is_streamed = any(wire.streamed for both in connected.values() for wire in both)
+        return Wires(connected, min(gather(queue_count(), self.world)) if is_streamed else None)
 
 
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
@@ -166,12 +162,24 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
     pipelines = grid.topology().get_axis_comm_lists("pipe")
     for index, ranks in enumerate(pipelines):
-        groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
+        groups = [(_wire_group(ranks), _wire_group(ranks)) for _ in rounds]
         control = torch_dist.new_group(ranks, backend="gloo")
         by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
         if rank in ranks:
             own = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers, index, len(pipelines))
     return own
+
+
+def _wire_group(ranks: list[int]) -> Any:
+    """Make a group of wires whose kernels start early and occupy few multiprocessors: a receive waits in one."""
+    made = getattr(torch_dist, "ProcessGroupNCCL", None) if torch_dist.get_backend() == "nccl" else None
+    if made is None:
+        return torch_dist.new_group(ranks)
+    options = made.Options()
+    options.is_high_priority_stream = True
+    if "NCCL_MAX_CTAS" not in os.environ:  # a user's number stays
+        options.config.max_ctas = MOST_CTAS
+    return torch_dist.new_group(ranks, pg_options=options)
 
 
 def _keeps_order() -> bool:

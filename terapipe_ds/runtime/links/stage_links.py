@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,9 +18,13 @@ from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
 from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
+
+BATCHES_BY_HOST = 3
+"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, for other lengths as well."""
 
 _Channel = TypeVar("_Channel")
 
@@ -42,9 +48,9 @@ class StageLinks:
     oldest message before it has more of them on a link than the budget of the schedule, with which that is proven to
     run. Between two parts of this stage there is no wire: what one hands on waits here for the other.
 
-    Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host.
-    CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that end
-    only after what this stage is about to run.
+    Where messages wait for their other end on the device, those of the first batches of each kind go by way of the
+    host. CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that
+    end only after what this stage is about to run. With CUDA_MODULE_LOADING=EAGER all kernels are there at the start.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is, and the next ones are received as soon as they come.
@@ -54,7 +60,8 @@ class StageLinks:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
         self._post_on_device = wires.post_on_device
-        self._kinds_run: set[Hashable] = set()
+        self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
+        self._batches_run: Counter[Hashable] = Counter()  # by kind
         self._batch: BatchInFlight | None = None
         # by the identity of a schedule, for as long as that lives
         self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
@@ -93,16 +100,22 @@ class StageLinks:
         """Treat messages as those of `batch` from now on."""
         self._batch = batch
         self._handed.clear()
-        by_host = self._post_on_device and not batch.kinds() <= self._kinds_run
+        by_host = self.goes_by_host(batch)
         for channel in (*self._receiving, *self._sending):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
         key = id(batch.schedule)
         if key not in self._of_schedules:
+            self._queues.check(batch.schedule)
             self._of_schedules[key] = OrderIndex(batch.schedule), budget_of_sends(batch.schedule)
             weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
         self._order_index, self.outstanding_sends = self._of_schedules[key]
+
+    def goes_by_host(self, batch: BatchInFlight) -> bool:
+        """Return whether the messages of `batch` go by way of the host; all stages find the same."""
+        is_new = any(self._batches_run[kind] < BATCHES_BY_HOST for kind in batch.kinds())
+        return self._post_on_device and is_new and os.environ.get("CUDA_MODULE_LOADING") != "EAGER"
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
@@ -112,7 +125,7 @@ class StageLinks:
             with self.waiting(_wait_of_send(sending)):
                 sending.keep_at_most(0)
         if self._batch is not None:
-            self._kinds_run |= self._batch.kinds()
+            self._batches_run.update(self._batch.kinds())
         self._batch = None
 
     def _open(self) -> BatchInFlight:

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
 from terapipe_ds.planner import describe
-from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -31,16 +30,17 @@ from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.planning.apply_recompute import best_with_recompute
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.kept_orders import KeptOrder
-from terapipe_ds.runtime.planning.recompute_choice import best_with_recompute
-from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
-from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
+from terapipe_ds.runtime.planning.schedule_choice import best_without_moving
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import SEARCH, build
 from terapipe_ds.simulator import simulate
+from terapipe_ds.version import __version__
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
@@ -121,7 +121,7 @@ class AutoPlanner:
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> list[PartCosts]:
+    ) -> list[PartMeasured]:
         from tqdm import tqdm
 
         is_first_rank = self._engine.global_rank == 0
@@ -164,12 +164,14 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        cuts = Cuts(engine.module, layout, parts, length, config.offload_activations)
+        is_free = layout.bounds is None  # a partition of the config stays
+        offloads = config.offload_activations
+        cuts = parts.running(engine.module.parts, length, has_other_cuts=is_free, offloads=offloads)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         kept = self._kept_order(length, profile, limit_bytes) if config.schedule == SEARCH else None
         known = None if kept is None else kept.read()
-        costs, more = cuts.costs(layout.num_parts), list[str]()
+        costs, more = cuts.cut(layout.num_parts), list[str]()
         if known is not None and kept is not None:
             choice, lines = known
             lines = [*lines, f"          found before, kept in {kept.path}"]
@@ -310,7 +312,7 @@ def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
     return profile
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int) -> Profile:
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner import ranked_schedules
@@ -17,12 +16,13 @@ from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.planning.apply_recompute import recompute_for
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice
-from terapipe_ds.runtime.planning.recompute_choice import recompute_for
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
+from terapipe_ds.version import __version__
 
 logger = logging.getLogger("terapipe_ds")
 

@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.planner import (
     MemoryLimitError,
-    MemoryModel,
     PlanResult,
     Ranking,
     best_order,
@@ -21,10 +19,9 @@ from terapipe_ds.planner import (
     choose,
     describe_ranking,
     plan_slices,
-    rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts, balanced_bounds
+from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -35,7 +32,7 @@ WORTH_CHANGING = 0.01  # of the time; a smaller difference cannot be measured
 
 
 def best_without_moving(
-    stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[str]]:
     """Return the plan and schedule to run, where `cuts` are of the stage's module, and lines for the log.
 
@@ -50,27 +47,30 @@ def best_without_moving(
         result = _on_layout(stage, cuts, length, limit_bytes)
         return result, _better_partition(stage, cuts, result, limit_bytes)
     # rank every schedule, each on the layout that it needs
-    ranking = cuts.ranking(stage.config, length, stage.engine.micro_batches, limit_bytes)
+    ranking = _ranking(stage, cuts, length, limit_bytes)
     possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
     # run the best of those that leave the layers where they are
     try:
         result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
-        raise _with_other_layout(error, possible, cuts) from None
+        raise _with_other_layout(error, possible, layout, cuts) from None
     if layout.has_copies:
         result = dataclasses.replace(result, extra_s=cuts.both_ways_s(layout.num_parts))
     # recommend what the config could say instead
-    notes = [NOT_TIMED] if not cuts.parts.has_layers else []
-    advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(possible, result, cuts)]
+    notes = [NOT_TIMED] if not cuts.has_layers else []
+    advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(possible, result, layout, cuts)]
     return result, ["", *describe_ranking(ranking), *notes, *advice]
 
 
-def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], cuts: Cuts) -> MemoryLimitError:
-    elsewhere = [one for one in possible if not _leaves(one, cuts.layout)]
+def _with_other_layout(
+    error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout, cuts: MeasuredParts
+) -> MemoryLimitError:
+    elsewhere = [one for one in possible if not _leaves(one, layout)]
     if not elsewhere:
         return error
     best = choose(elsewhere)
-    text = f"{error}. Schedule {best.schedule!r} fits, but needs another layout of the layers: {_to_write(best, cuts)}"
+    keys = _to_write(best, layout, cuts)
+    text = f"{error}. Schedule {best.schedule!r} fits, but needs another layout of the layers: {keys}"
     return MemoryLimitError(text, error.need_bytes, error.stage_id)
 
 
@@ -79,11 +79,11 @@ def _leaves(result: PlanResult, layout: Layout) -> bool:
     return placement_for(result.schedule, layout.num_stages, result.chunks_per_stage) == layout.placement
 
 
-def _to_write(result: PlanResult, cuts: Cuts) -> str:
+def _to_write(result: PlanResult, layout: Layout, cuts: MeasuredParts) -> str:
     """Return the keys of the config that make `result` run; a partition where it has another number of parts."""
     text = f'set "schedule": "{result.schedule}", "chunks_per_stage": {result.chunks_per_stage}'
     num_parts = len(set(placement_for(result.schedule, result.num_stages, result.chunks_per_stage).values()))
-    return text if num_parts == cuts.layout.num_parts else f'{text}, "partition": {cuts.bounds(num_parts)}'
+    return text if num_parts == layout.num_parts else f'{text}, "partition": {cuts.bounds(num_parts)}'
 
 
 def _plain(ranking: Ranking) -> PlanResult:
@@ -91,12 +91,12 @@ def _plain(ranking: Ranking) -> PlanResult:
     return Ranking.of(results, (refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1)).best
 
 
-def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None) -> PlanResult:
     """Return the best plan of the config's schedule, or of all that run on the layout, with the whole budget."""
     layout, config = stage.layout, stage.config
     limits: dict[str, Any] = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
-    costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
+    costs, shape = cuts.cut(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices != "auto" and config.schedule == SEARCH:
         return best_order(
             costs, config.plans_for(length, shape[1]), *shape, chunks_per_stage=layout.chunks_per_stage, **limits
@@ -107,32 +107,34 @@ def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float |
     return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
 
-def _advice(possible: Sequence[PlanResult], result: PlanResult, cuts: Cuts) -> list[str]:
+def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout, cuts: MeasuredParts) -> list[str]:
     """Return what to write in the config to train faster than by `result`, where that is worth it."""
     best = choose(possible) if possible else result
     gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
-    if _leaves(best, cuts.layout) or gain <= WORTH_CHANGING:
+    if _leaves(best, layout) or gain <= WORTH_CHANGING:
         return []
     besides = "" if best.extra_s is not None else ", without the sum of gradients"
     return [
         f"schedule {best.schedule!r} would take {gain:.1%} less time than {result.schedule!r}{besides}, but needs "
-        f"another layout of the layers: {_to_write(best, cuts)} to try it"
+        f"another layout of the layers: {_to_write(best, layout, cuts)} to try it"
     ]
 
 
-def _better_partition(stage: StageToPlan, cuts: Cuts, result: PlanResult, limit_bytes: float | None) -> list[str]:
+def _better_partition(
+    stage: StageToPlan, cuts: MeasuredParts, result: PlanResult, limit_bytes: float | None
+) -> list[str]:
     """Return the `partition` to write in the config to run the same batch faster, where that is worth it.
 
     It evens out the times of the parts. Stages that recompute, or a strategy, would have to change with it.
     """
     config, layout = stage.config, stage.layout
-    if not cuts.parts.has_layers or config.planned is not None or isinstance(config.recompute, tuple):
+    if not cuts.has_layers or config.planned is not None or isinstance(config.recompute, tuple):
         return []
     bounds, now = cuts.balanced(layout.num_parts), cuts.bounds(layout.num_parts)
     if bounds is None or bounds == now or result.total_s <= 0:
         return []
     # replay what runs, with layers cut so
-    schedule, costs = result.build(**config.options_of(result.schedule)), cuts.parts.cut(layout.num_parts, bounds)
+    schedule, costs = result.build(**config.options_of(result.schedule)), cuts.cut(layout.num_parts, bounds)
     timeline = simulate(schedule, result.plans, costs, memory=cuts.memory(layout.num_parts, bounds))
     gain = (result.predicted_s - timeline.makespan_s) / result.total_s
     has_room = limit_bytes is None or max(timeline.peak_bytes or (0,)) <= limit_bytes
@@ -141,63 +143,19 @@ def _better_partition(stage: StageToPlan, cuts: Cuts, result: PlanResult, limit_
     return [f'"partition": {bounds} would take {gain:.1%} less time than {now}: set it to try it']
 
 
-class Cuts:
-    """Give measured costs and memory by the number of parts.
+def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None) -> Ranking:
+    """Return all schedules for sequences of `length` tokens, with the slices of the config, or the planner's.
 
-    The layers of `module` are cut as `layout` says. Another number of parts evens out the times of the parts for
-    sequences of `length` tokens, unless the config gives a partition: the planner keeps to it. `parts` that do not know
-    their layers were measured with the cut of `module`.
+    Raises:
+        TeraPipeConfigError: the slices of the config are not those of `length` tokens.
     """
-
-    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, length: int, offloads: bool = False) -> None:
-        self.layout, self.parts, self.offloads = layout, parts, offloads
-        self._module, self._length = module, length
-
-    def ranking(
-        self, config: TeraPipeConfig, length: int, num_micro_batches: int, limit_bytes: float | None = None
-    ) -> Ranking:
-        """Return all schedules for sequences of `length` tokens, with the slices of `config`, or the planner's.
-
-        Raises:
-            TeraPipeConfigError: the slices of `config` are not those of `length` tokens.
-        """
-        shape = self.layout.num_stages, num_micro_batches
-        limits = {"memory_of": self.memory if self.has_memory else None, "memory_limit_bytes": limit_bytes}
-        options: dict[str, Any] = {"both_ways_s_of": self.both_ways_s, **limits}
-        if config.slices == "auto":
-            return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
-        return rank_given(self.costs, config.plans_for(length, num_micro_batches), *shape, **options)
-
-    def costs(self, num_parts: int) -> list[Any] | None:
-        """Return the costs of so many parts; None where the layers cannot be cut so."""
-        bounds = self.bounds(num_parts)
-        return None if bounds is None else self.parts.cut(num_parts, bounds)
-
-    def memory(self, num_parts: int, bounds: list[int] | None = None) -> MemoryModel | None:
-        """Return the memory of so many parts, between `bounds` if given; None where it or the cut is not known."""
-        bounds = self.bounds(num_parts) if bounds is None else bounds
-        memory = None if bounds is None else self.parts.memory(num_parts, bounds)
-        return memory if memory is None else dataclasses.replace(memory, offloads=self.offloads)
-
-    @property
-    def has_memory(self) -> bool:
-        """Return whether memory was measured."""
-        return self.parts.has_memory
-
-    def both_ways_s(self, num_parts: int) -> float | None:
-        """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""
-        bounds = self.bounds(num_parts)
-        return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
-
-    def bounds(self, num_parts: int) -> list[int] | None:
-        """Return the first layer of every part, and the number of layers; None where they are not cut so."""
-        if num_parts == self.layout.num_parts:
-            return list(self._module.parts if self.parts.has_layers else self.parts.bounds_measured)
-        is_free = self.parts.has_layers and self.layout.bounds is None
-        return self.balanced(num_parts) if is_free else None
-
-    def balanced(self, num_parts: int) -> list[int] | None:
-        """Return the cut whose slowest part is fastest with whole sequences; None for too few layers."""
-        layers, length = [unit.costs for unit in self.parts.units], self._length
-        times_s = [float(layer.forward_s(length, 0) + layer.backward_s(length, 0)) for layer in layers]
-        return balanced_bounds(times_s, num_parts)
+    config, num_micro_batches = stage.config, stage.engine.micro_batches
+    options: dict[str, Any] = {
+        "both_ways_s_of": cuts.both_ways_s,
+        "memory_of": cuts.memory if cuts.has_memory else None,
+        "memory_limit_bytes": limit_bytes,
+    }
+    shape = stage.layout.num_stages, num_micro_batches
+    if config.slices == "auto":
+        return rank_schedules(cuts.cut, length, *shape, config.granularity_for(length), **options)
+    return rank_schedules(cuts.cut, length, *shape, plan=config.plans_for(length, num_micro_batches), **options)

@@ -39,7 +39,7 @@ from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
-from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
@@ -48,6 +48,8 @@ from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""
+
+Measured = tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
@@ -73,7 +75,7 @@ class LinkTimes:
 
 
 @dataclass(frozen=True)
-class PartCosts:
+class PartMeasured:
     """Hold what one rank has measured of one of its parts."""
 
     part_id: int
@@ -91,17 +93,19 @@ def measure_parts(
     shape: MicroBatchShape,
     sequence_length: int,
     progress: Callable[[float], None],
-) -> list[PartCosts]:
+) -> list[PartMeasured]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
     A part that is at several places is measured at its home. `micro_batch` and `shape` are the longest of this
     pipeline, which is stretched if it is too short. `progress` is told the share that is done, between 0 and 1.
     """
     engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
+    # copies of a part cost the same, so its home alone is measured
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         timers = {place: _timer(stage, place, micro_batch, shape.length, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
+    # every part runs the same lengths in the same order, for peers meet inside the layers
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     try:
         with (
@@ -109,16 +113,17 @@ def measure_parts(
             guard_plain_attention(stage.config.attention == "intercept"),
         ):
             specs = _exchange_specs(stage, timers, lengths)
-            measured: list[tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]] = []
+            measured: list[Measured] = []
             for place, timer in timers.items():
                 of_part = stage, place, timer, specs[place.part_id], granularity, peers
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
+    # links come last: nothing else runs beside them, as on a quiet network
     links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
     replica_id = engine.grid.get_data_parallel_rank()
     return [
-        PartCosts(place.part_id, replica_id, times, memory, links[place.part_id], layers)
+        PartMeasured(place.part_id, replica_id, times, memory, links[place.part_id], layers)
         for place, (times, memory, layers) in zip(places, measured, strict=True)
     ]
 
@@ -131,6 +136,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         inputs = own.stretched(length).to(device)
     if place.is_last and micro_batch.labels is not None:
         labels = micro_batch.labels.stretched(length).to(device)
+    # the engine hands over what came by wire, and copies what a part of its own stage made
     comes_by_wire = not place.is_first and stage.layout.owner(place.part_id - 1) != engine.stage_id
     return SliceTimer(
         engine.module,
@@ -158,6 +164,7 @@ def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], leng
     for tokens in lengths:
         for place, timer in sorted(timers.items(), key=lambda item: item[0].part_id):
             part_id = place.part_id
+            # what the part before sends says what this one receives
             if not place.is_first:
                 source = layout.owner(part_id - 1)
                 if source != stage_id:
@@ -181,28 +188,23 @@ def _measure_part(
     granularity: int,
     peers: Peers,
     progress: Callable[[float], None],
-) -> tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]:
+) -> Measured:
     engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
     timer.own_s = engine.own_seconds(
         place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
-    # for costs of another cut: the ranking of all schedules, and readers of the profile's file
-    with_layers = "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None
-    times = time_part(
-        timer,
-        granularity,
-        num_stages=engine.num_stages,
-        num_micro_batches=engine.micro_batches,
-        kinds=kinds_of_part(engine.module, place.is_first, place.is_last) if with_layers else None,
-        peers=peers,
-        trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
-        progress=progress,
-    )
-    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0  # or peers would run more slices
+    times = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
+    # no rank counts bytes alone: its peers would run fewer slices
+    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
     wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
     memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
-    return times, memory, measured_layers(timer, times.layers, memory)
+    # layers are for another cut: the ranking of all schedules, and readers of the profile's file
+    if "auto" not in (config.schedule, config.recompute) and config.planner.cache_dir is None:
+        return times, memory, None
+    kinds = kinds_of_part(engine.module, place.is_first, place.is_last)
+    trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
+    return times, memory, measure_layers(timer, kinds, times.samples, times.own_s, memory, trials)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ def _measure_links(
     times = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
     ways = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
     between_stages = (way for way in ways if way[1][0] != way[1][2])
+    # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):
         peers.barrier()
         for part_id, ends in links:
@@ -228,6 +231,7 @@ def _measure_links(
             outgoing, incoming = both if sends else both[::-1]
             for tokens in chosen:
                 spec = specs[part_id][tokens]
+                # the first trip connects the two ends
                 trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(1 + _LINK_REPEATS)][1:]
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
                 times[part_id if sends else part_id + 1].message_s[tokens] += own_s
@@ -277,12 +281,14 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
 
     Where activations are packed in a `wire_format`, copies of them are on their way: as many as a link may have.
     """
+    # four slices tell what grows with tokens, with the prefix, and not at all
     lengths, length = sorted(specs), timer.sequence_length
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
     of_store = store_rates(timer.store.layers_of(timer.part_id, 0), length)
     rate = middle.kept / tokens
+    # a sequence in one slice keeps its keys and values itself
     if tokens == length:
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)

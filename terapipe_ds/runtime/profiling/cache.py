@@ -28,7 +28,7 @@ from terapipe_ds.costs.profile import (
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.profiling.all_parts import PartCosts
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 
 logger = logging.getLogger("terapipe_ds")
@@ -36,20 +36,22 @@ logger = logging.getLogger("terapipe_ds")
 _Sample = TypeVar("_Sample", CostSample, LinkSample)
 
 
-def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Profile:
+def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | None = None) -> Profile:
     """Return one profile of parts on `num_stages` stages: of tensor-parallel peers the slowest, of replicas the median.
 
     Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the
     median leaves out one that a busy machine disturbs.
     """
-    by_part: dict[int, dict[int, list[PartCosts]]] = {}
+    by_part: dict[int, dict[int, list[PartMeasured]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
         by_part.setdefault(cost.part_id, {}).setdefault(cost.replica_id, []).append(cost)
     parts, links, layers = [], [], []
+    # peers share each slice, replicas share the step
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
         layers.append(_layers_of_part([[rank.layers for rank in peers] for peers in replicas.values()]))
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
+        # a profiler on one rank leaves its bytes unknown, and then nothing can be promised
         is_known = len(memories) == len(ranks)
         memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
@@ -66,13 +68,14 @@ def layers_of_parts(parts: Sequence[Sequence[Sequence[LayerMeasured]] | None]) -
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    of_kind: dict[str, list[LayerMeasured]] = {}
+    of_kind: dict[str, list[LayerProfile]] = {}
     for layer in (layer for part in known for measured in part for layer in measured):
-        of_kind.setdefault(layer.times.kind, []).append(layer)
+        of_kind.setdefault(layer.kind, []).append(layer.profile)
     kinds = list(of_kind)
-    kind_of = [kinds.index(layer.times.kind) for part in known for layer in part[0]]
+    kind_of = [kinds.index(layer.kind) for part in known for layer in part[0]]
     bounds = itertools.accumulate((len(part[0]) for part in known), initial=0)
-    return LayerProfiles(tuple(map(_one_kind, of_kind.values())), tuple(kind_of), tuple(bounds))
+    medians = [dataclasses.replace(_joined(same, statistics.median), memory=_memory(same)) for same in of_kind.values()]
+    return LayerProfiles(tuple(medians), tuple(kind_of), tuple(bounds))
 
 
 def _layers_of_part(
@@ -84,28 +87,32 @@ def _layers_of_part(
         known = [layers for layers in peers if layers is not None]
         if len(known) < len(peers):
             return None
-        slowest.append(tuple(_slowest(same) for same in zip(*known, strict=True)))
+        alike = [list(same) for same in zip(*known, strict=True)]
+        slowest.append(
+            tuple(LayerMeasured(same[0].kind, _joined([each.profile for each in same], max)) for same in alike)
+        )
     return slowest
 
 
-def _slowest(peers: Sequence[LayerMeasured]) -> LayerMeasured:
-    samples = tuple(_one(same, max) for same in zip(*(layer.times.samples for layer in peers), strict=True))
-    return dataclasses.replace(peers[0], times=dataclasses.replace(peers[0].times, samples=samples))
+def _joined(layers: Sequence[LayerProfile], how: Callable[[Iterable[float]], float]) -> LayerProfile:
+    """Return the first layer, with the times of all."""
+    samples = tuple(_one(same, how) for same in zip(*(layer.samples for layer in layers), strict=True))
+    return dataclasses.replace(layers[0], samples=samples)
 
 
-def _one_kind(layers: Sequence[LayerMeasured]) -> LayerProfile:
-    first = layers[0]
-    samples = [_one(same, statistics.median) for same in zip(*(each.times.samples for each in layers), strict=True)]
-    known = [each.memory for each in layers if each.memory is not None]
-    memory = None
-    if len(known) == len(layers):
-        values = {name: [numbers[name] for numbers in known] for name in known[0]}
-        memory = {name: None if None in each else statistics.median(each) for name, each in values.items()}
-    sizes = first.times.parameters, first.times.trained
-    return LayerProfile(tuple(samples), *sizes, first.output_bytes_per_token, memory)
+def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
+    """Return the medians of the memory of equal layers; None where some layer has none."""
+    known = [layer.memory for layer in layers if layer.memory is not None]
+    if len(known) < len(layers):
+        return None
+    values = {name: [numbers[name] for numbers in known] for name in known[0]}
+    return {
+        name: None if None in each else statistics.median(number for number in each if number is not None)
+        for name, each in values.items()
+    }
 
 
-def _overheads(ranks: Sequence[PartCosts]) -> tuple[Overhead, ...]:
+def _overheads(ranks: Sequence[PartMeasured]) -> tuple[Overhead, ...]:
     """Return what of the part's samples is not its layers': the engine's time, and messages; medians of ranks."""
     points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
     return tuple(
@@ -117,12 +124,12 @@ def _overheads(ranks: Sequence[PartCosts]) -> tuple[Overhead, ...]:
 
 def memory_of(profile: Profile) -> MemoryModel | None:
     """Return the memory figures that were measured with the times; None where some part has none."""
-    figures: list[dict[str, Any]] = [part.memory for part in profile.parts if part.memory is not None]
-    known = len(figures) == len(profile.parts)
-    return MemoryModel.measured(PartMemory(**numbers) for numbers in figures) if known else None
+    figures = [PartMemory.of(part.memory) for part in profile.parts]
+    known = [memory for memory in figures if memory is not None]
+    return MemoryModel.measured(known) if len(known) == len(figures) else None
 
 
-def _with_messages(costs: PartCosts) -> list[CostSample]:
+def _with_messages(costs: PartMeasured) -> list[CostSample]:
     """Add to each sample what its messages take of the stage's own time; F and B have as many messages."""
     tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
     samples = []
@@ -143,6 +150,7 @@ def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _S
     of_slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
     names = ("send_s",) if isinstance(same[0], LinkSample) else of_slices
     numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    # what one rank did not split, no rank can plan to split
     weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
     if len(weights) == len(same):
         numbers["weight_s"] = min(how(weights), numbers["backward_s"])
@@ -154,6 +162,7 @@ def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSa
 
     The last part sends gradients only, and a part whose next part is on the same stage has no link either.
     """
+    # a planner may put the parts elsewhere, where every part has a link
     measured = sorted({link.part_id or 0 for link in links})
     filled = []
     for part_id in range(num_parts) if measured else ():
@@ -172,6 +181,7 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
     """Return the profile that is kept, or None. A file that cannot be used is measured again, with a warning."""
     if path is None or not os.path.exists(path):  # Path.exists raises where a folder may not be searched
         return None
+    # a file of another run, or half a file, costs a measurement and no job
     try:
         profile = Profile.load(path)
         profile.require(key)

@@ -46,6 +46,7 @@ def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list
     Numbers among the arguments of a layer do not count where they are given by position: most layers have theirs there.
     The first layer of the model has inputs without gradients, and the last one has the loss in its times.
     """
+    # most layers have their own number among the arguments
     described = describe_part(module).one_by_one
     layers = [[kind, [a for a in arguments if not a.isdigit()], *more] for kind, arguments, *more in described]
     ends = [(is_first and index == 0, is_last and index == len(layers) - 1) for index in range(len(layers))]
@@ -72,9 +73,11 @@ def profile_key(
         slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
             repeat other work, which their arguments need not say.
     """
+    # a part may have functions alone
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
     multiple = made_of[-1:] if slice_length_multiple > 1 else []
+    # parts that recompute take other times than parts that do not
     intervals = [part.together[2] for part in parts]  # those of parts differ where some stages recompute
     alike = len(set(intervals)) <= 1
     of_layers = [part.together[2] for part in parts for _ in part.one_by_one]

@@ -50,6 +50,7 @@ class LayerByLayer:
         """
         seconds = []
         for forward_s in reversed(self._forward_s):
+            # the gradient of the leaf is that of the tensor which the layer before made
             pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
             pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
             with around():

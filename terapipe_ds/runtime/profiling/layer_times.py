@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.costs.profile import CostSample, LayerProfile
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
@@ -36,28 +36,22 @@ _WITHOUT = (
 
 
 @dataclass(frozen=True)
-class LayerTimes:
-    """Hold the seconds of one layer on one rank."""
+class LayerMeasured:
+    """Hold one layer as one rank measured it."""
 
     kind: str  # layers of the same kind take the same
-    samples: tuple[CostSample, ...]
-    parameters: int
-    trained: int
+    profile: LayerProfile
 
 
-@dataclass(frozen=True)
-class LayerMeasured:
-    """Hold one layer: its times, what it hands on, and its memory where the part's is known."""
-
-    times: LayerTimes
-    output_bytes_per_token: float
-    memory: dict[str, Any] | None
-
-
-def time_layers(
-    timer: SliceTimer, kinds: Sequence[str], of_part: Sequence[CostSample], own_s: Both, trials: Trials | None = None
-) -> tuple[LayerTimes, ...] | None:
-    """Return what the layers of a part take at the points of its samples.
+def measure_layers(
+    timer: SliceTimer,
+    kinds: Sequence[str],
+    of_part: Sequence[CostSample],
+    own_s: Both,
+    memory: PartMemory | None = None,
+    trials: Trials | None = None,
+) -> tuple[LayerMeasured, ...] | None:
+    """Return what the layers of a part take at the points of its samples, and their share of its `memory`.
 
     A part that trains as a whole may fail layer by layer. It then only gives a warning, None and an empty store. With
     `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
@@ -69,6 +63,7 @@ def time_layers(
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
     """
+    # twice, because other programs disturb some of the looks at the clock
     functions: Any = timer.module.forward_funcs
     runs = []
     for _ in range(_RUNS):
@@ -80,11 +75,21 @@ def time_layers(
         runs.append(seconds)
     if not functions:
         return None
+    # looks between layers cost time, so the layers are scaled to their part
     scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs], own_s) for sample in of_part]
-    return tuple(
-        LayerTimes(kind, tuple(of_layers[index] for of_layers in scaled), *parameters_of_layer(function))
-        for index, (kind, function) in enumerate(zip(kinds, functions, strict=True))
-    )
+    # the bytes come from one more slice, of a middle length
+    lengths = sorted({sample.tokens for sample in of_part})
+    tokens = lengths[len(lengths) // 2]
+    kept = timer.layer_bytes(tokens, with_memory=memory is not None)
+    counts = [parameters_of_layer(function) for function in functions]
+    memories = [None] * len(kept) if memory is None else shares_of_memory(memory, kept, counts)
+    layers = []
+    for index, (kind, seen) in enumerate(zip(kinds, kept, strict=True)):
+        samples = tuple(of_layers[index] for of_layers in scaled)
+        profile = LayerProfile(samples, *counts[index], seen.sent / tokens, memories[index])
+        # layers that see through other windows are of other kinds, which their arguments need not say
+        layers.append(LayerMeasured(f"{kind}{seen.windows}", profile))
+    return tuple(layers)
 
 
 @dataclass(frozen=True)
@@ -136,48 +141,21 @@ def _shares(values: Sequence[float]) -> list[float]:
     return [value / total if total > 0 else 1 / len(values) for value in values]
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def measured_layers(
-    timer: SliceTimer, layers: Sequence[LayerTimes] | None, memory: PartMemory | None
-) -> tuple[LayerMeasured, ...] | None:
-    """Return what is known of each layer of a part; the bytes come from one more slice, of a middle length."""
-    if layers is None:
-        return None
-    lengths = sorted({sample.tokens for sample in layers[0].samples})
-    tokens = lengths[len(lengths) // 2]
-    kept = timer.layer_bytes(tokens, with_memory=memory is not None)
-    memories = [None] * len(kept) if memory is None else memory_of_layers(memory, kept, layers)
-    rows = zip(layers, kept, memories, strict=True)
-    return tuple(
-        # layers that see through other windows are of other kinds, which their arguments need not say
-        LayerMeasured(dataclasses.replace(layer, kind=f"{layer.kind}{each.windows}"), each.sent / tokens, of_layer)
-        for layer, each, of_layer in rows
-    )
-
-
-def memory_of_layers(
-    whole: PartMemory, kept: Sequence[LayerKept], layers: Sequence[LayerTimes]
-) -> list[dict[str, Any] | None]:
-    """Return the memory of each layer, which together is that of the part.
+def shares_of_memory(
+    whole: PartMemory, kept: Sequence[LayerKept], counts: Sequence[tuple[int, int]]
+) -> list[dict[str, float | None]]:
+    """Return the memory of each layer, which together is that of the part; `counts` are of its parameters.
 
     What is always there goes by parameters, what slices keep by what each layer was seen to keep. The working bytes are
     the most of any layer, so that each has those of the part.
     """
-    by = {
-        "static_bytes": _shares([layer.parameters for layer in layers]),
-        "gradient_bytes": _shares([layer.trained for layer in layers]),
-        "weight_bytes_per_token": _shares([layer.trained for layer in layers]),
-    }
+    by_parameters, by_trained = (_shares([count[which] for count in counts]) for which in (0, 1))
+    by = {"static_bytes": by_parameters, "gradient_bytes": by_trained, "weight_bytes_per_token": by_trained}
     by_stored, by_kept = _shares([layer.stored for layer in kept]), _shares([layer.kept for layer in kept])
-    memories: list[dict[str, Any] | None] = []
-    for index in range(len(layers)):
-        numbers: dict[str, Any] = {}
-        for name, value in vars(whole).items():
-            if value is None or name == "window_tokens" or name.startswith("working"):
-                numbers[name] = value
-            else:
-                numbers[name] = value * by.get(name, by_stored if "store" in name else by_kept)[index]
-        memories.append(numbers)
+    memories: list[dict[str, float | None]] = [{} for _ in kept]
+    for name, value in vars(whole).items():
+        is_largest = name == "window_tokens" or name.startswith("working")
+        shares = by.get(name, by_stored if "store" in name else by_kept)
+        for numbers, share in zip(memories, shares, strict=True):
+            numbers[name] = value if value is None or is_largest else share * value
     return memories

@@ -38,6 +38,7 @@ class MemoryPeak:
     def __enter__(self) -> MemoryPeak:
         if not self.is_available():
             raise RuntimeError("tensor bytes cannot be recorded: end the profiler that runs, or use a tested torch")
+        # an accelerator's allocator counts by itself
         if (allocator := _allocator()) is not None:
             allocator.reset_peak_memory_stats()
             self._before = int(allocator.memory_allocated())
@@ -52,6 +53,7 @@ class MemoryPeak:
             self.grown_bytes = int(allocator.max_memory_allocated()) - self._before
             self.left_bytes = int(allocator.memory_allocated()) - self._before
             return
+        # each event says how many bytes came or went; their running total has the peak
         threads = torch.autograd._disable_profiler_legacy()
         changes = (e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc")
         totals = [0, *itertools.accumulate(changes)]

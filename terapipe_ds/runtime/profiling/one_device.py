@@ -5,7 +5,6 @@ Parts with the same layers are measured once. There are no links on one device, 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.cache import layers_of_parts
-from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, kinds_of_part, profile_key
-from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measured_layers
+from terapipe_ds.runtime.profiling.key import describe_part, kinds_of_part, profile_key
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.rounds import PartTimes, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
@@ -63,32 +62,33 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     `progress` is told the part that is measured, and the share of it that is done; `warn` where numbers vary too much.
     """
     init_single_process()
+    # the same cut as in training, where no config gives one
     bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
     specs: dict[int, MessageSpec] = {}
-    known: dict[str, Measured] = {}
+    known: dict[tuple[str, ...], Measured] = {}  # by the kinds of layers: equal parts cost the same
     parts, described, measured = [], [], []
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
         described.append(describe_part(module))
+        # each part receives what the part before it has sent
         timer = _timer(job, module, part_id)
         with untouched(module), guard_plain_attention(intercept=True):
             for tokens in lengths:
                 if part_id:
                     timer.receive(tokens, specs[tokens])
                 specs[tokens] = timer.output_spec(tokens)
-            same = _alike(described[-1], part_id, job.num_stages)
-            if same not in known:
+            kinds = tuple(kinds_of_part(module, part_id == 0, part_id == job.num_stages - 1))
+            if kinds not in known:
                 steps = job.num_stages, job.num_micro_batches
-                kinds = kinds_of_part(module, part_id == 0, part_id == job.num_stages - 1)
-                options: dict[str, Any] = {"kinds": kinds, "progress": partial(progress, part_id)}
-                times = time_part(timer, job.granularity_tokens, *steps, **options)
-                known[same] = times, measured_layers(timer, times.layers, None)
+                times = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
+                known[kinds] = times, measure_layers(timer, kinds, times.samples, times.own_s)
                 if times.warning is not None:
                     warn(f"part {part_id}: {times.warning}")
-        parts.append(PartProfile(part_id, known[same][0].samples))
-        measured.append(known[same][1])
+        parts.append(PartProfile(part_id, known[kinds][0].samples))
+        measured.append(known[kinds][1])
+    # the key says for which runs these numbers are good
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
     return Profile(
@@ -138,10 +138,3 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
         loss_fn=job.loss_fn,
         weights=accumulate_in_products(module, None),
     )
-
-
-def _alike(described: LayersOfPart, part_id: int, num_stages: int) -> str:
-    """Return the same text for parts that cost the same: their layers without the number that each of them has."""
-    made_of, parameters, interval = described.together
-    unnumbered = [[kind, [a for a in arguments if not a.isdigit()], kwargs] for kind, arguments, kwargs in made_of]
-    return json.dumps([unnumbered, parameters, interval, part_id == 0, part_id == num_stages - 1])

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.costs.profile import CostSample
-from terapipe_ds.runtime.failures.trials import Trials
-from terapipe_ds.runtime.profiling.layer_times import LayerTimes, time_layers
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
 
 Point = tuple[int, int]
@@ -63,7 +61,6 @@ class PartTimes:
     """Hold the seconds of one part on one rank."""
 
     samples: tuple[CostSample, ...]
-    layers: tuple[LayerTimes, ...] | None = None  # None: layers were not timed one by one
     own_s: tuple[float, float] = (0.0, 0.0)  # of the samples, what is the engine's: of an F and of a B
     warning: str | None = None  # None: the numbers vary little
 
@@ -74,29 +71,25 @@ def time_part(
     num_stages: int,
     num_micro_batches: int,
     *,
-    kinds: Sequence[str] | None = None,
     peers: Peers = ALONE,
-    trials: Trials | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> PartTimes:
-    """Measure everything about one part that takes seconds; a collective over `peers`.
+    """Measure the seconds of one part; a collective over `peers`.
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        kinds: of the layers, which are then timed one by one as well.
-        trials: of the tensor-parallel peers, see `time_layers`.
         progress: told the share that is done, between 0 and 1.
     """
     length = timer.sequence_length
     points = grid(length, granularity_tokens)
+    # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
     rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
     samples = rounds.samples(weights(timer, lengths, peers) if timer.can_split else None)
     own_s = (0.0, 0.0) if processor_clock() is None else timer.own_s  # beside a device it hardly adds
-    layers = None if kinds is None else time_layers(timer, kinds, samples, own_s, trials)
     # a clock other than the wall's is for machines that are busy with the other stages
-    return PartTimes(samples, layers, own_s, noise_warning(samples) if timer.clock is None else None)
+    return PartTimes(samples, own_s, noise_warning(samples) if timer.clock is None else None)
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
@@ -113,6 +106,7 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
     candidates = [tokens for tokens in lengths if 2 * tokens <= sequence_length]
     stride = max(1, -(-len(candidates) // _PREFIX_SIZES))
     contexts = []
+    # prefixes from large slices to small ones, as evenly as their number allows
     for tokens in candidates[::-stride]:
         contexts.append((tokens, sequence_length - tokens))
         if (sequence_length - tokens) // 2 >= tokens:
@@ -129,6 +123,7 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
     for point in sorted(points, reverse=True):
         repeats = max(1, min(_SMALL_TOKENS, sequence_length) // point[0])
         needed = repeats * point[0]
+        # slices of a group are live together, and no more than a sequence fits in memory
         if needed > room:
             groups.append([])
             room = sequence_length
@@ -162,6 +157,7 @@ class Rounds:
             seconds, kept = timer.forward(*point)
             self._note(self.forwards, point, seconds, begin_s)
             live.append((point, kept))
+        # backwards in reverse, as in training
         while live:
             point, kept = live.pop()
             peers.barrier()
@@ -201,6 +197,7 @@ def measure(
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
     warm, whole = Rounds(), (sequence_length, 0)
+    # all ranks take as many rounds as the slowest can afford
     for _ in range(2):  # once to warm up, and once to know what a step takes
         warm.run(timer, [whole], peers)
     limit_s = limit_steps * peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
@@ -233,6 +230,7 @@ def undisturbed(runs: Sequence[Taken]) -> list[float]:
 
     Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
+    # a peer inside the layers is waited for in every run, and disturbs none
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
 

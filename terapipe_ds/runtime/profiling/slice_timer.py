@@ -114,6 +114,7 @@ class SliceTimer:
         """
         active = self._active(tokens, prefix)
         functions: Any = self.module.forward_funcs
+        # each layer has a graph of its own, so that its backward can be timed alone
         layers = LayerByLayer(functions, self.now_s)
         live = self._forward(active, layers)
         begin_s = self.now_s()
@@ -121,6 +122,7 @@ class SliceTimer:
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
+        # DeepSpeed runs a checkpointed layer again inside its backward
         again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
         found = [(f, b + f if again else b) for f, b in seconds]
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
@@ -135,23 +137,16 @@ class SliceTimer:
             self.weights.compute(key, nullcontext)
             seconds.append(self.now_s() - begin_s)
 
-        active = self._active(tokens, 0)
-        key = active.part_id, active.micro_batch_id, active.slice_id
-        self.weights.open_batch([key])
-        try:
-            live = self._forward(active, layers)
-            with self.weights.deferred(key):
-                self.issue_backward(live)  # of the loss alone: the layers have graphs of their own
-            self.weights.compute(key, nullcontext)
-            with push_slice(active):
+        with self._split_backward(tokens, layers) as key:
+            self.weights.compute(key, nullcontext)  # of the loss alone: the layers have graphs of their own
+            with push_slice(self._active(tokens, 0)):
                 layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
-        finally:
-            self.weights.open_batch(())
         return seconds[::-1]
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
         if self.clock is not None:
             return self.clock() - begin_s + own_s
+        # a device works while the host prepares the next call: the longer of the two counts
         called_s = time.perf_counter() - begin_s
         return max(_now_s() - begin_s, called_s + own_s)
 
@@ -170,6 +165,7 @@ class SliceTimer:
         Keys, values and messages do not count, but the input that stays until B does.
         """
         self.backward(self.forward(tokens, prefix)[1])  # buffers of the store are taken
+        # what is left after F is what the slice keeps
         with MemoryPeak() as forward:
             _, live = self.forward(tokens, prefix)
         with MemoryPeak() as backward:
@@ -234,13 +230,13 @@ class SliceTimer:
         return spec
 
     @contextmanager
-    def _split_backward(self, tokens: int) -> Iterator[Key]:
+    def _split_backward(self, tokens: int, layers: LayerByLayer | None = None) -> Iterator[Key]:
         """Run F, and a B that leaves weight gradients to W, as where the schedule splits backwards."""
         active = self._active(tokens, 0)
         key = active.part_id, active.micro_batch_id, active.slice_id
         self.weights.open_batch([key])
         try:
-            live = self._forward(active)
+            live = self._forward(active, layers)
             with self.weights.deferred(key):
                 self.issue_backward(live)
             yield key
@@ -249,6 +245,7 @@ class SliceTimer:
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         span, length = (prefix, prefix + tokens), self.sequence_length
+        # a probe writes keys and values like any slice, and nobody trusts them
         whole = ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
         return self.sequence.part_of(whole)
 

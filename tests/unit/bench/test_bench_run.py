@@ -398,8 +398,6 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--model", "tiny", "--hidden", "64"], "--hidden does not go with --model, which has its own: leave it out"),
     (["--device", "tpu"], "--device tpu: give 'cpu' or 'cuda'"),
     (["--device", "cuda"], "need 2 CUDA devices"),
-    (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
-    (["--check-replay", "--device", "cuda"], "replays take the CPU time"),
     (["--share-device"], "--device cpu has no device to share; give --device cuda and --stages 2 or more"),
     (["--share-device", "--device", "cuda", "--stages", "1"], "one stage shares with no other"),
     (["--share-device", "--device", "cuda"], "need 2 CUDA devices, here are 0; use the cpu"),
@@ -432,11 +430,3 @@ def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sends from the device itself" in (job.problem(1, 8) or "")
     assert job.problem(2, 1) is None and job.problem(3, 1) is None
     assert "9999 slices are more than" in (job.problem(4, 1) or "")
-
-
-def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"accumulation": 1, "label": "x", "replayed_s": 1.0, "step_s": 1.04}
-    command._check_replay({"runs": [row, {"error": "not run"}]})
-    assert "-3.8%" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"9.1% off"):
-        command._check_replay({"runs": [{**row, "step_s": 1.1}]})

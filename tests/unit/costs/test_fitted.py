@@ -49,7 +49,7 @@ def test_the_form_of_the_paper_is_found_exactly() -> None:
     for i, j in [(64, 640), (128, 1), (512, 1000), (2048, 0), (1024, 512)]:
         assert model.forward_s(i, j) == pytest.approx(BASE[i] + context(FORWARD, i, j), rel=1e-7)
         assert model.backward_s(i, j) == pytest.approx(2 * BASE[i] + context(BACKWARD, i, j), rel=1e-7)
-    assert max(model.forward_errors.held_out) < 1e-7
+    assert max(model.errors("forward").held_out) < 1e-7
 
 
 def test_between_and_below_the_measured_points() -> None:
@@ -94,13 +94,13 @@ def test_left_out_means_left_out() -> None:
     wild = data[-1]
     data[-1] = CostSample(wild.tokens, wild.prefix, 2 * wild.forward_s, wild.backward_s)
     model = CostModel(data)
-    assert model.forward_errors.held_out[-1] == pytest.approx(0.5, rel=1e-6)
-    assert model.forward_errors.in_sample[-1] < 0.45  # the fit leans to it
-    assert max(model.backward_errors.held_out) < 1e-6
+    assert model.errors("forward").held_out[-1] == pytest.approx(0.5, rel=1e-6)
+    assert model.errors("forward").in_sample[-1] < 0.45  # the fit leans to it
+    assert max(model.errors("backward").held_out) < 1e-6
     # interior base points, by hand: 128, of which no other sample depends here, lies between 64 and 256
     without = CostModel(samples([(i, j) for i, j in GRID if i != 128]))
     expected = abs((1.0e-3 + (1.7e-3 - 1.0e-3) / 3 - BEND * 64 * 128) / 1.02e-3 - 1)
-    assert without.forward_errors.held_out_base[0] == pytest.approx(expected, rel=1e-6)
+    assert without.errors("forward").held_out_base[0] == pytest.approx(expected, rel=1e-6)
     assert "part 0, forward: fitted max" in model.report and "left out of the fit max 50.00%" in model.report
 
 
@@ -260,7 +260,7 @@ def test_costs_that_end_to_grow_where_the_window_ends(window: int, share: float)
     (model,) = CostModel.from_profile(profile)
     for i, j in [(192, 64), (192, 640), (96, 1900), (700, 500), (1000, 0)]:
         assert model.forward_s(i, j) == pytest.approx(part.forward_s(i, j), rel=1e-9)
-    assert max(model.forward_errors.in_sample) < 1e-9 < 1e-4 < max(CostModel(measured).forward_errors.in_sample)
+    assert max(model.errors("forward").in_sample) < 1e-9 < 1e-4 < max(CostModel(measured).errors("forward").in_sample)
 
     def seconds(plan: SlicePlan) -> float:
         return float(simulate(build("seq1f1b", stages, 1, plan.num_slices), plan, [part] * stages).makespan_s)

@@ -20,8 +20,6 @@ from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
 
-GIB = 2**30
-
 
 def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
     return [line for line in look(Check("the check", check)) if name in line.name]
@@ -120,14 +118,13 @@ def test_a_driver_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_old_and_new_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("deepspeed")
-    cards = [("Tesla V100", 16, 7, 0), ("NVIDIA H200", 140, 9, 0)]
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    properties = [SimpleNamespace(name=n, total_memory=g * GIB, major=a, minor=b) for n, g, a, b in cards]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
-    old, new = found(machine.devices)
-    assert (old.verdict, old.found) == ("note", "Tesla V100, 16 GiB, compute capability 7.0") and "fp16" in old.fix
-    assert (new.verdict, new.found) == ("ok", "NVIDIA H200, 140 GiB, compute capability 9.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (7, 0)][index])
+    verdict, text, fix = one(machine.devices)
+    assert (verdict, text) == ("note", "2 of CUDA") and "train in fp16 on device 1" in fix
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert one(machine.devices)[0] == "ok"
 
 
 def test_the_kernel_and_why_not_a_better_one() -> None:
@@ -154,18 +151,6 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line.verdict for line in found(machine.limits)} == {"ok"}
 
 
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def space(free: int) -> Any:
-        return lambda path: SimpleNamespace(f_blocks=2 * free, f_bavail=free, f_frsize=1)
-
-    monkeypatch.setattr(os, "statvfs", space(64 * 2**20))  # what docker gives
-    verdict, text, fix = one(machine.shared_memory)
-    assert (verdict, text) == ("warning", "0.06 GiB free of 0.12 GiB") and "--shm-size" in fix
-    monkeypatch.setattr(os, "statvfs", space(8 * GIB))
-    assert one(machine.shared_memory)[0] == "ok"
-    assert one(lambda: machine.shared_memory(str(tmp_path / "none")))[0] == "warning"
-
-
 def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
@@ -186,10 +171,10 @@ def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_could_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    verdict, text, fix = one(machine.ops)
+    verdict, text, fix = one(machine.builds)
     assert verdict == "warning" and "needs ninja and c++" in text and "torch_adam" in fix
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    assert one(machine.ops)[0] == "ok"
+    assert found(machine.builds, "ops") == []
 
 
 # --- a config
@@ -263,7 +248,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["doctor", "--stages", "2", "--data", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "  ok       a                    fine" in said and "  note     b                    6" in said
-    assert said[said.index("  note     b                    6") + 1].strip() == "-> do" and said[-1] == "1 ok, 1 note"
+    assert said[said.index("  note     b                    6") + 1].strip() == "-> do" and said[-2] == "1 ok, 1 note"
     (tmp_path / "ds.json").write_text('{"terapipe": {"enabled": true, "slices": -1}}')
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--json", "--config", str(tmp_path / "ds.json")])
@@ -282,7 +267,7 @@ def test_the_real_command_here() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     names = {check["name"]: check["verdict"] for check in report["checks"]}
-    assert names["torch"] in ("ok", "warning") and names["overrides"] == names["messages"] == "ok"
+    assert names["torch"] in ("ok", "warning") and names["overrides"] == "ok"
     assert "fail" not in names.values()
 
 

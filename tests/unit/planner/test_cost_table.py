@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from planner_cases import LinkCosts, TableCosts, random_costs
 
-from terapipe_ds.planner import PlannerError, solve
+from studies.slice_program import solve
+from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.slice_program.cost_table import tabulate
 
 

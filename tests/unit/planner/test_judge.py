@@ -1,9 +1,6 @@
-"""Scores, bounds and bytes of single plans, against replays of the whole schedule."""
+"""Scores and bounds of single plans, against replays of the whole schedule."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +8,6 @@ from hypothesis import strategies as st
 from planner_cases import split_parts
 from test_search import SCHEDULES, SPLIT
 
-from terapipe_ds.planner import MemoryModel, PartMemory
 from terapipe_ds.planner.search.bounds import searches
 from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.judge import Judge
@@ -23,18 +19,11 @@ NAMES = st.sampled_from([*SCHEDULES, *SPLIT])
 LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 
 
-def judge_of(
-    schedule: str, seed: int, num_stages: int, num_micro_batches: int, length: int, **options: object
-) -> Judge:
-    parts = cache_parts(split_parts(seed, num_stages), num_stages, length, 1)
-    memory: Any = options
-    return Judge(Pipeline(parts, length, 1, num_micro_batches, num_stages, **memory), schedule)
-
-
 @given(NAMES, st.integers(0, 99), st.integers(1, 5), st.integers(1, 5), LENGTHS)
 def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches: int, lengths: list[int]) -> None:
     """A plan's seconds are those of the replay, and neither its own bound nor that of all plans is above them."""
-    judge = judge_of(schedule, seed, stages, micro_batches, sum(lengths))
+    parts = cache_parts(split_parts(seed, stages), stages, sum(lengths), 1)
+    judge = Judge(Pipeline(parts, sum(lengths), 1, micro_batches, stages), schedule)
     plan = judge.pipeline.plan(tuple(lengths))
     seconds = Replay(build(schedule, stages, micro_batches, len(lengths))).makespan(plan, split_parts(seed, stages))
     assert judge.seconds(tuple(lengths)) == pytest.approx(seconds, rel=1e-9)
@@ -42,14 +31,3 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     if schedule in SCHEDULES:  # that of all plans holds where backwards are whole
         assert searches(judge.pipeline.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
     assert plan.lengths == tuple(lengths)
-
-
-@given(NAMES, st.integers(1, 6), st.integers(1, 20), LENGTHS)
-def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches: int, lengths: list[int]) -> None:
-    part = PartMemory(1000, 11, 3, 7, 5, 2, 1, weight_bytes_per_token=8, carried_bytes_per_slice=13)
-    part = dataclasses.replace(part, working_sent_bytes_per_token=9)
-    memory = MemoryModel.measured([part] * stages)
-    judge = judge_of(schedule, 0, stages, micro_batches, sum(lengths), memory=memory)
-    plan = judge.pipeline.plan(tuple(lengths))
-    peaks = Replay(build(schedule, stages, micro_batches, len(lengths))).peak_bytes(plan, memory)
-    assert judge.peak_bytes(tuple(lengths)) == peaks

@@ -18,7 +18,6 @@ from terapipe_ds.planner import (
     describe,
     describe_ranking,
     plan_slices,
-    rank_given,
     rank_schedules,
 )
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
@@ -66,7 +65,7 @@ def check_orders(ranking: Ranking) -> None:
 
 def test_slices_that_are_given() -> None:
     plan = SlicePlan((3, 2, 2))
-    ranking = rank_given(cut_in, plan, 2, 3)
+    ranking = rank_schedules(cut_in, 7, 2, 3, plan=plan)
     assert {result.schedule for result in ranking.results} == PARTS.keys() | {"search"}
     check_orders(ranking)
     for result in (one for one in ranking.results if one.order is None):
@@ -118,10 +117,8 @@ def memory_of(num_parts: int) -> MemoryModel:
 @pytest.mark.parametrize("given", [False, True])
 def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     def ranked(limit: float) -> object:
-        options = {"memory_of": memory_of, "memory_limit_bytes": limit}
-        if given:
-            return rank_given(halves, SlicePlan((4, 4)), 2, 4, **options)
-        return rank_schedules(halves, 8, 2, 4, 4, **options)
+        plan = SlicePlan((4, 4)) if given else None
+        return rank_schedules(halves, 8, 2, 4, 4, plan=plan, memory_of=memory_of, memory_limit_bytes=limit)
 
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
@@ -155,9 +152,7 @@ def test_what_comes_on_top_counts(given: bool) -> None:
     def ranked(extra_s: float | None) -> Ranking:
         options: dict[str, Any] = {"both_ways_s_of": {2: extra_s}.get}
         whole = lambda n: OneSlice() if n == 2 else None  # noqa: E731
-        if given:
-            return rank_given(whole, SlicePlan((4,)), 2, 2, **options)
-        return rank_schedules(whole, 4, 2, 2, 4, **options)
+        return rank_schedules(whole, 4, 2, 2, 4, plan=SlicePlan((4,)) if given else None, **options)
 
     free = ranked(0.0)
     chimera_s = free.best.predicted_s

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import CHUNKED, Costs, brute_force_s, every_plan, parts_of, split_parts
 
+from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
     MemoryLimitError,
@@ -21,7 +22,6 @@ from terapipe_ds.planner import (
     granularity_for,
     plan_slices,
     ranked_schedules,
-    solve,
 )
 from terapipe_ds.planner.search import problem
 from terapipe_ds.schedule import build
@@ -118,7 +118,7 @@ def test_many_computations_are_estimated_and_then_replayed(monkeypatch: pytest.M
     """Also from few micro-batches the choice is good, and what is reported counts all of them."""
     parts = parts_of(2, 3)
     exact = plan_slices(parts, 24, 3, 12, 1, "seq1f1b")
-    monkeypatch.setattr("terapipe_ds.planner.search.judge._FEW", 100)
+    monkeypatch.setattr("terapipe_ds.simulator.few.FEW", 100)
     estimated = plan_slices(parts, 24, 3, 12, 1, "seq1f1b")
     replay = Replay(build("seq1f1b", 3, 12, estimated.plan.num_slices))
     assert estimated.predicted_s == pytest.approx(replay.makespan(estimated.plan, parts), rel=1e-9)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, random_costs
 
+from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlannerError, solve
+from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.slice_program import dynamic_programs
-from terapipe_ds.planner.slice_program.cost_table import tabulate
-from terapipe_ds.planner.slice_program.solve import equal_time
+from terapipe_ds.planner.slice_program.cost_table import equal_time, tabulate
 
 
 def pairs(plan: SlicePlan) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ with open(sys.argv[-1], "w") as file:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("NUMBER = 7\n")
@@ -75,6 +77,15 @@ def test_the_script_runs_as_if_it_had_been_started_itself(
     assert argv == [str(script), "--local_rank=3", "--steps", "2", out]
     assert number == 7, "modules beside the script can be imported"
     assert registered is True
+
+
+def test_each_stream_gets_a_queue_unless_the_user_says_otherwise(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script.write_text("")
+    main([str(script)])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    main([str(script)])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_an_error_in_the_script_is_the_scripts(script: Path) -> None:

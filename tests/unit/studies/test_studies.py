@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies import attention, compiled, hugging_face, planner, schedule_times, windows
+from studies import attention, compiled, hugging_face, planner, replay, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
+from studies.slice_program import solve
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
-from terapipe_ds.planner import solve
 
 SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
 
@@ -114,3 +114,10 @@ def test_large_schedules_take_little_time(capsys: pytest.CaptureFixture[str]) ->
         assert found["simulate"] <= 1.5 * simulated_s
         schedule_times.main([*sizes, "--repeats", "1"])
         assert "validate" in capsys.readouterr().out
+
+
+def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    row, path = {"accumulation": 1, "label": "x", "replayed": False, "replayed_s": 1.0}, tmp_path / "bench.json"
+    for step_s, code, text in ((1.04, 0, "-3.8%"), (1.1, 1, "-9.1%")):
+        path.write_text(json.dumps({"runs": [row | {"step_s": step_s}, {"error": "not run"}]}))
+        assert replay.main([str(path)]) == code and text in capsys.readouterr().out

@@ -104,28 +104,27 @@ def test_waits_fill_what_no_computation_fills(schedule: str) -> None:
 def test_bars_are_the_actions() -> None:
     figure = build_interactive([("", two_stages())])
     bars = {
-        (trace["meta"]["kind"], row): (base, width, unit)
-        for trace in figure["data"]
+        (trace["kind"], row): (base, width, unit)
+        for trace in figure["traces"]
         for row, base, width, unit in zip(trace["y"], trace["base"], trace["x"], trace["customdata"], strict=True)
     }
     assert bars[("F", "stage 1")] == (2.5, 2.5, [0, 0])
     assert bars[("B", "stage 0")] == (8, 4, [0, 0])
     assert bars[("wait", "stage 0")] == (2, 6, [0, 0])
-    assert figure["layout"]["yaxis"]["categoryarray"] == ["stage 0", "stage 1"]
-    assert figure["layout"]["xaxis"]["title"]["text"] == "time (s)"
+    assert (figure["rows"], figure["unit"]) == (["stage 0", "stage 1"], "s")
 
 
 def test_measured_rows_are_beside_predicted_ones_and_tell_the_ratio() -> None:
     slower = two_stages(zero_s=0)
     slower = Timeline(2, tuple(event(e.stage_id, e.action, 2 * e.start_s, 2 * e.end_s) for e in slower.events))
     figure = build_interactive([("predicted", two_stages()), ("<measured>", slower)])
-    assert figure["layout"]["yaxis"]["categoryarray"] == [
+    assert figure["rows"] == [
         "stage 0 predicted",
         "stage 0 &lt;measured&gt;",
         "stage 1 predicted",
         "stage 1 &lt;measured&gt;",
     ]
-    texts = [text for trace in figure["data"] for text in trace["hovertext"]]
+    texts = [text for trace in figure["traces"] for text in trace["hovertext"]]
     (told,) = [text for text in texts if text.startswith("<b>B0.0</b>, stage 0, &lt;measured&gt;")]
     assert "micro-batch 0, slice 0" in told
     assert "8 s, from 16 s to 24 s" in told

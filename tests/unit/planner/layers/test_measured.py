@@ -21,8 +21,9 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.planner import PlannerError
-from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster, measured_layers
-from terapipe_ds.planner.layers.parts import PartCosts, Setting, Span
+from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster
+from terapipe_ds.planner.layers.part_costs import PartCosts
+from terapipe_ds.planner.layers.parts import Setting, Span
 from terapipe_ds.planner.strategy import Cluster, rank_strategies
 
 LENGTH = 256
@@ -96,7 +97,7 @@ def by_hand(shares: Any, direction: int, start: int, stop: int) -> float:
 
 @pytest.mark.parametrize("span", list(itertools.combinations(range(7), 2)))
 def test_any_part_takes_the_sum_of_its_layers(span: tuple[int, int]) -> None:
-    layers = measured_layers([profile()], CLUSTER, LENGTH)
+    layers = MeasuredLayers([profile()], CLUSTER, LENGTH)
     for again in (False, True):
         costs = PartCosts(layers.layer_costs(ONE, again)[slice(*span)])
         forward, backward = by_hand(FORWARD, 0, *span), by_hand(BACKWARD, 1, *span)
@@ -108,14 +109,14 @@ def test_any_part_takes_the_sum_of_its_layers(span: tuple[int, int]) -> None:
 def test_layers_carry_what_their_part_takes_beyond_them() -> None:
     """A part of three layers takes 6 ms more per F and 9 ms per B; any two of them take two thirds of that more."""
     beyond = {"overheads": (Overhead(64, 6e-3, 9e-3), Overhead(LENGTH, 6e-3, 9e-3))}
-    layers = measured_layers([profile(parts=beyond)], CLUSTER, LENGTH)
+    layers = MeasuredLayers([profile(parts=beyond)], CLUSTER, LENGTH)
     costs = PartCosts(layers.layer_costs(ONE, False)[1:3])
     assert costs.forward_s(LENGTH, 0) == pytest.approx(by_hand(FORWARD, 0, 1, 3) + 4e-3, rel=1e-12)
     assert costs.backward_s(64, 192) == pytest.approx(0.4 * by_hand(BACKWARD, 1, 1, 3) + 6e-3, rel=1e-9)
 
 
 def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
-    layers = measured_layers([profile()], CLUSTER, LENGTH)
+    layers = MeasuredLayers([profile()], CLUSTER, LENGTH)
     counts = [count for of_part in PARAMETERS for count in of_part]
     (memory,) = layers.memory_of_spans(ONE, [Span(1, 5)])
     assert (memory.static_bytes, memory.gradient_bytes) == (12 * sum(counts[1:5]), 4 * sum(counts[1:5]))
@@ -135,13 +136,13 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
 
 def test_what_is_summed_and_stepped_is_what_was_measured() -> None:
     counts = [float(count) for of_part in PARAMETERS for count in of_part]
-    summed, moved = MeasuredLayers([profile()], CLUSTER).end_bytes(ONE)
+    summed, moved = MeasuredLayers([profile()], CLUSTER, LENGTH).end_bytes(ONE)
     assert (summed.tolist(), moved.tolist()) == ([4 * count for count in counts], [28 * count for count in counts])
-    summed, moved = MeasuredLayers([profile(parts={"step_s": 0.01})], CLUSTER).end_bytes(Setting(1, 1, 2, 1))
+    summed, moved = MeasuredLayers([profile(parts={"step_s": 0.01})], CLUSTER, LENGTH).end_bytes(Setting(1, 1, 2, 1))
     passes = (6 + 16 / 2) / (6 + 7)  # ZeRO-1 moves more of half of the parameters
     assert (moved[:3] / RATE).tolist() == pytest.approx([passes * 0.01 * count / 700 for count in PARAMETERS[0]])
     assert summed.sum() == pytest.approx(6 * 1500)  # and gathers them, which is half a sum
-    half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER).end_bytes(Setting(1, 1, 2))
+    half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER, LENGTH).end_bytes(Setting(1, 1, 2))
     assert (half[0].sum(), half[1].sum()) == (5 * sum(counts), 28 * sum(counts) / 2)
 
 

@@ -7,7 +7,8 @@ import pytest
 from terapipe_ds.costs.model_sizes import model_size
 from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.parts import PartCosts, Setting
+from terapipe_ds.planner.layers.part_costs import PartCosts
+from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, describe
-from terapipe_ds.planner.recompute import Layer, PartLayers, choose_layers, frontier, plan_with_recompute
+from terapipe_ds.planner.layers.layer import Layer
+from terapipe_ds.planner.recompute import PartLayers, choose_layers, plan_with_recompute
+from terapipe_ds.planner.recompute.frontier import MOST_SUBSETS, frontier
 from terapipe_ds.schedule import Schedule, build
 from terapipe_ds.simulator import Replay
 
@@ -35,11 +37,17 @@ class Costs:
         return self.weight * tokens
 
 
+def layer_of(layer_id: int, costs: Costs, saved: float, received: float, whole: float = 0.0) -> Layer:
+    """A layer by its bytes per token: kept of a slice, received, and kept besides of a whole sequence."""
+    memory = PartMemory(0, saved, whole_bytes_per_token=whole)
+    return Layer(costs, memory=memory, input_bytes=received, layer_id=layer_id)
+
+
 def part_of(layers: Sequence[Layer], besides: float = 3.0, **memory: Any) -> PartLayers:
     forward = sum(layer.costs.forward for layer in layers)
     backward = sum(layer.costs.backward for layer in layers)
     whole = sum(layer.whole_bytes for layer in layers)
-    kept = besides + sum(layer.saved_bytes for layer in layers)
+    kept = besides + sum(layer.kept_bytes(False) for layer in layers)
     known: dict[str, Any] = {
         "static_bytes": 50, "store_bytes_per_token": 2.0, "store_grad_bytes_per_token": 4.0, "working_bytes": 7,
         "working_bytes_per_token": 2.0, "gradient_bytes": 20, "whole_bytes_per_token": whole,
@@ -52,25 +60,24 @@ def random_part(rng: random.Random, count: int, first: int, alike: bool) -> Part
     layers = []
     for index in range(count):
         own = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
-        layers.append(Layer(first + index, *(shared if alike else own)))
+        layers.append(layer_of(first + index, *(shared if alike else own)))
     return part_of(layers)
 
 
 def every_memory(part: PartLayers, is_whole: bool) -> Iterator[tuple[tuple[int, ...], PartMemory]]:
     """All subsets, with the memory of the part by its definition."""
     memory, layers = part.memory, part.layers
-    more = [layer.whole_bytes if is_whole else 0.0 for layer in layers]
     for count in range(len(layers) + 1):
         for chosen in itertools.combinations(range(len(layers)), count):
             kept = [
-                layer.input_bytes if index in chosen else layer.saved_bytes + more[index]
+                layer.input_bytes if index in chosen else layer.kept_bytes(is_whole)
                 for index, layer in enumerate(layers)
             ]
-            besides = memory.slice_bytes_per_token - sum(layer.saved_bytes for layer in layers)
-            moments = [besides + sum(kept[:index]) + layers[index].saved_bytes + more[index] for index in chosen]
+            besides = memory.slice_bytes_per_token - sum(layer.kept_bytes(False) for layer in layers)
+            moments = [besides + sum(kept[:index]) + layers[index].kept_bytes(is_whole) for index in chosen]
             beyond = max([0.0, *(moment - besides - sum(kept) for moment in moments)])
             stays = [layer for index, layer in enumerate(layers) if index not in chosen]
-            slices = besides + sum(layer.saved_bytes for layer in stays)
+            slices = besides + sum(layer.kept_bytes(False) for layer in stays)
             slices += sum(layers[index].input_bytes for index in chosen)
             yield (
                 chosen,
@@ -128,11 +135,11 @@ def test_no_subset_of_any_stage_makes_a_shorter_step(
     assert len(answers) > 3  # limits that matter
 
 
-EQUAL = [Layer(layer_id, Costs(1.0, 2.0), 12.0, 2.0, 3.0) for layer_id in range(4)]
+EQUAL = [layer_of(layer_id, Costs(1.0, 2.0), 12.0, 2.0, 3.0) for layer_id in range(4)]
 
 
 def test_of_equal_layers_the_first_recompute_because_the_last_are_done_before_them() -> None:
-    subsets, is_exact = frontier.frontier(EQUAL, [1.0] * 4, 0.0, False)
+    subsets, is_exact = frontier(EQUAL, [1.0] * 4, 0.0, False)
     assert is_exact and [one.layers for one in subsets] == [(), (0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
     assert [one.kept_bytes for one in subsets] == [48, 38, 28, 18, 8]
     assert [one.moment_bytes for one in subsets] == [0, 12, 14, 16, 18]
@@ -149,7 +156,7 @@ def test_later_stages_recompute_less() -> None:
 
 
 def test_a_layer_that_keeps_only_its_input_never_recomputes() -> None:
-    parts = [part_of([Layer(0, Costs(1.0, 1.0), 2.0, 2.0), Layer(1, Costs(1.0, 1.0), 9.0, 2.0)])]
+    parts = [part_of([layer_of(0, Costs(1.0, 1.0), 2.0, 2.0), layer_of(1, Costs(1.0, 1.0), 9.0, 2.0)])]
     plan, schedule = SlicePlan((4, 4)), build("seq1f1b", 1, 1, 2)
     with pytest.raises(MemoryLimitError):
         choose_layers(parts, schedule, plan, 1.0)
@@ -159,14 +166,14 @@ def test_a_layer_that_keeps_only_its_input_never_recomputes() -> None:
 
 def test_many_different_layers_are_compared_in_bounded_time() -> None:
     rng = random.Random(1)
-    layers = [Layer(i, Costs(rng.random(), 1.0), 2 + 30 * rng.random(), rng.random()) for i in range(40)]
-    subsets, is_exact = frontier.frontier(layers, [rng.random() for _ in layers], 0.0, False)
-    assert not is_exact and len(subsets) <= frontier.MOST_SUBSETS
+    layers = [layer_of(i, Costs(rng.random(), 1.0), 2 + 30 * rng.random(), rng.random()) for i in range(40)]
+    subsets, is_exact = frontier(layers, [rng.random() for _ in layers], 0.0, False)
+    assert not is_exact and len(subsets) <= MOST_SUBSETS
     assert subsets[0].layers == () and [one.again for one in subsets] == sorted(one.again for one in subsets)
 
 
 def pipeline(costs: Costs = Costs(1.0, 2.0)) -> list[PartLayers]:
-    layers = [Layer(layer_id, costs, 12.0, 2.0, 3.0) for layer_id in range(4)]
+    layers = [layer_of(layer_id, costs, 12.0, 2.0, 3.0) for layer_id in range(4)]
     return [part_of([replace(layer, layer_id=4 * k + layer.layer_id) for layer in layers]) for k in range(4)]
 
 

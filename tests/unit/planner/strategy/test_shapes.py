@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Grid
 from terapipe_ds.planner.strategy import Cluster, LayerChain, rank_strategies, simulate_strategy
 from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
@@ -131,22 +130,3 @@ def test_micro_batches_are_replayed_whole_where_they_are_few() -> None:
         for batch in (4, 8)
     )
     assert one.predicted_s < two.predicted_s < 2 * one.predicted_s
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-def test_batches_too_long_for_a_replay_are_told_by_shorter_ones(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shorter runs give what the replay of all 100 micro-batches gives; orders of `zbv` are not quite periodic."""
-    candidate = Candidate(Grid(4, 1, 1), 1, 100, 0)
-    priced = Priced(layers_of("mini", CLUSTER, 1024, "auto"), CLUSTER, 1024, candidate)
-    slices = 1 if schedule in ("1f1b", "gpipe", "zb-h1", "interleaved") else 4
-    chunks = 2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1
-    cut = (0, 2, 5, 7, 10) if chunks == 1 else (0, 1, 2, 3, 4, 5, 7, 8, 10)
-    how: Any = (cut, schedule, SlicePlan.equal(1024, slices), math.inf)
-    whole = priced.score(*how, chunks_per_stage=chunks)
-    monkeypatch.setattr("terapipe_ds.planner.strategy.priced._MOST_WHOLE", 0)
-    monkeypatch.setattr("terapipe_ds.planner.strategy.priced.FEW", 200)
-    told = priced.score(*how, chunks_per_stage=chunks)
-    assert whole is not None and told is not None
-    assert told.seconds == pytest.approx(whole.seconds, rel=0.05 if schedule == "zbv" else 2e-3)
-    assert told.seconds != whole.seconds
-    assert told.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02 if schedule == "zbv" else 0)

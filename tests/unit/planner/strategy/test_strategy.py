@@ -14,16 +14,17 @@ import pytest
 import terapipe_ds
 from terapipe_ds.costs import analytic_costs, model_size
 from terapipe_ds.planner import MemoryLimitError, PlannerError
-from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST, Grid
 from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.parts import PartCosts, Setting
+from terapipe_ds.planner.layers.part_costs import PartCosts
+from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
+from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid, StrategyError
 
 SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}
 
@@ -115,15 +116,15 @@ def test_axes_place_stages_in_nodes_or_across_them() -> None:
     cluster = Cluster(
         "v100", 2, 4, within_bytes_per_s=8.0, between_bytes_per_s=1.0, within_latency_s=0, between_latency_s=0
     )
-    assert fresh.link(0, 1, cluster).bandwidth_bytes_per_s == 1.0
-    assert scatter.link(0, 1, cluster).bandwidth_bytes_per_s == 8.0
-    assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0  # two ranks within a node: 2 * 1/2 * 8 / 8
-    assert scatter.all_reduce_s(8.0, 0, cluster) == 8.0
-    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, cluster) == 2 * 7 / 8 * 8 / 4  # four rings over links of 1 byte/s each
+    assert cluster.link_between(fresh, 0, 1).bandwidth_bytes_per_s == 1.0
+    assert cluster.link_between(scatter, 0, 1).bandwidth_bytes_per_s == 8.0
+    assert cluster.all_reduce_s(fresh, 8.0, 0) == 1.0  # two ranks within a node: 2 * 1/2 * 8 / 8
+    assert cluster.all_reduce_s(scatter, 8.0, 0) == 8.0
+    assert cluster.all_reduce_s(Grid(1, 8, 1), 8.0, 0) == 2 * 7 / 8 * 8 / 4  # four rings over links of 1 byte/s each
     faster = Cluster(
         "v100", 2, 4, within_bytes_per_s=2.0, between_bytes_per_s=1.0, within_latency_s=0, between_latency_s=0
     )
-    assert Grid(1, 8, 1).all_reduce_s(8.0, 0, faster) == 2 * 7 / 8 * 8 / 2  # hops within nodes are the slowest
+    assert faster.all_reduce_s(Grid(1, 8, 1), 8.0, 0) == 2 * 7 / 8 * 8 / 2  # hops within nodes are the slowest
 
 
 def test_devices_of_a_node_share_its_network() -> None:
@@ -133,11 +134,11 @@ def test_devices_of_a_node_share_its_network() -> None:
         between_latency_s=0,
     )  # fmt: skip
     fresh, scatter = Grid(2, 2, 2, PIPE_FIRST), Grid(2, 2, 2, DATA_FIRST)
-    assert fresh.link(0, 1, cluster).bandwidth_bytes_per_s == 0.25  # two replicas of two ranks send from node 0
-    assert Grid(8, 1, 1).link(3, 4, cluster).bandwidth_bytes_per_s == 0.9  # one device sends
-    assert Grid(8, 1, 1).link(2, 3, cluster).bandwidth_bytes_per_s == 8.0
-    assert scatter.all_reduce_s(8.0, 0, cluster) == 8.0 / 0.25  # both stages of a node sum, over two nodes each
-    assert fresh.all_reduce_s(8.0, 0, cluster) == 1.0
+    assert cluster.link_between(fresh, 0, 1).bandwidth_bytes_per_s == 0.25  # two replicas of two ranks send from node 0
+    assert cluster.link_between(Grid(8, 1, 1), 3, 4).bandwidth_bytes_per_s == 0.9  # one device sends
+    assert cluster.link_between(Grid(8, 1, 1), 2, 3).bandwidth_bytes_per_s == 8.0
+    assert cluster.all_reduce_s(scatter, 8.0, 0) == 8.0 / 0.25  # both stages of a node sum, over two nodes each
+    assert cluster.all_reduce_s(fresh, 8.0, 0) == 1.0
 
 
 def test_a_placement_is_where_the_ranks_of_the_topology_are() -> None:
@@ -166,7 +167,7 @@ def test_a_strategy_comes_back_from_json() -> None:
         ("recompute", [0, 0], "each once"),
         ("recompute", [], "each once"),
     ):
-        with pytest.raises(PlannerError, match=message):
+        with pytest.raises(StrategyError, match=message):
             Strategy.from_json(json.dumps(document | {key: value}))
 
 

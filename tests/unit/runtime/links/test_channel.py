@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +16,12 @@ from torch import Tensor
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
+from terapipe_ds.runtime.links.buffers import MessageBuffers
 from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule.action import SliceKey
+from tests.distributed.nccl_emulator import DTYPES
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Post:
 
     def isend(self, tensor: Tensor, peer: int, group: Any, tag: int) -> Work:
         assert tensor.is_contiguous()
-        assert tensor.dtype != torch.bool, "NCCL knows no booleans"
+        assert tensor.dtype in DTYPES, f"NCCL lacks {tensor.dtype}"
         self.mail[group, tag].append(tensor.clone())
         self.sent.append(Work())
         return self.sent[-1]
@@ -182,18 +183,68 @@ def test_only_devices_beside_the_host_are_staged() -> None:
     assert not needs_staging(group("nccl"), torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(("device", "connections", "expected"), [("cuda", "1", 1), ("cuda", "8", 0), ("cpu", "1", 0)])
-def test_one_queue_of_the_device_is_warned_of(
-    device: str, connections: str, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(groups, "needs_staging", lambda group, device: False)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+def test_a_wire_that_was_never_connected() -> None:
     made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        wires = made.connect(Layout.plain(1), 0, torch.device(device))  # which has no wires to connect
-    assert [message[:30] for message in caplog.messages] == ["CUDA_DEVICE_MAX_CONNECTIONS=1:"] * expected
+    wires = made.connect(Layout.plain(1), 0, torch.device("cpu"))  # which has no wires to connect
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
         wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
+
+
+class TestStreams:
+    """Messages that are kernels in a stream, as over NCCL."""
+
+    def ends(self) -> tuple[SendChannel, ReceiveChannel]:
+        there, here = (replace(wire(name), streamed=True) for name in ("to stage 1", "from stage 0"))
+        announced = AnnouncedSpecs(here, signature_of)
+        return SendChannel(there), ReceiveChannel(here, announced.spec_of, announced.learn)
+
+    def test_one_receive_is_at_work_at_a_time(self, post: Post) -> None:
+        sender, receiver = self.ends()
+        for index in range(4):
+            send(sender, (0, index), torch.full((2,), float(index)))
+            receiver.post((0, index))
+        began = []
+        for index in range(4):
+            assert receiver.wait((0, index))[1][0].tolist() == [index, index]
+            began.append(len(post.posted))
+        assert began == [2, 3, 4, 4]  # the next one begins when one is waited for
+
+    @pytest.mark.parametrize("dtype", _DTYPES)
+    def test_every_dtype_arrives(self, post: Post, dtype: torch.dtype) -> None:
+        sender, receiver = self.ends()
+        tensors = [torch.ones(shape).to(dtype) for shape in ((), (0, 3), (2, 5))]
+        send(sender, (0, 0), *tensors)
+        receiver.post((0, 0))
+        for came, sent in zip(receiver.wait((0, 0))[1], tensors, strict=True):
+            assert came.dtype == dtype and torch.equal(came, sent)
+        assert {mail.dtype for mail in post.mail["data", 0]} <= DTYPES
+
+    def test_messages_get_no_new_memory_from_the_third_batch_on(self, post: Post) -> None:
+        sender, receiver = self.ends()
+        allocated = []
+        for _ in range(5):
+            live = []
+            for index in range(3):
+                send(sender, (0, index), torch.randn(2, 3), at=index)
+                receiver.post((0, index))
+            for index in range(3):
+                live.append(receiver.wait((0, index))[1][0].requires_grad_() * 2)  # held by a graph
+            sender.keep_at_most(0)
+            post.posted.clear()  # which hold the buffers
+            allocated.append((sender._buffers.num_allocated, receiver._buffers.num_allocated))
+        assert allocated[1:] == [allocated[1]] * 4 and allocated[1] == (3, 3)
+
+    def test_memory_that_is_in_use_is_not_given_out(self) -> None:
+        buffers = MessageBuffers(torch.device("cpu"))
+        kept = buffers.take((2, 3), torch.float32).fill_(1.0)
+        view = kept[1:]
+        del kept
+        assert buffers.take((2, 3), torch.float32).fill_(2.0).sum() == 12
+        assert view.sum() == 3
+        del view
+        assert buffers.take((3,), torch.int16).fill_(1).sum() == 3 and buffers.num_allocated == 2
+        buffers.take((100,), torch.float64)  # lengths have grown
+        assert len(buffers._storages) == 1
 
 
 def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import pytest
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PartMemory, PlanResult
-from terapipe_ds.planner.ranking.measured_parts import NOT_TIMED, MeasuredParts, Unit
+from terapipe_ds.planner.layers.layer import Layer
+from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
+from terapipe_ds.runtime.planning.schedule_choice import best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate
@@ -55,20 +56,21 @@ def stage_on(
 def measured(num_parts: int, has_layers: bool = True, memory: PartMemory | None = None) -> MeasuredParts:
     """Layers, or parts of layers that were not timed, of which all together take what two stages take."""
     if not has_layers:
-        units = [Unit(UnitCosts(LENGTH, share=STAGES / num_parts), memory=memory)] * num_parts
+        units = [Layer(UnitCosts(LENGTH, share=STAGES / num_parts), memory=memory)] * num_parts
         return MeasuredParts(units, tuple(range(num_parts + 1)), False)
     each = LAYERS // num_parts
-    one = Unit(UnitCosts(LENGTH, share=STAGES / LAYERS), 10, 10, memory=memory)
+    one = Layer(UnitCosts(LENGTH, share=STAGES / LAYERS), 10, 10, memory=memory)
     return MeasuredParts([one] * LAYERS, tuple(range(0, LAYERS + 1, each)))
 
 
 def halves(costs: Any, bytes_per_s: float | None) -> MeasuredParts:
     """Two layers of 50 parameters, one on each stage."""
-    return MeasuredParts([Unit(costs, 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
+    return MeasuredParts([Layer(costs, 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
 
 
 def best_of(stage: StageToPlan, parts: MeasuredParts, limit_bytes: float | None = None) -> tuple[PlanResult, list[str]]:
-    cuts = Cuts(stage.engine.module, stage.layout, parts, LENGTH)
+    is_free = stage.layout.bounds is None
+    cuts = parts.running(stage.engine.module.parts, LENGTH, has_other_cuts=is_free, offloads=False)
     return best_without_moving(stage, cuts, LENGTH, limit_bytes)
 
 
@@ -95,7 +97,7 @@ def uneven(times: list[float], memory_of: list[int] | None = None) -> MeasuredPa
     """Layers that take these shares of the time of a stage."""
     bytes_of = memory_of or [25] * len(times)
     layers = [
-        Unit(UnitCosts(LENGTH, share=share), 10, 10, memory=PartMemory(num_bytes, 0.0) if memory_of else None)
+        Layer(UnitCosts(LENGTH, share=share), 10, 10, memory=PartMemory(num_bytes, 0.0) if memory_of else None)
         for share, num_bytes in zip(times, bytes_of, strict=True)
     ]
     return MeasuredParts(layers, (0, len(layers) // 2, len(layers)))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from terapipe_ds.costs.profile import CostSample, LinkSample, Overhead, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.planning.auto_planner import _read_profile
-from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartCosts
+from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartMeasured
 from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
-from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, LayerTimes
+from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
@@ -33,12 +33,12 @@ def rank(
     send: float = 1.0,
     messages: Any = NO_MESSAGES,
     static_bytes: int = 1,
-) -> PartCosts:
+) -> PartMeasured:
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
     link_times = LinkTimes(links, dict(messages))
-    return PartCosts(stage_id, replica_id, PartTimes(samples), PartMemory(static_bytes, 1.0), link_times)
+    return PartMeasured(stage_id, replica_id, PartTimes(samples), PartMemory(static_bytes, 1.0), link_times)
 
 
 def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:
@@ -88,7 +88,7 @@ def test_a_kept_profile_of_an_earlier_version_is_measured_again(
 
 def layer(kind: str, *forward: float, kept: float = 1.0) -> LayerMeasured:
     samples = tuple(CostSample(tokens, 0, f, 2 * f) for tokens, f in zip((16, 64), forward, strict=True))
-    return LayerMeasured(LayerTimes(kind, samples, 7, 5), 8.0, {"slice_bytes_per_token": kept, "whole": None})
+    return LayerMeasured(kind, LayerProfile(samples, 7, 5, 8.0, {"slice_bytes_per_token": kept, "whole": None}))
 
 
 def test_equal_layers_are_one_kind_wherever_they_are() -> None:
@@ -110,7 +110,7 @@ def test_equal_layers_are_one_kind_wherever_they_are() -> None:
 
 
 def test_what_parts_take_beyond_their_layers_is_the_engines_time_and_that_of_messages() -> None:
-    own = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)), None, (0.5, 0.75))
+    own = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)), (0.5, 0.75))
     cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), times=own)
     (part,) = combine(dataclasses.replace(KEY, num_stages=1), [cost]).parts
     assert part.overheads == (Overhead(16, 2.5, 2.75), Overhead(64, 4.5, 4.75))

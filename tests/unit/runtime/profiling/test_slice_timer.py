@@ -18,7 +18,7 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
-from terapipe_ds.runtime.profiling.layer_times import LayerTimes, memory_of_layers, time_layers
+from terapipe_ds.runtime.profiling.layer_times import measure_layers, shares_of_memory
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
 
 LENGTH, ROWS = 16, 2
@@ -156,9 +156,9 @@ def test_the_layers_of_a_part_take_together_what_it_takes() -> None:
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 3.0), strict=True)]
     timer = timer_of(layers, False, False)
     timer.clock = clock
-    timed = time_layers(timer, ["one", "two"], SAMPLES, (2.0, 8.0))
+    timed = measure_layers(timer, ["one", "two"], SAMPLES, (2.0, 8.0))
     assert timed is not None
-    found = [[(s.forward_s, s.backward_s, s.weight_s) for s in layer.samples] for layer in timed]
+    found = [[(s.forward_s, s.backward_s, s.weight_s) for s in layer.profile.samples] for layer in timed]
     # W takes no time by this clock, so that both layers have half of it, but never more than their backwards
     assert found == [[(2.0, 8.0, 3.0), (4.5, 10.5, 3.0)], [(6.0, 24.0, 3.0), (13.5, 31.5, 3.0)]]
 
@@ -170,10 +170,10 @@ def test_bytes_of_layers_are_those_that_they_keep() -> None:
     rows = ROWS * 4 * 4  # of 4 tokens, 4 bytes each
     assert [layer.sent for layer in kept] == [16 * rows, 16 * rows, 64 * rows]
     assert all(layer.kept >= layer.sent for layer in kept) and {layer.stored for layer in kept} == {0}
-    timed = [LayerTimes("k", SAMPLES, parameters, trained) for parameters, trained in ((10, 0), (0, 0), (30, 30))]
+    counts = [(10, 0), (0, 0), (30, 30)]
     seen = [LayerKept(1, 2, 0), LayerKept(3, 0, 0), LayerKept(4, 6, 0)]
     whole = PartMemory(400, 80.0, 16.0, 8.0, working_bytes=5, gradient_bytes=60, window_tokens=7)
-    one, two, three = (PartMemory(**(each or {})) for each in memory_of_layers(whole, seen, timed))
+    one, two, three = map(PartMemory.of, shares_of_memory(whole, seen, counts))
     assert one == PartMemory(100, 10.0, 4.0, 2.0, working_bytes=5, window_tokens=7)
     assert two == PartMemory(0, 30.0, 0.0, 0.0, working_bytes=5, window_tokens=7)
     assert three == PartMemory(300, 40.0, 12.0, 6.0, working_bytes=5, gradient_bytes=60, window_tokens=7)
@@ -183,11 +183,10 @@ def test_frozen_parameters_are_counted_apart() -> None:
     layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers[0].requires_grad_(False)
     layers[1].bias.requires_grad_(False)
-    timed = time_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES, (0.0, 0.0))
+    timed = measure_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES, (0.0, 0.0))
     assert timed is not None
-    assert [(layer.kind, layer.parameters, layer.trained) for layer in timed] == [
-        ("a", 272, 0), ("b", 272, 256), ("c", 0, 0)
-    ]  # fmt: skip
+    counts = [(layer.profile.parameters, layer.profile.trained_parameters) for layer in timed]
+    assert counts == [(272, 0), (272, 256), (0, 0)] and [layer.kind[0] for layer in timed] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("interval", [0, 1])

@@ -1,74 +1,23 @@
-"""Put into words what is wrong with a `terapipe` section: unknown keys, wrong values, impossible schedules."""
+"""Put into words which keys of a `terapipe` section do not go together, although each is valid by itself."""
 
 from __future__ import annotations
 
-import difflib
-import functools
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from terapipe_ds.config.values import SECTION, LinksConfig, TeraPipeConfigError, shown_value
-from terapipe_ds.messages import show_key, show_value
+from terapipe_ds.config.values import LinksConfig, PlannerConfig, shown_value
+from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, Kind, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
-Path = tuple[Any, ...]  # of a key, which need not be a word
-Models = Mapping[Path, type[BaseModel]]
 _RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "auto"}
 
 
-def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
-    for key, value in ds_config.items():
-        is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
-        if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
-            shown = f"{show_key(key)} = {show_value(value)}"
-            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
-
-
-@functools.cache
-def models_of(root: type[BaseModel]) -> Models:
-    """Return the model of the section and those of its objects, by the path of their key."""
-    objects = {(name,): field.annotation for name, field in root.model_fields.items()}
-    inner = {path: type_ for path, type_ in objects.items() if isinstance(type_, type) and issubclass(type_, BaseModel)}
-    return {(): root} | inner
-
-
-def take_known(section: dict[Any, Any], models: Models, problems: dict[Path, str], path: Path = ()) -> dict[str, Any]:
-    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
-    known: dict[str, Any] = {}
-    for key, value in section.items():
-        if key not in models[path].model_fields:
-            problems[*path, key] = unknown_key((*path, key), value, models)
-        else:
-            is_model = (*path, key) in models and isinstance(value, dict)
-            known[key] = take_known(value, models, problems, (*path, key)) if is_model else value
-    return known
-
-
-def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Path, str]:
-    """Return pydantic's errors, one per key: a union fails once per member, a list once per entry."""
-    problems = {}
-    for detail in error.errors(include_input=False, include_context=False, include_url=False):
-        location = detail["loc"]
-        path = location[:2] if location[:1] in models and len(location) > 1 else location[:1]
-        value = functools.reduce(operator.getitem, path, section)
-        allowed = models[path[:-1]].model_fields[str(path[-1])].description
-        problems[path] = f"{shown_value(value, *path)}: must be {allowed}"
-    return problems
-
-
-def unknown_key(path: Path, value: Any, models: Models) -> str:
-    """Return the problem of a key that no model has, with the nearest that one has."""
-    known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
-    nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
-    hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"
-    if nearest:
-        hint = f"did you mean {'.'.join([SECTION, *known[nearest[0]]])}?"
-    return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"
+def _planner(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object `planner` with its defaults, which a caller in Python gives as a model."""
+    planner = section.get("planner", {})
+    known = planner if isinstance(planner, Mapping) else planner.model_dump()
+    return {**PlannerConfig().model_dump(), **known}
 
 
 def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
@@ -104,15 +53,12 @@ def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have beside `"compile": true`."""
     if section.get("compile") is not True:
         return
-    name, planner = section.get("schedule", "seq1f1b"), section.get("planner", {})
-    shown = shown_value(True, "compile")
+    name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
     if name in SPLIT_SCHEDULES or _splits_in_file(name):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
         fix = 'give "auto", or a schedule that does not split backwards (seq1f1b), or set compile to false'
         yield f"{shown} with schedule = {show_value(name)}: {why}; {fix}"
-    if not isinstance(planner, Mapping):
-        planner = planner.model_dump()
-    if planner.get("profile", "measure") != "measure":
+    if _planner(section)["profile"] != "measure":
         fix = 'set it to "measure", which measures the compiled layers in the job'
         yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"
 
@@ -139,19 +85,17 @@ def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have beside `"recompute": "auto"`."""
     if section.get("recompute") != "auto":
         return
-    shown, planner = 'terapipe.recompute = "auto"', section.get("planner", {})
-    if not isinstance(planner, Mapping):
-        planner = planner.model_dump()
+    shown, planner = 'terapipe.recompute = "auto"', _planner(section)
     if section.get("offload_activations") is True:
         yield f"{shown}: it does not know of offload_activations; leave one of the two out"
-    if planner.get("memory_limit_gb") is None:
+    if planner["memory_limit_gb"] is None:
         fix = "set terapipe.planner.memory_limit_gb to what a device may use"
         yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'
-    if planner.get("profile", "measure") != "measure":
+    if planner["profile"] != "measure":
         fix = 'set it to "measure"'
         yield f"{shown}: the memory of layers is measured in the job, and planner.profile names a file; {fix}"
     chunks, schedule, slices = (section.get(key, default) for key, default in _RECOMPUTE_NEEDS.items())
-    if isinstance(slices, list | tuple) and any(isinstance(each, list | tuple) for each in slices):
+    if isinstance(slices, list | tuple) and any(isinstance(lengths, list | tuple) for lengths in slices):
         yield f'{shown}: it chooses for micro-batches with the same slices; give one list of slices, or "auto"'
     if schedule == SEARCH:
         yield f'{shown}: it does not know of schedule "search"; give the name of a schedule, or "auto"'

@@ -1,4 +1,4 @@
-"""The best plan for equal stages under fill-drain, and the plans around it."""
+"""The slice program alone: the best plan for equal stages under fill-drain, which `plan_slices` finds as "terapipe"."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.errors import check_count
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, search_plans
-from terapipe_ds.planner.slice_program.cost_table import CostTable, tabulate
-from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, least_tails, trace
+from terapipe_ds.planner.slice_program.cost_table import tabulate
 
 
 @dataclasses.dataclass(frozen=True)
 class SliceSolution:
-    """A plan, its seconds and a proven lower bound."""
+    """Hold a plan, its seconds and a proven lower bound."""
 
     plan: SlicePlan
     predicted_s: float
@@ -58,24 +57,10 @@ def solve(
     micro_batches = check_count("num_micro_batches", num_micro_batches)
     bubble = check_count("num_stages", num_stages) - 1
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
+    # every slice is asked once; the search sees arrays alone
     band = tabulate(costs, sequence_length, granularity_tokens).band
     search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)
     best = search.best
     plan = SlicePlan.of_granules(best.lengths, sequence_length, granularity_tokens)
     parts = best.sum_s, best.max_forward_s, best.max_backward_s
     return SliceSolution(plan, search.best_s, search.optimal, search.lower_bound_s, *parts, search.num_programs)
-
-
-def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
-    """Return slice lengths in granules whose largest f + b is least, then the sum. PlannerError for too many slices."""
-    num_slices = check_count("num_slices", num_slices)
-    if num_slices > table.num_granules:
-        raise PlannerError(
-            f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
-            f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
-        )
-    every = Band(table.total_s, table.total_s, table.total_s)
-    largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
-    band = every.keep(every.total <= largest)
-    sums = least_tails(band, num_slices=num_slices, exactly=True)[0]
-    return trace(band, sums, NO_LIMITS[0])

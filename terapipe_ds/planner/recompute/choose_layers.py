@@ -11,46 +11,26 @@ slices together.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.layer import Layer
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+from terapipe_ds.planner.layers.part_costs import Costs, with_forwards_again
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
-from terapipe_ds.planner.ranking.measured_parts import MeasuredParts
-from terapipe_ds.planner.recompute.frontier import Layer, Subset, everything, frontier
+from terapipe_ds.planner.recompute.frontier import Subset, frontier
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.proofs import budget_of_sends
 from terapipe_ds.simulator.peak_memory import bytes_of_stage
 
 
-class RecomputedCosts:
-    """Costs of a part some of whose layers run again in their backward; a W has no forward in it."""
-
-    def __init__(self, costs: Any, layers: Sequence[Layer]) -> None:
-        counts = Counter(id(layer.costs) for layer in layers)
-        by_id = {id(layer.costs): layer.costs for layer in layers}
-        self._costs, self._again = costs, [(by_id[key], count) for key, count in counts.items()]
-        every = [costs, *by_id.values()]
-        self.vectorized = all(getattr(each, "vectorized", False) for each in every)
-        for name in ("forward_s", "weight_s", "send_s", "send_gradient_s", "step_s"):  # what is not known stays so
-            if hasattr(costs, name):
-                setattr(self, name, getattr(costs, name))
-
-    def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of a B, with the forwards of the layers that recompute."""
-        again_s = sum(count * layer.forward_s(tokens, prefix) for layer, count in self._again)
-        return self._costs.backward_s(tokens, prefix) + again_s
-
-
 @dataclass(frozen=True)
 class PartLayers:
-    """A part as it is without recomputing, and those of its layers that may recompute, in their order."""
+    """Hold a part as it is without recomputing, and those of its layers that may recompute, in their order."""
 
-    costs: Any
+    costs: Costs
     memory: PartMemory
     layers: tuple[Layer, ...]
 
@@ -63,10 +43,12 @@ class PartLayers:
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
             return memory
-        less = sum(layer.saved_bytes - layer.input_bytes for layer in chosen)
+        # the layers that stay keep what they kept; the chosen ones keep their inputs
+        less = sum(layer.kept_bytes(is_whole=False) - layer.input_bytes for layer in chosen)
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
+        # in the backward of a chosen layer the slice is for a moment larger than while it waits
         beyond = max(0.0, subset.moment_bytes - subset.kept_bytes)
         return dataclasses.replace(
             memory,
@@ -75,11 +57,13 @@ class PartLayers:
             working_bytes_per_token=memory.working_bytes_per_token + beyond,
         )
 
-    def with_costs(self, subset: Subset) -> Any:
-        """Return the costs of the part where these layers recompute."""
-        if not subset.layers:
-            return self.costs
-        return RecomputedCosts(self.costs, [self.layers[index] for index in subset.layers])
+    def with_costs(self, layer_ids: Collection[int]) -> Costs:
+        """Return the costs of the part where these layers of the model recompute."""
+        return with_forwards_again(self.costs, [one.costs for one in self.layers if one.layer_id in layer_ids])
+
+    def ids_of(self, subset: Subset) -> tuple[int, ...]:
+        """Return the numbers of the model's layers in a subset."""
+        return tuple(self.layers[index].layer_id for index in subset.layers)
 
     def again_s(self, plan: SlicePlan, num_micro_batches: int) -> list[float]:
         """Return what recomputing each layer takes in a step."""
@@ -91,13 +75,11 @@ class PartLayers:
 
     def besides_bytes(self, is_whole: bool) -> float:
         """Return what a live slice keeps that is no layer's."""
-        kept = self.memory.slice_bytes_per_token - sum(layer.saved_bytes for layer in self.layers)
-        if is_whole and self.memory.whole_bytes_per_token is not None:
-            kept += self.memory.whole_bytes_per_token - sum(layer.whole_bytes for layer in self.layers)
-        return max(0.0, kept)
+        kept = self.memory.slice_bytes_per_token + ((self.memory.whole_bytes_per_token or 0.0) if is_whole else 0.0)
+        return max(0.0, kept - sum(layer.kept_bytes(is_whole) for layer in self.layers))
 
 
-def measured_layers(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
+def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
     """Return the parts between `bounds` of a measured model. Layers without parameters never recompute.
 
     Raises:
@@ -105,23 +87,17 @@ def measured_layers(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLay
     """
     num_parts = len(bounds) - 1
     costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)
+    # without the bytes of each layer nobody knows what recomputing it frees
     if not parts.has_layers or costs is None or memory is None:
         lacks = "the memory of layers was not measured" if parts.has_layers else "layers were not timed one by one"
         raise PlannerError(
             f'recompute "auto": {lacks}; measure in the running job (planner.profile "measure", without a profiler), '
             'or name the stages that recompute, "recompute": [0, 1]'
         )
-    before = [0.0, *(unit.sent_bytes or 0.0 for unit in parts.units[:-1])]
-    found = []
-    for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        layers = []
-        for layer_id in range(start, stop):
-            unit = parts.units[layer_id]
-            if unit.memory is not None and unit.parameters:
-                kept = unit.memory.slice_bytes_per_token, before[layer_id], unit.memory.whole_bytes_per_token or 0.0
-                layers.append(Layer(layer_id, unit.costs, *kept))
-        found.append(PartLayers(costs[part_id], memory.parts[part_id], tuple(layers)))
-    return found
+    of_parts = zip(costs, memory.parts, parts.between(bounds), strict=True)
+    return [
+        PartLayers(cost, one, tuple(layer for layer in layers if layer.parameters)) for cost, one, layers in of_parts
+    ]
 
 
 @dataclass(frozen=True)
@@ -129,7 +105,7 @@ class RecomputeChoice:
     """Say which layers recompute, by part, and what the parts take then."""
 
     layers: tuple[tuple[int, ...], ...]  # numbers of the model's layers
-    costs: tuple[Any, ...]
+    costs: tuple[Costs, ...]
     memory: MemoryModel
     again_s: tuple[float, ...]  # of each part, in a step
     is_exact: bool  # all subsets were compared
@@ -139,8 +115,8 @@ class RecomputeChoice:
         """Return the choice of one subset per part."""
         both = list(zip(parts, subsets, strict=True))
         return cls(
-            tuple(tuple(part.layers[index].layer_id for index in one.layers) for part, one in both),
-            tuple(part.with_costs(one) for part, one in both),
+            tuple(part.ids_of(one) for part, one in both),
+            tuple(part.with_costs(part.ids_of(one)) for part, one in both),
             MemoryModel(tuple(part.with_subset(one) for part, one in both)),
             tuple(one.again_s for one in subsets),
             exact,
@@ -159,11 +135,13 @@ def choose_layers(
     check_plain(schedule, len(parts))
     spans, outstanding = [plan.spans()] * schedule.num_micro_batches, budget_of_sends(schedule)
     is_whole, chosen, exact = plan.num_slices == 1, [], True
+    # stages share no memory, so the choice of one changes nothing for another
     for stage_id, part in enumerate(parts):
         again_s = part.again_s(plan, schedule.num_micro_batches)
         subsets, is_exact = frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole)
         exact &= is_exact
         needs = []
+        # subsets come by rising time: the first that fits is the fastest
         for subset in subsets:
             of_parts = [part.with_subset(subset) if one is part else one.memory for one in parts]
             memory = MemoryModel(tuple(of_parts))
@@ -177,21 +155,24 @@ def choose_layers(
     return RecomputeChoice.of(parts, chosen, exact)
 
 
-def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Any]:
+def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Costs]:
     """Return the costs of the parts where these layers of the model recompute."""
-    chosen = [[one for one in part.layers if one.layer_id in ids] for part, ids in zip(parts, layers, strict=True)]
-    both = zip(parts, chosen, strict=True)
-    return [RecomputedCosts(part.costs, again) if again else part.costs for part, again in both]
+    return [part.with_costs(ids) for part, ids in zip(parts, layers, strict=True)]
 
 
 def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:
     """Return the choice in which every layer recomputes that keeps less then."""
     is_whole = plan.num_slices == 1
-    subsets = [
-        everything(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)
+    lists = [
+        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)[0]
         for part in parts
     ]
-    return RecomputeChoice.of(parts, subsets, True)
+    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists], True)
+
+
+def recompute_nothing(parts: Sequence[PartLayers]) -> RecomputeChoice:
+    """Return the choice in which no layer recomputes."""
+    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts), True)
 
 
 def check_plain(schedule: Schedule, num_parts: int) -> None:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.compat.insertions import PatchError
-from terapipe_ds.integrations import megatron_deepspeed as helpers
 from terapipe_ds.plan import SlicePlan
+from tests import mini_megatron  # noqa: F401 - puts patches/ on the path
+
+import terapipe_patch as helpers  # isort: skip
+from terapipe_patch import PatchError  # isort: skip
 
 LENGTH, ROWS, HEADS, DIM = 13, 2, 3, 8
 PLANS = [(13,), (5, 8), (4, 4, 4, 1), (1, 6, 6)]  # slices of one length as well: a table kept by length would be wrong

@@ -1,31 +1,40 @@
-"""Serve the lines that `patches/megatron_deepspeed.patch` inserts in Megatron-DeepSpeed's `pretrain_gpt.py` path.
+"""Serve the lines that the patch inserts in Megatron-DeepSpeed. Copy this file beside its `pretrain_gpt.py`.
 
 That code base runs its layers sequence first: hidden states are [T, B, hidden], queries, keys and values [T, B, H, D],
 logits [T, B, vocab]; its batches are [B, L]. Nothing of it is imported here: the inserted lines hand over what is
 needed. Without an enabled `terapipe` section every helper leaves upstream's own way as it is.
+
+A patch without context lines applies to another version of its target without a word, in the wrong places, and a merge
+may drop a part of it. So a function counts as patched where its compiled code imports this module and names the helper.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from dataclasses import dataclass
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terapipe_ds.attention import active_slice, sliced_attention
-from terapipe_ds.compat.insertions import PATCH, PatchError
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.register import is_registered
 from terapipe_ds.runtime.register import register as register  # inserted where `pretrain_gpt.py` has built nothing yet
 
+PATCH = "patches/megatron_deepspeed.patch"
 _ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
 _ATTENDED = "_terapipe_attended"
 _COMPRESSION = "deepspeed.compression.compress"
+
+
+class PatchError(ValueError):
+    """Megatron-DeepSpeed is not patched, or not wholly, or is asked for what slices cannot train."""
 
 
 def enabled(args: Any) -> bool:
@@ -96,6 +105,8 @@ def check_arguments(args: Any) -> None:
     """
     if not enabled(args):
         return
+    if _MODEL in sys.modules and (problem := problem_of_insertions()) is not None:  # a model is being built
+        raise PatchError(problem)
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):
@@ -107,6 +118,12 @@ def check_arguments(args: Any) -> None:
     if config.sliced_inputs is not None and set(config.sliced_inputs) != {0, 1}:
         needed = "tokens (0) and position ids (1) must be sliced, the mask (2) must not"
         raise PatchError(f"terapipe.sliced_inputs is {list(config.sliced_inputs)}: {needed}. Set it to [0, 1] or null")
+
+
+def laid_out(model: object) -> None:
+    """Check that all lines are in force. Set on `GPTModelPipe`; the engine calls it before it builds anything."""
+    if (problem := problem_of_insertions(model)) is not None:
+        raise PatchError(problem)
 
 
 def batch_mask(mask: Tensor, args: Any) -> Tensor:
@@ -217,3 +234,68 @@ def before_reduce(model: Any, engine: object) -> None:
             f"{' and more' if len(silent) > 4 else ''}. The insertion in megatron/model/transformer.py is not where it "
             f"belongs: apply {PATCH} again, to an unchanged checkout of the commit that patches/README.md names."
         )
+
+
+# -- the inserted lines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Lines that the patch inserts in one place."""
+
+    what: str
+    file: str
+    owner: str | None  # the module that has `path`; None: the model, of whose script no module has the name
+    path: str
+    helper: str
+    attribute: bool = False  # the object at `path` must be `helper`; otherwise it is a function whose code names it
+
+    def is_there(self, model: object) -> bool:
+        """Return whether the running program has the insertion."""
+        place: Any = model if self.owner is None else sys.modules.get(self.owner)
+        for name in self.path.split("."):
+            place = getattr(place, name, None)
+        if self.attribute:
+            place = getattr(place, "__func__", place)
+            return (getattr(place, "__module__", ""), getattr(place, "__name__", "")) == (__name__, self.helper)
+        code = getattr(inspect.unwrap(place), "__code__", None) if callable(place) else None
+        return code is not None and {__name__, self.helper} <= set(_names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+_MODEL, _CLASS = "megatron.model.gpt_model", "GPTModelPipe"
+_GPT, _TRANSFORMER, _UTILS = (f"megatron/{name}.py" for name in ("model/gpt_model", "model/transformer", "utils"))
+INSERTIONS = (
+    Insertion("the mask left out of the batch", "pretrain_gpt.py", None, "_megatron_batch_fn", "batch_mask"),
+    Insertion("the check of the arguments", _GPT, _MODEL, f"{_CLASS}.__init__", "check_arguments"),
+    Insertion("the weights of the slices' losses", _GPT, _MODEL, f"{_CLASS}.loss_func.slice_weight",
+              "slice_weight", True),
+    Insertion("the check of the first batch", _GPT, _MODEL, f"{_CLASS}.before_reduce", "before_reduce", True),
+    Insertion("the check of these lines", _GPT, _MODEL, f"{_CLASS}.laid_out", "laid_out", True),
+    Insertion("sliced attention and rotary positions", _TRANSFORMER, "megatron.model.transformer",
+              "ParallelAttention.forward", "attend"),
+    Insertion("the table of rotary positions", _UTILS, "megatron.utils", "update_rotary_pos_emb", "keep_rotary"),
+)  # fmt: skip
+
+
+def problem_of_insertions(model: object = None) -> str | None:
+    """Return which insertions are missing, one line for each; None where all are there.
+
+    Args:
+        model: has the function that gives batches, which is looked at too; None: it is not known yet.
+    """
+    looked_at = [insertion for insertion in INSERTIONS if model is not None or insertion.owner is not None]
+    missing = [insertion for insertion in looked_at if not insertion.is_there(model)]
+    if not missing:
+        return None
+    lines = "".join(f"\n  {i.file}: {i.what} ({i.path} does not have {__name__}.{i.helper})" for i in missing)
+    return (
+        f"Megatron-DeepSpeed is not patched, or not wholly, so that slices would train wrongly. Missing:{lines}\n"
+        f"Apply {PATCH} again, to an unchanged checkout of the commit that patches/README.md names."
+    )

@@ -1,4 +1,7 @@
-"""Choose the layers that recompute on a running pipeline, and what of it each batch runs."""
+"""Apply to a running pipeline which layers recompute: `planner/recompute/choose_layers.py` decides it.
+
+A batch may have sequences of several lengths, so it recomputes what the plan of any of them needs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any, Protocol
 from deepspeed.pipe import PipelineModule
 
 from terapipe_ds.planner import PlanResult
-from terapipe_ds.planner.recompute import costs_of, measured_layers, plan_with_recompute
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+from terapipe_ds.planner.recompute import costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.planning.schedule_choice import Cuts
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 
 
@@ -23,7 +26,7 @@ class Recomputing(Protocol):
 
 
 def best_with_recompute(
-    stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[Any]]:
     """Return the plan, the schedule and the layers to run, and the costs of the parts then.
 
@@ -33,7 +36,7 @@ def best_with_recompute(
     """
     config, layout = stage.config, stage.layout
     assert limit_bytes is not None, "refused by the config"
-    parts = measured_layers(cuts.parts, bounds_of_parts(stage.engine.module, layout))
+    parts = recomputable_parts(cuts, bounds_of_parts(stage.engine.module, layout))
     result = plan_with_recompute(
         parts,
         length,
@@ -53,10 +56,9 @@ def bounds_of_parts(module: Any, layout: Layout) -> list[int]:
 
 
 def recompute_for(module: PipelineModule, choices: Iterable[Recomputing]) -> None:
-    """Let the layers recompute that a batch needs, which may have sequences of several lengths.
+    """Let the layers recompute that some length of a batch needs: more recomputation still fits.
 
-    More than one of them needs still fits, so it is all that any of them needs. Where slices were set by hand nothing
-    was chosen, and everything recomputes.
+    Where slices were set by hand nothing was chosen, and everything recomputes.
     """
     wanted: set[int] = set()
     for choice in choices:

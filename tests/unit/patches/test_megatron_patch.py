@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import terapipe_ds
-from terapipe_ds.compat.insertions import INSERTIONS, PatchError, problem_of_insertions
-from terapipe_ds.integrations import megatron_deepspeed as helpers
 from tests import mini_megatron
+
+import terapipe_patch as helpers  # isort: skip
+from terapipe_patch import INSERTIONS, PatchError, problem_of_insertions  # isort: skip
 
 TEXT = mini_megatron.PATCH.read_text(encoding="utf-8")
 HUNKS = mini_megatron.hunks(TEXT)  # raises for context lines, removed lines and section texts

@@ -1,4 +1,14 @@
-"""The answer: everything above a plan, as a value, as a DeepSpeed JSON and as a command that starts it."""
+"""Strategy: everything above a plan, as a value, as a DeepSpeed JSON and as a command that starts it.
+
+A placement is a map from the grid to devices. Ranks are numbered in the order of the hosts, so that rank r is device
+r mod d of node r div d where nodes have d devices, and the order of the axes says which coordinates a rank has:
+
+    fresh     pipe, data, model     the replicas of a stage fill whole nodes
+    append    pipe, data, model     they are fewer than a node has devices: the next stage takes the devices left
+    scatter   data, pipe, model     a pipeline lies in as few nodes as can be, and the replicas are spread over them
+
+The tensor axis is always innermost: it never leaves a node.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +18,14 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.cluster import Coordinate, Grid
-from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 _Count = Annotated[int, Field(ge=1)]
@@ -23,7 +33,12 @@ _Lengths = Annotated[list[_Count], Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
 _Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
-_AXES = {"pipe", "data", "model"}
+PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
+"""Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
+
+Coordinate = tuple[int, int, int]
+"""(pipe_id, data_id, model_id)."""
+
 _PRECISION: Mapping[str, dict[str, Any]] = {
     "bfloat16": {"bf16": {"enabled": True}},
     "float16": {"fp16": {"enabled": True}},
@@ -32,7 +47,7 @@ _PRECISION: Mapping[str, dict[str, Any]] = {
 
 
 def _as_axes(axes: list[str]) -> list[str]:
-    if set(axes) != _AXES or len(axes) != len(_AXES) or axes[-1] != "model":
+    if tuple(axes) not in (PIPE_FIRST, DATA_FIRST):
         raise ValueError("give pipe, data and model once each, model last")
     return axes
 
@@ -41,6 +56,36 @@ def _rising(bounds: list[int]) -> list[int]:
     if bounds[:1] != [0] or any(b <= a for a, b in itertools.pairwise(bounds)):
         raise ValueError("give rising numbers of layers from 0 on")
     return bounds
+
+
+class StrategyError(ValueError):
+    """Text that is no strategy; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Degrees of parallelism and the order of the axes on a cluster."""
+
+    pipe: int
+    data: int
+    model: int
+    axes: tuple[str, str, str] = PIPE_FIRST
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return the sizes of the axes, in their order."""
+        return tuple(getattr(self, axis) for axis in self.axes)
+
+    @property
+    def ranks(self) -> np.typing.NDArray[np.int64]:
+        """Return the rank of every coordinate [pipe, data, model]."""
+        ranks = np.arange(self.pipe * self.data * self.model).reshape(self.dims)
+        return ranks if self.axes == PIPE_FIRST else ranks.transpose(1, 0, 2)
+
+    def placement(self, devices_per_node: int) -> dict[Coordinate, tuple[int, int]]:
+        """Return the (node, device) of every coordinate."""
+        ranks = self.ranks
+        return {(k, d, t): divmod(int(ranks[k, d, t]), devices_per_node) for k, d, t in np.ndindex(*ranks.shape)}
 
 
 class Strategy(BaseModel):
@@ -142,24 +187,24 @@ class Strategy(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Strategy:
-        """Read what `to_json` wrote. Raises PlannerError for anything else, or parts that do not fit one another."""
+        """Read what `to_json` wrote. Raises StrategyError for anything else, or parts that do not fit one another."""
         try:
             strategy = parse_as(cls, text)
         except JsonError as error:
-            raise PlannerError(f"strategy: {error}; give what `terapipe plan --devices` or `to_json` wrote") from None
+            raise StrategyError(f"strategy: {error}; give what `terapipe strategy` or `to_json` wrote") from None
         stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
         for name, given, wanted in (
             ("partition", parts, stages * strategy.chunks_per_stage),
             ("memory_bytes", len(strategy.memory_bytes), stages),
         ):
             if given != wanted:
-                raise PlannerError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
+                raise StrategyError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
         if len(strategy.plans) != strategy.accumulation or len({plan.sequence_length for plan in strategy.plans}) > 1:
             count = strategy.accumulation
-            raise PlannerError(f"strategy: slices: give a list of lengths, or {count} with the same sum: plan again")
+            raise StrategyError(f"strategy: slices: give a list of lengths, or {count} with the same sum: plan again")
         again = strategy.recompute
         if isinstance(again, list) and (not again or sorted(again) != [k for k in range(stages) if k in again]):
-            raise PlannerError(f'strategy: recompute = {again}: give stages below {stages}, each once, or "off"')
+            raise StrategyError(f'strategy: recompute = {again}: give stages below {stages}, each once, or "off"')
         return strategy
 
     def __str__(self) -> str:

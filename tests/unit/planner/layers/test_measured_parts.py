@@ -21,8 +21,9 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
-from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s
-from terapipe_ds.planner.ranking.measured_parts import MeasuredParts, Unit, balanced_bounds
+from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
+from terapipe_ds.planner.layers.layer import Layer
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts, balanced_bounds
 from terapipe_ds.simulator import UnitCosts
 
 SLICES = [(64, 0), (128, 0), (64, 192), (64, 64)]  # of 256 tokens, as measured
@@ -105,14 +106,14 @@ def test_equal_parts_are_one_object() -> None:
     quarters = parts.cut(4)
     assert quarters is not None and all(part is quarters[0] for part in quarters)
     copies = parts.copies(3)
-    assert copies.bounds_measured == (0, 8, 16, 24) and len(copies.units) == 24
+    assert copies.bounds_measured == (0, 8, 16, 24) and len(copies.layers) == 24
 
 
 def test_what_was_not_measured_is_not_there() -> None:
     plain = MeasuredParts.of_profile(profile([kind()] * 4, (0, 2, 4)))
     (costs,) = plain.cut(1) or []
     assert not hasattr(costs, "send_s") and not hasattr(costs, "step_s") and hasattr(costs, "weight_s")
-    (half,) = MeasuredParts([Unit(UnitCosts(8)), Unit(Whole())], (0, 1, 2)).cut(1) or []
+    (half,) = MeasuredParts([Layer(UnitCosts(8)), Layer(Whole())], (0, 1, 2)).cut(1) or []
     assert not hasattr(half, "weight_s")  # a part that cannot split must not look as if it could
     one_link = MeasuredParts.of_profile(profile([kind()] * 4, (0, 2, 4), links=(LinkSample(64, 6.0, 1),)))
     assert [part.send_s(64) for part in one_link.cut(2) or []] == [6.0, 6.0]  # of any link that was measured
@@ -126,7 +127,7 @@ class Whole:
 
 @pytest.mark.parametrize("bounds", [[0, 3], [1, 4], [0, 2, 2, 4], [0, 5, 4], []])
 def test_bounds_that_are_no_cut(bounds: list[int]) -> None:
-    parts = MeasuredParts([Unit(UnitCosts(8), memory=PartMemory(1, 1))] * 4, (0, 4))
+    parts = MeasuredParts([Layer(UnitCosts(8), memory=PartMemory(1, 1))] * 4, (0, 4))
     for ask in (parts.cut, parts.memory):
         with pytest.raises(PlannerError, match="rising layer numbers from 0 to 4"):
             ask(1, bounds)
@@ -138,18 +139,18 @@ def test_bounds_that_are_no_cut(bounds: list[int]) -> None:
 def test_memory_by_hand() -> None:
     one = PartMemory(300, 10.0, 4.0, 2.0, 50, 7.0, 0.5, 60, 8.0, 6.0)
     other = PartMemory(100, 20.0, 8.0, 6.0, 90, 3.0, 0.1, 90, 4.0, 2.0, 5.0, 1.0, 0.5, 40.0)
-    parts = MeasuredParts([Unit(UnitCosts(8), memory=each) for each in (one, other, one)], (0, 2, 3))
+    parts = MeasuredParts([Layer(UnitCosts(8), memory=each) for each in (one, other, one)], (0, 2, 3))
     first, second = (parts.memory(2, [0, 1, 3]) or MemoryModel((one,))).parts
     assert first == one
     assert second == PartMemory(400, 30.0, 12.0, 8.0, 90, 7.0, 0.5, 150, 12.0, 8.0, 5.0, 1.0, 0.5, 40.0)
-    unknown = MeasuredParts([Unit(UnitCosts(8), memory=each) for each in (one, PartMemory(1, 1.0))], (0, 1, 2))
+    unknown = MeasuredParts([Layer(UnitCosts(8), memory=each) for each in (one, PartMemory(1, 1.0))], (0, 1, 2))
     assert (unknown.memory(1) or MemoryModel((one,))).parts[0].whole_bytes_per_token is None
-    assert MeasuredParts([Unit(UnitCosts(8), memory=one), Unit(UnitCosts(8))], (0, 1, 2)).memory(1) is None
+    assert MeasuredParts([Layer(UnitCosts(8), memory=one), Layer(UnitCosts(8))], (0, 1, 2)).memory(1) is None
 
 
 def test_frozen_layers_weigh_nothing_in_a_cut_but_hold_memory() -> None:
     """Four layers of 100 parameters, of which the first two are frozen, in two parts."""
-    units = [Unit(UnitCosts(8), 100, trained, memory=PartMemory(100, 0.25)) for trained in (0, 0, 100, 100)]
+    units = [Layer(UnitCosts(8), 100, trained, memory=PartMemory(100, 0.25)) for trained in (0, 0, 100, 100)]
     parts = MeasuredParts(units, (0, 4), True, 400.0)
     assert parts.bounds(2) == [0, 3, 4]
     assert parts.memory(2) == MemoryModel(

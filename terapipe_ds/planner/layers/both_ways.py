@@ -11,12 +11,9 @@ A batch waits for the pair that takes longest; a plain pipeline waits for the pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from terapipe_ds.costs.profile import LinkSample
-
-_GRADIENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 2}
-"""Of one parameter, as they are summed; for bfloat16 DeepSpeed accumulates in fp32."""
+from terapipe_ds.planner.model_memory import ITEMSIZE
 
 
 def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Sequence[float] = ()) -> float:
@@ -27,35 +24,38 @@ def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Seq
         bytes_per_s: of a link, one direction, while the other one is as busy.
         step_s: of each part, the optimizer step and the reduction over replicas; empty: not known, and not counted.
     """
+    # stage k and its mirror image hold the same two parts, and wait for each other
     steps = step_s or [0.0] * len(gradient_bytes)
     pairs = zip(gradient_bytes, reversed(gradient_bytes), steps, reversed(steps), strict=True)
     return max((g + h) / bytes_per_s + a + b for g, h, a, b in pairs) - max(steps)
 
 
 def link_bytes_per_s(links: Iterable[LinkSample]) -> float | None:
-    """Return bytes per second of the slowest link that was measured; None where samples have no sizes in bytes.
-
-    It is the slope from the smallest message of a link to the largest, and at least that from zero to the largest.
-    """
-    by_part: dict[int | None, list[tuple[int, float]]] = {}
+    """Return bytes per second of the slowest link that was measured; None where samples have no sizes in bytes."""
+    by_part: dict[int | None, list[LinkSample]] = {}
     for link in links:
         if link.num_bytes is not None:
-            by_part.setdefault(link.part_id, []).append((link.num_bytes, link.send_s))
-    return min((_bytes_per_s(sorted(points)) for points in by_part.values()), default=None)
+            by_part.setdefault(link.part_id, []).append(link)
+    return min((line_of(samples)[0] for samples in by_part.values()), default=None)
 
 
-def _bytes_per_s(points: Sequence[tuple[int, float]]) -> float:
+def line_of(links: Iterable[LinkSample]) -> tuple[float, float]:
+    """Return bytes per second and the latency of a straight line through the smallest message and the largest.
+
+    Where seconds fall with the bytes, or the line would start below zero, it goes from zero to the largest message.
+    """
+    points = sorted((link.num_bytes, link.send_s) for link in links if link.num_bytes is not None)
     (low_bytes, low_s), (high_bytes, high_s) = points[0], points[-1]
+    # a noisy small message must not make the link slower than its largest message was
     rises = high_bytes > low_bytes and high_s > low_s
-    return max(high_bytes / high_s, (high_bytes - low_bytes) / (high_s - low_s) if rises else 0.0)
+    rate = max(high_bytes / high_s, (high_bytes - low_bytes) / (high_s - low_s) if rises else 0.0)
+    return rate, max(0.0, high_s - high_bytes / rate)
 
 
 def gradient_itemsize(dtype: str) -> int:
-    """Return the bytes of a parameter's gradient, by the `dtype` of a profile's key, which may name an autocast too."""
-    return _GRADIENT_BYTES.get(dtype.split(" ")[0], 4)
+    """Return the bytes of a parameter's gradient, by the `dtype` of a profile's key, which may name an autocast too.
 
-
-def steps_of(costs: Iterable[Any]) -> list[float]:
-    """Return `step_s` of each part; an empty list where some part does not know its own."""
-    parts = list(costs)
-    return [part.step_s() for part in parts] if all(hasattr(part, "step_s") for part in parts) else []
+    DeepSpeed accumulates the gradients of bfloat16 in fp32.
+    """
+    name = dtype.split(" ")[0]
+    return 4 if name == "bfloat16" else ITEMSIZE.get(name, 4)

@@ -1,7 +1,8 @@
-"""`terapipe plan --devices`: from a model and a cluster to a strategy, a DeepSpeed JSON and the line that starts it."""
+"""`terapipe strategy`: from a model and a cluster to a strategy, a DeepSpeed JSON and the line that starts it."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -9,29 +10,57 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
-from terapipe_ds.commands.plan_options import PlanOptions
-from terapipe_ds.commands.plan_setup import from_config
-from terapipe_ds.commands.user_model import DeepSpeedJson
+from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, option
+from terapipe_ds.commands.plan_options import CostOptions
+from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
-    from terapipe_ds.planner.strategy import Cluster, Strategy
+    from terapipe_ds.planner.strategy import Cluster
+    from terapipe_ds.strategy import Strategy
 
+HELP = "find the strategy for a cluster that takes the least time"
+DESCRIPTION = (
+    "Find the whole strategy for a cluster: stages, tensor and data parallelism, placement, layer cuts, micro-batches, "
+    "schedule, slices, recomputation and ZeRO. --stages, --tensor-parallel, --data-parallel, --chunks-per-stage and "
+    "--schedule fix that choice. Costs are counted from the model's sizes and a device card, or measured (--profile). "
+    "Nothing runs; no GPU is needed."
+)
+EXAMPLES = """\
+  terapipe strategy --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
+                    --out ds.json --picture strategy.svg
+  terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
+"""
 _SHOWN = 10  # strategies in the table
 _ROOM = 4e9  # bytes that a device should have left: what CUDA, NCCL and the allocator take is not counted
-_IS_SEARCHED = "it is searched"
-_REFUSED = {
-    "micro_batches": _IS_SEARCHED,
-    "micro_batch_size": _IS_SEARCHED,
-    "activation_checkpointing": _IS_SEARCHED,
-    "zero_stage": _IS_SEARCHED,
-    "granularity": _IS_SEARCHED,
-    "max_slices": _IS_SEARCHED,
-    "schedule_options": _IS_SEARCHED,
-    "sequence_parallel": "it is not part of the search",
-}
-"""Options that a search does not take, and why not."""
+_FIXED = ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage")
+
+
+class StrategyOptions(CostOptions):
+    """Which cluster, how large a step, and what is written."""
+
+    devices: int = option("so many in all", "N", group="cluster", required=True, ge=1, le=MAX_DEVICES)
+    devices_per_node: int = option(
+        "default: what nodes of the device card have", "N", 0, group="cluster", ge=1, le=MAX_DEVICES
+    )
+    global_batch: int = option("sequences of a step, of all replicas", "N", 0, group="training", ge=1, le=MAX_FORWARDS)
+    within_gb_per_s: float | None = option(
+        "a device's link to others of its node, one way (default: the card's)", "GB/S", group="cluster", gt=0
+    )
+    between_gb_per_s: float | None = option(
+        "a device's link to other nodes, one way (default: the card's)", "GB/S", group="cluster", gt=0
+    )
+    node_gb_per_s: float | None = option(
+        "of all links of a node to other nodes together, where devices share a network card",
+        "GB/S",
+        group="cluster",
+        gt=0,
+    )
+    strategy_out: Output | None = option("write the strategy, for terapipe.strategy", "FILE", group="output")
+
+
+add_arguments = StrategyOptions.add_to
 
 
 class _Question(NamedTuple):
@@ -46,18 +75,17 @@ class _Question(NamedTuple):
         return self.model if isinstance(self.model, str) else ", ".join(self.model)
 
 
-def run_strategy(options: PlanOptions) -> None:
-    """Search, print the best strategies, and write the files that were asked for."""
+def run(arguments: argparse.Namespace) -> None:
+    """Search, print the best strategies, and write the files that the user asks for."""
     from terapipe_ds.planner.strategy import rank_strategies
 
+    options = StrategyOptions.read(arguments)
     question = _question(options)
-    progress = _Progress() if sys.stderr.isatty() else None
-    strategies = rank_strategies(question.model, question.cluster, progress=progress, **question.words)
-    if progress is not None:
-        progress.clear()
+    with Progress("  (Ctrl-C: the best so far)") as progress:
+        strategies = rank_strategies(question.model, question.cluster, progress=progress.callback, **question.words)
     best = strategies[0]
     if not best.is_complete:
-        print("terapipe plan: the search was stopped; this is the best until then", file=sys.stderr)
+        print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
     _write(best, options)
     if options.picture:
         from terapipe_ds.commands.strategy_picture import draw_strategy
@@ -69,26 +97,25 @@ def run_strategy(options: PlanOptions) -> None:
 # --- the question
 
 
-def _question(options: PlanOptions) -> _Question:
-    for name, more in _REFUSED.items():
-        if name in options.given:
-            raise CommandError(f"{options.name_of(name)} does not go with --devices, leave it out: {more}")
+def _question(options: StrategyOptions) -> _Question:
+    """Return what to search; raise CommandError with all that is missing."""
     if options.strategy_out and not options.strategy_out.endswith(".json"):
         raise CommandError(f"--strategy-out {options.strategy_out}: terapipe.strategy takes files that end with .json")
-    configured = _configured(options.config)
-    options = options.filled(configured)
-    if not (options.model or options.profiles):
-        raise CommandError("no costs: give --model and --device, or --profile with measured costs")
+    # the rest of a DeepSpeed JSON is what the search finds
+    configured = from_config(options.config)
+    taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
+    options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
     if options.model and options.profiles:
-        raise CommandError("--model and --profile with --devices: a profile says which model it is; give one of them")
+        raise CommandError("--model and --profile: a profile says which model it is; give one of them")
+    missing = [] if options.model or options.profiles else [NO_COSTS]
+    if not options.device and not missing:
+        more = ": its memory and links between nodes are not in a profile" if options.profiles else ""
+        missing.append(f"--device is missing: give a device card, for example h100{more}")
     if not options.global_batch:
-        raise CommandError(
-            "--global-batch is missing: give the number of sequences of a step, of all replicas together"
-        )
-    fixed = [
-        name for name in ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage") if name in options.given
-    ]
-    words = {name: options.given[name] for name in fixed} | {
+        missing.append("--global-batch is missing: give the number of sequences of a step, of all replicas together")
+    if missing:
+        raise CommandError("; ".join(missing))
+    words = {name: options.given[name] for name in _FIXED if name in options.given} | {
         "global_batch_size": options.global_batch,
         "sequence_length": options.sequence_length or _usual_length(options),
         "memory_limit_gb": options.memory_limit_gb,
@@ -98,17 +125,7 @@ def _question(options: PlanOptions) -> _Question:
     return _Question(list(options.profiles) or options.model, _cluster(options), words)
 
 
-def _configured(path: str | None) -> dict[str, Any]:
-    """Return what a search takes from a DeepSpeed JSON; the rest of it is what the search finds."""
-    if path is None:
-        return {}
-    found = from_config(path)
-    taken = {name: found[name] for name in ("dtype", "memory_limit_gb") if name in found}
-    batch = DeepSpeedJson(read_json(path, "--config")).number("train_batch_size")
-    return taken | ({} if batch is None else {"global_batch": batch})
-
-
-def _usual_length(options: PlanOptions) -> int:
+def _usual_length(options: StrategyOptions) -> int:
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.strategy import size_of
 
@@ -117,15 +134,12 @@ def _usual_length(options: PlanOptions) -> int:
     return size_of(options.model).max_sequence_length
 
 
-def _cluster(options: PlanOptions) -> Cluster:
+def _cluster(options: StrategyOptions) -> Cluster:
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.layers.measured import measured_cluster
     from terapipe_ds.planner.strategy import Cluster
 
-    if not options.device:
-        more = ": its memory and links between nodes are not in a profile" if options.profiles else ""
-        raise CommandError(f"--device is missing: give a device card, for example h100{more}")
     card = device_card(options.device)
     per_node = options.devices_per_node or min(options.devices, card.devices_per_node)
     if options.devices % per_node:
@@ -145,27 +159,10 @@ def _cluster(options: PlanOptions) -> Cluster:
     return Cluster(card, nodes, per_node, **links)
 
 
-class _Progress:
-    """A bar on stderr, redrawn when it has moved."""
-
-    def __init__(self) -> None:
-        self._shown = ""
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        share = min(done / of, 1.0) if of else 1.0
-        text = f"{'#' * round(20 * share):20} {share:4.0%} {what}  (Ctrl-C: the best so far)"
-        if text != self._shown:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-            self._shown = text
-
-    def clear(self) -> None:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 # --- the answer
 
 
-def _write(best: Strategy, options: PlanOptions) -> None:
+def _write(best: Strategy, options: StrategyOptions) -> None:
     from terapipe_ds.files.atomic import write_text
 
     if options.out:
@@ -174,7 +171,7 @@ def _write(best: Strategy, options: PlanOptions) -> None:
         write_text(options.strategy_out, best.to_json() + "\n")
 
 
-def _as_json(strategies: Sequence[Strategy], options: PlanOptions) -> str:
+def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
         return strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
 
@@ -191,7 +188,7 @@ def _as_json(strategies: Sequence[Strategy], options: PlanOptions) -> str:
     )
 
 
-def _lines(strategies: Sequence[Strategy], question: _Question, options: PlanOptions) -> Iterator[str]:
+def _lines(strategies: Sequence[Strategy], question: _Question, options: StrategyOptions) -> Iterator[str]:
     best, cluster, words = strategies[0], question.cluster, question.words
     yield f"{question.name} in {best.dtype} on {cluster.nodes} x {cluster.devices_per_node} x {cluster.card.title}"
     batch, length = words["global_batch_size"], words["sequence_length"]
@@ -217,7 +214,7 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: PlanOpt
         yield "  --out ds.json writes the DeepSpeed JSON, --strategy-out strategy.json the file of terapipe.strategy"
 
 
-def _launch(best: Strategy, options: PlanOptions) -> str:
+def _launch(best: Strategy, options: StrategyOptions) -> str:
     return best.launch_command("hostfile", config=os.path.basename(options.out) if options.out else "ds.json")
 
 

@@ -1,0 +1,68 @@
+"""Put into words what is wrong with single keys of a `terapipe` section: misspelt or unknown ones, and wrong values."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
+from terapipe_ds.messages import show_key, show_value
+
+Path = tuple[Any, ...]  # of a key, which need not be a word
+Models = Mapping[Path, type[BaseModel]]
+
+
+def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
+    for key, value in ds_config.items():
+        is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
+        if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
+            shown = f"{show_key(key)} = {show_value(value)}"
+            raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
+
+
+@functools.cache
+def models_of(root: type[BaseModel]) -> Models:
+    """Return the model of the section and those of its objects, by the path of their key."""
+    objects = {(name,): field.annotation for name, field in root.model_fields.items()}
+    inner = {path: type_ for path, type_ in objects.items() if isinstance(type_, type) and issubclass(type_, BaseModel)}
+    return {(): root} | inner
+
+
+def take_known(section: dict[Any, Any], models: Models, problems: dict[Path, str], path: Path = ()) -> dict[str, Any]:
+    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
+    known: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in models[path].model_fields:
+            problems[*path, key] = unknown_key((*path, key), value, models)
+        else:
+            is_model = (*path, key) in models and isinstance(value, dict)
+            known[key] = take_known(value, models, problems, (*path, key)) if is_model else value
+    return known
+
+
+def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Path, str]:
+    """Return pydantic's errors, one per key: a union fails once per member, a list once per entry."""
+    problems = {}
+    for detail in error.errors(include_input=False, include_context=False, include_url=False):
+        location = detail["loc"]
+        path = location[:2] if location[:1] in models and len(location) > 1 else location[:1]
+        value = functools.reduce(operator.getitem, path, section)
+        allowed = models[path[:-1]].model_fields[str(path[-1])].description
+        problems[path] = f"{shown_value(value, *path)}: must be {allowed}"
+    return problems
+
+
+def unknown_key(path: Path, value: Any, models: Models) -> str:
+    """Return the problem of a key that no model has, with the nearest that one has."""
+    known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
+    nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
+    hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"
+    if nearest:
+        hint = f"did you mean {'.'.join([SECTION, *known[nearest[0]]])}?"
+    return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"

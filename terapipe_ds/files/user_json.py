@@ -1,0 +1,76 @@
+"""JSON that the user wrote for a command: the DeepSpeed config, the fields of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.messages import show_value
+
+DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
+"""Short names of dtypes, and torch's."""
+
+
+class CommandError(ValueError):
+    """A command cannot do what the user asked for; the text says why and what to do."""
+
+
+def read_json(path: str, option: str) -> dict[str, Any]:
+    """Return the object in a JSON file that `option` names.
+
+    Raises:
+        CommandError: no JSON, or no object.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = parse_json(read_bytes(path))
+    except JsonError as error:
+        raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
+    if not isinstance(content, dict):
+        raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
+    return content
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSpeedJson:
+    """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
+
+    All methods raise CommandError where a key has an impossible value.
+    """
+
+    content: dict[str, Any]
+
+    def number(self, key: str, least: int = 1) -> int | None:
+        """Return an integer; None where the config has none, or "auto"."""
+        value = self._value(key)
+        if value in (None, "auto"):
+            return None
+        if type(value) is not int or value < least:
+            raise CommandError(f"{key} = {show_value(value)} in --config: give an integer >= {least}")
+        return value
+
+    def fixed_number(self, key: str, least: int = 1) -> int:
+        """Return an integer, or `least` where the config has none; refuse "auto", which nothing fills in."""
+        if self._value(key) == "auto":
+            raise CommandError(f"{key} = 'auto' in --config: give an integer >= {least}")
+        number = self.number(key, least)
+        return least if number is None else number
+
+    @property
+    def precision(self) -> str | None:
+        """Return the enabled one of "bf16" and "fp16"."""
+        return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the dtype in training."""
+        return DTYPE_NAMES[self.precision or "fp32"]
+
+    def _value(self, key: str) -> Any:
+        section, _, name = key.rpartition(".")
+        content = (self.content.get(section) or {}) if section else self.content
+        if not isinstance(content, dict):
+            raise CommandError(f"{section} = {show_value(content)} in --config: give an object")
+        return content.get(name)

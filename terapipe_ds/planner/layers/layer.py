@@ -1,0 +1,153 @@
+"""What one layer takes: the record that slices, strategies and recomputation are planned with.
+
+A part is a run of layers. Equal layers share one cost object, so that the sums of parts count them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.costs.fitted import CostModel, window_of
+from terapipe_ds.costs.profile import Overhead, Profile
+from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
+from terapipe_ds.planner.memory import PartMemory
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Hold a layer on one rank, or a part whose layers were not timed. None or 0: nobody measured it.
+
+    Its memory is in bytes per token of a slice with all rows, as that of a part.
+    """
+
+    costs: Costs
+    parameters: int = 0
+    trained: int = 0  # of the parameters, those with gradients
+    memory: PartMemory | None = None
+    input_bytes: float = 0.0  # per token, of what the layer before hands on
+    output_bytes: float = 0.0  # per token, of what it hands on
+    layer_id: int = 0  # in the model
+    overhead: OverheadCosts | None = None  # of every part, beyond its layers
+    layers_of_part: int = 1  # in the part that it was measured in
+    send_s: Callable[[Any], Any] | None = None  # of a message of that part
+    step_s: float | None = None  # its share of the optimizer's step, by trained parameters
+
+    def kept_bytes(self, is_whole: bool) -> float:
+        """Return what it keeps of a live slice; a slice that `is_whole` keeps its keys and values itself."""
+        if self.memory is None:
+            return 0.0
+        return self.memory.slice_bytes_per_token + (self.whole_bytes if is_whole else 0.0)
+
+    @property
+    def whole_bytes(self) -> float:
+        """Return what it keeps besides where a sequence is one slice."""
+        return (self.memory.whole_bytes_per_token or 0.0) if self.memory is not None else 0.0
+
+
+class OverheadCosts:
+    """Give what every F and B takes beyond its layers, with the methods of a layer; W has none of it."""
+
+    vectorized = True
+
+    def __init__(self, points: Sequence[Overhead], share: float = 1.0) -> None:
+        self._points, self._share = sorted(points, key=lambda point: point.tokens), share
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return seconds, linear between what was measured and constant beyond."""
+        return self._between([point.forward_s for point in self._points], tokens) + 0.0 * prefix
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        return self._between([point.backward_s for point in self._points], tokens) + 0.0 * prefix
+
+    def weight_s(self, tokens: Any, prefix: Any) -> Any:
+        return 0.0 * tokens + 0.0 * prefix
+
+    def shared_by(self, layers: int) -> OverheadCosts:
+        """Return what falls to one of so many layers."""
+        return OverheadCosts(self._points, 1 / layers)
+
+    def _between(self, seconds: Sequence[float], tokens: Any) -> Any:
+        return self._share * np.interp(tokens, [float(point.tokens) for point in self._points], seconds)
+
+
+def layers_of_profile(profile: Profile) -> list[Layer]:
+    """Return the layers of a profile in the order of the model, or its parts where layers were not timed."""
+    # a link belongs to the part that sends over it, whatever layers a cut gives to that part
+    models, timed = CostModel.from_profile(profile), profile.layers
+    sends = [getattr(model, "send_s", None) for model in models]
+    # only the parts are known, and each is a layer that nothing can divide
+    if timed is None:
+        return [
+            Layer(model, memory=PartMemory.of(part.memory), send_s=send_s, step_s=part.step_s)
+            for part, model, send_s in zip(profile.parts, models, sends, strict=True)
+        ]
+    # one fit per kind, so that equal layers share one object
+    costs = [
+        CostModel(kind.samples, part_id=index, window=window_of(kind.memory)) for index, kind in enumerate(timed.kinds)
+    ]
+    layers: list[Layer] = []
+    for part, send_s, (start, stop) in zip(profile.parts, sends, itertools.pairwise(timed.bounds), strict=True):
+        overhead = OverheadCosts(part.overheads) if part.overheads else None
+        # the optimizer's step of the part is divided by trained parameters, which it moves
+        trained = sum(timed.kinds[index].trained_parameters for index in timed.kind_of[start:stop])
+        for index in timed.kind_of[start:stop]:
+            kind = timed.kinds[index]
+            share = kind.trained_parameters / trained if trained else 0.0
+            layers.append(
+                Layer(
+                    costs[index],
+                    kind.parameters,
+                    kind.trained_parameters,
+                    PartMemory.of(kind.memory),
+                    layers[-1].output_bytes if layers else 0.0,
+                    kind.output_bytes_per_token,
+                    len(layers),
+                    overhead,
+                    stop - start,
+                    send_s,
+                    None if part.step_s is None else share * part.step_s,
+                )
+            )
+    return layers
+
+
+def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[str, Any]:
+    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works.
+
+    Where all layers `recompute`, a live slice keeps their inputs, and in its backward one layer at a time is whole.
+    """
+    known = [layer.memory for layer in layers if layer.memory is not None]
+    numbers: dict[str, Any] = {}
+    # one layer works at a time, so what only works is the most of any; everything else adds up
+    for name in (field.name for field in dataclasses.fields(PartMemory)):
+        values = [getattr(memory, name) for memory in known]
+        is_largest = name.startswith("working") or name == "window_tokens"
+        numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
+    # the input of every layer stays, and the one that runs again is whole for a moment
+    if recompute:
+        numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
+        numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)
+        if numbers["whole_bytes_per_token"] is not None:
+            numbers["whole_bytes_per_token"] = max(layer.whole_bytes for layer in layers)
+    return numbers
+
+
+def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: bool = False) -> list[Costs]:
+    """Return the costs of every layer for so many sequences, with its share of its part's overhead."""
+    made: dict[tuple[int, int], Costs] = {}
+    costs = []
+    for layer in layers:
+        key = id(layer.costs), id(layer.overhead)
+        if key not in made:  # equal layers of a part share their costs
+            over = [] if layer.overhead is None else [layer.overhead.shared_by(layer.layers_of_part)]
+            own = [layer.costs, *over] * rows
+            made[key] = PartCosts(own, own if recompute else ())
+        costs.append(made[key])
+    return costs

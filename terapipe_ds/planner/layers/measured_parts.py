@@ -1,0 +1,169 @@
+"""Costs and memory of any cut of a measured model: sums over the layers of each part.
+
+Of a profile whose layers were not timed only the parts are known that were measured, and these may be joined, but not
+divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from terapipe_ds.costs.profile import Profile
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
+from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, memory_of_layers
+from terapipe_ds.planner.layers.part_costs import PartCosts
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
+
+NOT_TIMED = "layers were not timed: only the parts that were measured can be planned"
+
+
+@dataclass(frozen=True)
+class MeasuredParts:
+    """Hold the layers of a model, and how they are cut; methods take a number of parts, or the bounds of a cut."""
+
+    layers: Sequence[Layer]
+    bounds_measured: tuple[int, ...]
+    has_layers: bool = True  # False: `layers` are parts, which nothing can divide
+    link_bytes_per_s: float | None = None  # of the slowest link
+    gradient_itemsize: int = 4
+    weights: Sequence[float] | None = None  # of layers, which another cut evens out; None: their trained parameters
+    has_other_cuts: bool = True  # False: the number of parts cannot change
+    offloads: bool = False  # what slices keep goes to the host
+    _made: dict[Any, PartCosts] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> MeasuredParts:
+        """Return the layers that a profile measured."""
+        layers, is_timed = layers_of_profile(profile), profile.layers is not None
+        bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds
+        return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
+
+    def running(
+        self, bounds: Sequence[int], sequence_length: int, *, has_other_cuts: bool, offloads: bool
+    ) -> MeasuredParts:
+        """Return the same layers in the cut of a running module. Other cuts even out the times of whole sequences."""
+        # parts that nothing can divide stay as they were measured
+        if not self.has_layers:
+            return dataclasses.replace(self, has_other_cuts=False, offloads=offloads)
+        whole = sequence_length, 0
+        return dataclasses.replace(
+            self,
+            bounds_measured=tuple(map(int, bounds)),
+            weights=[float(one.costs.forward_s(*whole) + one.costs.backward_s(*whole)) for one in self.layers],
+            has_other_cuts=has_other_cuts,
+            offloads=offloads,
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        """Return whether the memory of all layers was measured."""
+        return all(layer.memory is not None for layer in self.layers)
+
+    def bounds(self, num_parts: int) -> list[int] | None:
+        """Return where to cut in so many parts: as measured, or evened out; None where it cannot be."""
+        measured = len(self.bounds_measured) - 1
+        # a cut that was measured, or that runs, is better known than any other
+        if num_parts == measured:
+            return list(self.bounds_measured)
+        if not self.has_other_cuts:
+            return None
+        if not self.has_layers:
+            # neighbours may be joined, as many to each part
+            return None if measured % num_parts else list(range(0, measured + 1, measured // num_parts))
+        return self.balanced(num_parts)
+
+    def balanced(self, num_parts: int) -> list[int] | None:
+        """Return the cut whose heaviest part is lightest; None for too few layers."""
+        weights = self.weights or [float(layer.trained) for layer in self.layers]
+        return balanced_bounds(weights if any(weights) else [1.0] * len(weights), num_parts)
+
+    def cut(self, num_parts: int, bounds: Sequence[int] | None = None) -> list[PartCosts] | None:
+        """Return the costs of `num_parts` parts, those between `bounds`; None where there are not so many layers.
+
+        Equal parts are one object. Raises PlannerError for bounds that are no cut.
+        """
+        bounds = self.bounds(num_parts) if bounds is None else bounds
+        return None if bounds is None else [self._part(layers) for layers in self.between(bounds)]
+
+    def memory(self, num_parts: int, bounds: Sequence[int] | None = None) -> MemoryModel | None:
+        """Return the memory of the same parts; None where it is not known."""
+        bounds = self.bounds(num_parts) if bounds is None else bounds
+        if bounds is None or not self.has_memory:
+            return None
+        parts = []
+        for layers in self.between(bounds):
+            numbers = memory_of_layers(layers)
+            # shares of whole bytes add up to a little more than the bytes
+            lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
+            parts.append(PartMemory(**numbers | lasting))
+        return MemoryModel(tuple(parts), offloads=self.offloads)
+
+    def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
+        """Return what a bidirectional pipeline of these parts takes besides its makespan; None: not known."""
+        bounds = self.bounds(num_parts) if bounds is None else bounds
+        if not self.has_layers or bounds is None or self.link_bytes_per_s is None:
+            return None
+        parts = self.between(bounds)
+        # both stages of a pair sum the gradients of trained parameters alone
+        sizes = [self.gradient_itemsize * sum(layer.trained for layer in layers) for layers in parts]
+        steps = [step_s for step_s in map(_step_s, parts) if step_s is not None]
+        return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
+
+    def copies(self, times: int) -> MeasuredParts:
+        """Return what is measured of one part as that of so many equal ones."""
+        last = self.bounds_measured[-1]
+        bounds = [0, *(last * copy + stop for copy in range(times) for stop in self.bounds_measured[1:])]
+        return dataclasses.replace(self, layers=[*self.layers] * times, bounds_measured=tuple(bounds), _made={})
+
+    def between(self, bounds: Sequence[int]) -> list[Sequence[Layer]]:
+        """Return the layers of every part between `bounds`. Raises PlannerError for bounds that are no cut."""
+        rising = all(start < stop for start, stop in itertools.pairwise(bounds))
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(self.layers) or not rising:
+            raise PlannerError(f"bounds = {list(bounds)}: give rising layer numbers from 0 to {len(self.layers)}")
+        return [self.layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    def _part(self, layers: Sequence[Layer]) -> PartCosts:
+        last, step_s = layers[-1], _step_s(layers)
+        # a part that had no link when it was measured takes any that was measured
+        send_s = last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
+        # the overhead comes once per part, however many layers it has
+        costs = [layer.costs for layer in layers] + ([] if last.overhead is None else [last.overhead])
+        key = tuple(map(id, costs)), id(send_s), step_s
+        # searches count equal parts together, so they must be one object
+        if key not in self._made:
+            step = None if step_s is None else functools.partial(float, step_s)
+            self._made[key] = PartCosts(costs, send_s=send_s, step_s=step)
+        return self._made[key]
+
+
+def _step_s(layers: Sequence[Layer]) -> float | None:
+    """Return what the optimizer's step of a part takes; None where nobody knows."""
+    steps = [layer.step_s for layer in layers if layer.step_s is not None]
+    return math.fsum(steps) if len(steps) == len(layers) else None
+
+
+def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
+    """Return the contiguous cut whose heaviest part is lightest, as DeepSpeed's "parameters"; None for too few."""
+    if len(weights) < num_parts:
+        return None
+    sums = list(itertools.accumulate(weights, initial=0.0))
+    best = [0.0] + [math.inf] * len(weights)  # heaviest of the parts so far, by where they end
+    starts: list[list[int]] = []
+    for _ in range(num_parts):
+        before, best, chosen = best, [math.inf] * len(best), [0] * len(best)
+        for stop in range(1, len(best)):
+            heaviest = [max(before[start], sums[stop] - sums[start]) for start in range(stop)]
+            best[stop] = min(heaviest)
+            chosen[stop] = heaviest.index(best[stop])
+        starts.append(chosen)
+    bounds = [len(weights)]
+    for chosen in reversed(starts):
+        bounds.append(chosen[bounds[-1]])
+    return bounds[::-1]

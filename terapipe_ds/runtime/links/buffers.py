@@ -1,0 +1,50 @@
+"""Keep the memory of messages and use it again, so that no message over NCCL needs the allocator.
+
+torch records the stream of each point-to-point message on its tensor. Memory that is given back must then wait for an
+event of that stream. An allocator that runs out waits for all of them, also for receives that wait for this very rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class MessageBuffers:
+    """Hand out memory for the messages of one end of a wire.
+
+    Memory is free again when nothing else holds its storage: no tensor, no view and no graph. The current stream orders
+    its next use behind all work that the host has launched before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: list[torch.UntypedStorage] = []
+        self.num_allocated = 0  # in all, for tests
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor with any content."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        free = [storage for storage in self._storages if is_unused(storage)]
+        fitting = min((each for each in free if each.nbytes() >= num_bytes), key=_size, default=None)
+        if fitting is None:
+            # lengths have grown: what is free is too small for them, and goes before more is taken
+            self._storages = [each for each in self._storages if not any(each is small for small in free)]
+            fitting = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self._device).untyped_storage()
+            self._storages.append(fitting)
+            self.num_allocated += 1
+        return torch.empty(0, dtype=dtype, device=self._device).set_(fitting, 0, shape, _contiguous_strides(shape))
+
+
+def is_unused(storage: torch.UntypedStorage) -> bool:
+    """Return whether nothing but this one object holds the storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1
+
+
+def _size(storage: torch.UntypedStorage) -> int:
+    return storage.nbytes()
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

@@ -1,0 +1,66 @@
+"""Refuse or warn of schedules that hang where the streams of a GPU share its hardware queues."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.schedule import Schedule
+from terapipe_ds.simulator.device_queues import DEFAULT_QUEUES, mappings_that_hang
+
+logger = logging.getLogger("terapipe_ds")
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MOST_WARNED = 4  # schedules whose mappings are tried: a job with other lengths in each batch has many
+
+
+def queue_count(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many hardware queues the streams of this process share."""
+    try:
+        return min(max(int(environment.get(QUEUES, "")), 1), 32)
+    except ValueError:
+        return DEFAULT_QUEUES
+
+
+class QueueCheck:
+    """Check each schedule before its first batch.
+
+    Args:
+        num_queues: of the rank with fewest, so that all ranks decide alike; None where no message is in a stream.
+        warns: this rank tries mappings and warns. One rank is enough, and no rank waits for it.
+    """
+
+    def __init__(self, num_queues: int | None, warns: bool) -> None:
+        self._num_queues, self._warns = num_queues, warns
+        self._checked: set[tuple[object, ...]] = set()
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise TeraPipeConfigError on every rank where one queue hangs; warn where some mappings of more do."""
+        sizes = schedule.name, schedule.num_stages, schedule.num_slices, schedule.forward_only, hash(schedule.orders)
+        if self._num_queues is None or sizes in self._checked:
+            return
+        if self._num_queues > 1 and (not self._warns or len(self._checked) >= _MOST_WARNED):
+            return
+        self._checked.add(sizes)
+        count, tried = mappings_that_hang(schedule, self._num_queues)
+        if not count:
+            return
+        what = (
+            f"schedule {schedule.name!r} with {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches "
+            f"and {max(schedule.num_slices)} slices"
+        )
+        if self._num_queues == 1:
+            raise RaisedEverywhere(
+                TeraPipeConfigError(
+                    f"{QUEUES}=1 gives all streams of a GPU one queue, and in one queue {what} waits for itself and "
+                    f"never ends: set {QUEUES}=32, or take schedule 'seq1f1b' where the overlap of tensor parallelism "
+                    "needs 1"
+                )
+            )
+        logger.warning(
+            "%s: %d of %d ways to spread its streams over %d queues of a GPU would hang; set %s=32",
+            *(what, count, tried, self._num_queues, QUEUES),
+        )

@@ -1,0 +1,268 @@
+"""Find schedules that hang where the streams of a GPU share hardware queues: a model of host, streams and queues.
+
+CUDA gives the streams of a process `CUDA_DEVICE_MAX_CONNECTIONS` queues (8 unless set, 1 in Megatron's scripts). A
+queue is first in, first out: a wait for an event at its head holds everything behind it, also what another stream put
+there. A message over NCCL is a kernel on each side. Both kernels run until the other one has begun. A receive that is
+posted ahead can therefore stand in front of the very computation whose result the other side needs first.
+
+    one queue, two receives posted ahead                  one receive per wire
+
+    rank 0   F0.0  send ...                               rank 0   F0.0  send ...
+    rank 1   recv 0.0 | recv 0.1 | F0.0 behind 0.1        rank 1   recv 0.0 | F0.0 | recv 0.1
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from time import monotonic
+
+from terapipe_ds.schedule import Schedule, ScheduleError, build
+from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, SliceKey
+from terapipe_ds.schedule.lower import COMPUTE_OF
+from terapipe_ds.schedule.proofs import budget_of_sends
+
+DEFAULT_QUEUES = 8
+"""The queues of a process that sets no CUDA_DEVICE_MAX_CONNECTIONS (CUDA C++ Programming Guide)."""
+
+Message = tuple[Kind, int, SliceKey]
+"""The computation that needs a message: F or B, its part and its unit."""
+
+Stream = tuple[str, Kind, int, int]
+"""The stream of a wire: "in" or "out", F or B, the part of this rank and the stage at the other end."""
+
+_COMPUTE: Stream = ("compute", Kind.FORWARD, -1, -1)
+
+
+class _Type(Enum):
+    KERNEL = 0
+    WAIT = 1  # of the stream of computations, for a message
+    AFTER = 2  # of the stream of a wire, for what the stream of computations has begun so far
+    SEND = 3
+    RECEIVE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What the host puts into a stream."""
+
+    stream: Stream
+    type: _Type
+    message: Message | None = None
+
+
+def host_program(schedule: Schedule, stage_id: int, receives_per_wire: int | None = 1) -> list[_Op]:
+    """Return what the host of a stage launches in a batch, in its order.
+
+    With `receives_per_wire` of n at most n receives of a wire have begun and are not waited for. With None each begins
+    as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
+    """
+    return list(_Host(schedule, stage_id, receives_per_wire).run())
+
+
+class _Host:
+    """Walk the actions of a stage as its links do."""
+
+    def __init__(self, schedule: Schedule, stage_id: int, receives_per_wire: int | None) -> None:
+        self._actions = schedule.for_stage(stage_id).actions
+        self._limit, self._budget = receives_per_wire, budget_of_sends(schedule)
+        self._index = [{(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in schedule.orders]
+        self._posted: defaultdict[Stream, deque[Message]] = defaultdict(deque)
+        self._begun: defaultdict[Stream, int] = defaultdict(int)
+        self._sent: defaultdict[Stream, deque[tuple[int, Message]]] = defaultdict(deque)
+        self._wire_of: dict[Message, Stream] = {}
+
+    def run(self) -> Iterator[_Op]:
+        """Yield what is launched for each action."""
+        for action in self._actions:
+            if action.kind in RECV_KINDS:
+                kind = COMPUTE_OF[action.kind]
+                wire, needed = ("in", kind, action.part_id, action.peer_stage_id), (kind, action.part_id, action.unit)
+                self._wire_of[needed] = wire
+                self._posted[wire].append(needed)
+                yield from self._begin(wire)
+            elif action.kind in COMPUTE_KINDS:
+                yield from self._compute(action)
+            elif action.kind in SEND_KINDS:
+                yield from self._send(action)
+
+    def _begin(self, wire: Stream) -> Iterator[_Op]:
+        """Begin the receives of a wire that may begin now."""
+        posted = self._posted[wire]
+        while self._begun[wire] < len(posted) and (self._limit is None or self._begun[wire] < self._limit):
+            yield _Op(wire, _Type.AFTER)
+            yield _Op(wire, _Type.RECEIVE, posted[self._begun[wire]])
+            self._begun[wire] += 1
+
+    def _compute(self, action: Action) -> Iterator[_Op]:
+        needed = action.kind, action.part_id, action.unit
+        if needed in self._wire_of:
+            wire = self._wire_of[needed]
+            yield _Op(_COMPUTE, _Type.WAIT, needed)
+            self._posted[wire].popleft()
+            self._begun[wire] -= 1
+            yield from self._begin(wire)
+            yield from self._release(wire[3], action)
+        yield _Op(_COMPUTE, _Type.KERNEL)
+
+    def _release(self, peer: int, action: Action) -> Iterator[_Op]:
+        """Wait for the sends that the peer has consumed before it sent what has come."""
+        part_id = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
+        sent_at = self._index[peer][action.kind, part_id, action.unit]
+        for wire, sent in self._sent.items():
+            while wire[3] == peer and sent and sent[0][0] < sent_at:
+                yield _Op(_COMPUTE, _Type.WAIT, sent.popleft()[1])
+
+    def _send(self, action: Action) -> Iterator[_Op]:
+        kind = COMPUTE_OF[action.kind]
+        needed, wire = (kind, action.peer_part_id, action.unit), ("out", kind, action.part_id, action.peer_stage_id)
+        yield _Op(wire, _Type.AFTER)
+        yield _Op(wire, _Type.SEND, needed)
+        sent = self._sent[wire]
+        sent.append((self._index[action.peer_stage_id][needed], needed))
+        while len(sent) > self._budget:
+            yield _Op(_COMPUTE, _Type.WAIT, sent.popleft()[1])
+
+
+def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int | None = None) -> bool:
+    """Return whether some rank never ends its program.
+
+    Args:
+        programs: of each stage, from `host_program`.
+        num_queues: of each GPU; None gives each stream a queue of its own.
+        seed: how streams are spread over queues by chance; None takes them in turn, which is exact for one queue.
+    """
+    draw = None if seed is None else random.Random(seed)
+    met: dict[Message, list[_Rank]] = defaultdict(list)
+    ranks = [_Rank(program, num_queues, draw) for program in programs]
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            moved |= rank.advance(met)
+    return any(rank.left for rank in ranks)
+
+
+class _Rank:
+    """The queues of one GPU, into which the host has put its whole program: launches do not block the host."""
+
+    def __init__(self, program: Sequence[_Op], num_queues: int | None, draw: random.Random | None) -> None:
+        streams = list(dict.fromkeys([_COMPUTE, *(op.stream for op in program)]))
+        size = len(streams) if num_queues is None else num_queues
+        places = [draw.randrange(size) if draw else index % size for index in range(len(streams))]
+        place_of = dict(zip(streams, places, strict=True))
+        self._program, self.left = program, len(program)
+        self._queues: list[deque[int]] = [deque() for _ in range(size)]
+        self._ended = [False] * len(program)
+        self._before: list[int | None] = []  # what must have ended before an op may leave the head of its queue
+        self._waits_for: list[int | None] = []
+        ends: dict[Message, int] = {}
+        last: dict[Stream, int] = {}
+        for index, op in enumerate(program):
+            if op.message is not None and op.type in (_Type.SEND, _Type.RECEIVE):
+                ends[op.message] = index
+            self._before.append(last.get(op.stream))
+            waits_for = ends[op.message] if op.type is _Type.WAIT and op.message is not None else None
+            self._waits_for.append(last.get(_COMPUTE) if op.type is _Type.AFTER else waits_for)
+            last[op.stream] = index
+            self._queues[place_of[op.stream]].append(index)
+        self.messages = ends
+
+    def advance(self, met: dict[Message, list[_Rank]]) -> bool:
+        """Run what the heads of the queues allow; return whether anything has run."""
+        moved = False
+        for queue in self._queues:
+            while queue and self._may_begin(queue[0]):
+                self._begin(queue.popleft(), met)
+                moved = True
+        return moved
+
+    def _may_begin(self, index: int) -> bool:
+        return all(each is None or self._ended[each] for each in (self._before[index], self._waits_for[index]))
+
+    def _begin(self, index: int, met: dict[Message, list[_Rank]]) -> None:
+        op = self._program[index]
+        if op.type not in (_Type.SEND, _Type.RECEIVE) or op.message is None:
+            self.end(index)
+            return
+        # a message ends on both sides once both kernels have begun
+        met[op.message].append(self)
+        if len(met[op.message]) == 2:
+            for rank in met.pop(op.message):
+                rank.end(rank.messages[op.message])
+
+    def end(self, index: int) -> None:
+        """Let what comes after an op in its stream, or waits for it, begin."""
+        self._ended[index] = True
+        self.left -= 1
+
+
+MOST_ACTIONS = 20_000
+"""A longer schedule is replaced by one of fewer micro-batches, because its steady state repeats."""
+
+
+def programs_of(schedule: Schedule, receives_per_wire: int | None = 1) -> list[list[_Op]]:
+    """Return the programs of all stages."""
+    return [host_program(schedule, stage_id, receives_per_wire) for stage_id in range(schedule.num_stages)]
+
+
+def mappings_that_hang(schedule: Schedule, num_queues: int, tries: int = 60, limit_s: float = 1.0) -> tuple[int, int]:
+    """Return how many of the tried mappings of streams to queues hang, and how many were tried.
+
+    One queue has one mapping, so that the result is exact and the same on all ranks. Otherwise the mappings are
+    `tries` seeded draws, or as many as `limit_s` admits.
+    """
+    begin_s, count = monotonic(), 0
+    programs = programs_of(shortened(schedule))
+    if num_queues == 1:
+        return int(hangs(programs, 1)), 1
+    for seed in range(tries):
+        count += hangs(programs, num_queues, seed)
+        if monotonic() - begin_s > limit_s:
+            return count, seed + 1
+    return count, tries
+
+
+def shortened(schedule: Schedule) -> Schedule:
+    """Return the schedule, or one of the same name with fewer micro-batches where it is long and can be built."""
+    num_actions = sum(len(order) for order in schedule.orders)
+    if num_actions <= MOST_ACTIONS:
+        return schedule
+    count = max(2 * schedule.num_stages, schedule.num_micro_batches * MOST_ACTIONS // num_actions)
+    count = min(schedule.num_micro_batches, count + count % 2)  # chimera needs an even number
+    slices = schedule.num_slices[:count]
+    try:
+        return build(schedule.name, schedule.num_stages, count, slices, chunks_per_stage=schedule.chunks_per_stage)
+    except ScheduleError:
+        return schedule
+
+
+def main() -> None:
+    """Print, for each schedule, whether one queue hangs, and how many of 60 draws of 8 and 32 queues do."""
+    for name, chunks, one_slice in TABLE:
+        for num_stages, num_micro_batches, num_slices in ((2, 4, 4), (4, 8, 4), (8, 8, 8)):
+            slices = 1 if one_slice else num_slices
+            schedule = build(name, num_stages, num_micro_batches, slices, chunks_per_stage=chunks)
+            words = []
+            for limit in (None, 1):
+                programs = programs_of(schedule, limit)
+                by_chance = [sum(hangs(programs, size, seed) for seed in range(60)) for size in (8, 32)]
+                one = "hangs" if hangs(programs, 1) else "runs"
+                words.append(f"one queue {one}, 8 queues {by_chance[0]}/60 hang, 32 queues {by_chance[1]}/60")
+            print(f"{name:20} K={num_stages} m={num_micro_batches} s={slices}: {words[0]} | one receive: {words[1]}")
+
+
+TABLE = [
+    ("1f1b", 1, True), ("dapple", 1, True), ("gpipe", 1, True), ("zb-h1", 1, True), ("interleaved", 2, True),
+    ("terapipe", 1, False),
+    ("seq1f1b", 1, False), ("seq1f1b-zb", 1, False), ("seq1f1b-interleaved", 2, False), ("zbv", 2, False),
+    ("chimera", 2, True), ("chimera-seq", 2, False),
+]  # fmt: skip
+"""Schedules that send between stages: name, chunks per stage, whether sequences stay whole."""
+
+
+if __name__ == "__main__":
+    main()

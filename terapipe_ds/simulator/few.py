@@ -1,0 +1,128 @@
+"""Tell what a batch of many micro-batches takes and holds by replaying a few of them.
+
+A full pipeline repeats itself: each further micro-batch takes as long as the one before it. So two runs that both fill
+the pipeline tell the time of any longer one, exactly where the schedule is periodic and nearly elsewhere. A stage
+reaches its most bytes once the pipeline is full; or, with all forwards before all backwards, each micro-batch adds as
+many as the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.simulator.peak_memory import Memory
+from terapipe_ds.simulator.replay import Replay
+
+FEW = 10_000
+"""Computations of a batch up to which all of its micro-batches are replayed."""
+
+FILL_DRAIN = ("terapipe", "gpipe")
+"""The schedules that run all forwards before all backwards."""
+
+
+class ScheduleShape(NamedTuple):
+    """What decides how many micro-batches fill a pipeline."""
+
+    schedule: str
+    num_stages: int
+    num_slices: int
+    chunks_per_stage: int = 1
+
+    @property
+    def num_computations(self) -> int:
+        """Return the computations of one micro-batch."""
+        kinds = 3 if self.schedule in SPLIT_SCHEDULES else 2
+        return kinds * self.num_stages * self.chunks_per_stage * self.num_slices
+
+    @property
+    def filling(self) -> int:
+        """Return as many micro-batches as fill the pipeline twice, or more where they are small."""
+        count = max(4, 2 * (-(-self.num_stages // self.num_slices) + 1), FEW // self.num_computations)
+        # stages of several parts take micro-batches in groups of this size
+        group = 1 if self.chunks_per_stage == 1 else 2 * self.num_stages
+        return group * -(-count // group)
+
+    @property
+    def most_live(self) -> tuple[int, bool]:
+        """Return the micro-batches after which no stage holds more, and whether that is proven.
+
+        A stage of `1f1b` has at most K micro-batches live, of `dapple` 2 K - 1, of `seq1f1b` K + s - 1 slices. What a
+        stage has sent, or keeps for its W, is there for one or two micro-batches more.
+        """
+        stages, slices, chunks = self.num_stages, self.num_slices, self.chunks_per_stage
+        by_slices = -(-stages // slices) + 3
+        proven = {
+            "1f1b": stages + 1,
+            "dapple": 2 * stages,
+            "zb-h1": stages + 2,
+            "seq1f1b": by_slices,
+            "seq1f1b-zb": by_slices + 1,
+        }
+        if self.schedule in proven:
+            return proven[self.schedule], True
+        live = (chunks + 1) * stages * (slices if self.schedule == "interleaved" else 1) + 3 * slices
+        return -(-live // slices) + 1, False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a batch takes and holds; `is_proven` says that a replay of all micro-batches gives the same."""
+
+    ends_s: tuple[float, ...]  # per stage, the end of its last computation; empty without costs
+    peak_bytes: tuple[int, ...]  # per stage; empty without memory
+    is_proven: bool
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.ends_s)
+
+
+def replay_few(
+    shape: ScheduleShape,
+    num_micro_batches: int,
+    replay_of: Callable[[int], Replay],
+    plan: SlicePlan,
+    costs: Any = None,
+    memory: Memory | None = None,
+    *,
+    most: float | None = None,
+) -> Outcome:
+    """Return what a batch takes under `costs` and holds under `memory`, with as few micro-batches as tell it.
+
+    Args:
+        replay_of: returns the replay of the shape's schedule with a number of micro-batches.
+        most: computations of a batch up to which all micro-batches are replayed; None: `FEW`.
+    """
+    is_short = num_micro_batches * shape.num_computations <= (FEW if most is None else most)
+    ends_s: tuple[float, ...] = ()
+    peaks: tuple[int, ...] = ()
+    is_proven = True
+    if costs is not None:
+        few = num_micro_batches if is_short else min(num_micro_batches, shape.filling)
+        ends_s = tuple(replay_of(few).ends_of_stages(plan, costs))
+        if few < num_micro_batches:
+            # each further micro-batch takes what the second half of these took
+            half = few // 2
+            times = (num_micro_batches - few) / (few - half)
+            earlier_s = replay_of(half).ends_of_stages(plan, costs)
+            ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
+            is_proven = False
+    if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
+        # from the second micro-batch on each adds the same
+        two, three = (replay_of(count).peak_bytes(plan, memory) for count in (2, 3))
+        peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
+    elif memory is not None:
+        enough, is_sure = shape.most_live
+        if _offloads(memory) or (is_short and not is_sure):
+            enough = num_micro_batches
+        peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory)
+        is_proven &= is_sure or enough >= num_micro_batches
+    return Outcome(ends_s, peaks, is_proven)
+
+
+def _offloads(memory: Memory) -> bool:
+    return bool(getattr(memory, "offloads", False))

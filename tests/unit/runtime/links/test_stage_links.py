@@ -1,0 +1,61 @@
+"""Which batches go by way of the host, where CUDA may load kernels while receives wait on the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.links.stage_links import BATCHES_BY_HOST, StageLinks
+from terapipe_ds.schedule import build
+
+
+def batch(lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None) -> BatchInFlight:
+    schedule = build(name, 1, len(lengths), 2, forward_only=not training)
+    plans = [SlicePlan((length // 2, length - length // 2)) for length in lengths]
+    shapes = [MicroBatchShape(2, length, starts) for length in lengths]
+    parts = [MicroBatchInFlight(plan, shape) for plan, shape in zip(plans, shapes, strict=True)]
+    return BatchInFlight(schedule, 0, training, parts)
+
+
+def by_host(links: StageLinks, *batches: BatchInFlight) -> list[bool]:
+    went = []
+    for each in batches:
+        went.append(links.goes_by_host(each))
+        links.open_batch(each)
+        links.close_batch()
+    return went
+
+
+@pytest.fixture
+def links() -> Any:
+    with mock.patch.object(Wires, "post_on_device", True):
+        yield StageLinks(Wires({}), Layout.plain(1), 0)
+
+
+def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
+    draw = random.Random(0)
+    batches = [batch([draw.randint(16, 8192) for _ in range(4)]) for _ in range(1000)]
+    went = by_host(links, *batches)
+    assert went == [True] * BATCHES_BY_HOST + [False] * (1000 - BATCHES_BY_HOST)
+    assert sum(went) / len(went) <= 0.01
+
+
+@pytest.mark.parametrize("other", [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}])
+def test_another_mode_schedule_or_packed_rows_are(links: StageLinks, other: dict[str, Any]) -> None:
+    assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1))[-1] is False
+    assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
+
+
+def test_none_does_where_all_kernels_are_loaded_at_the_start(
+    links: StageLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    assert by_host(links, batch([16])) == [False]

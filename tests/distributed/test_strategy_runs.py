@@ -13,8 +13,8 @@ from deepspeed.launcher import runner
 
 import terapipe_ds
 from terapipe_ds.config.strategy_file import sizes_of
-from terapipe_ds.planner.cluster import DATA_FIRST, PIPE_FIRST
 from terapipe_ds.planner.strategy import Strategy
+from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST
 from tests.distributed.engines import (
     EXACT,
     LENGTH,

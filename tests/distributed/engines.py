@@ -95,10 +95,10 @@ def logged() -> Iterator[list[str]]:
 
 
 def gpt_layers(dtype: str = "float64", **changes: Any) -> list[Any]:
-    """A decoder with biases whose tokens matter to each other (large weights), four layers of hidden size 16."""
+    """A decoder whose tokens matter to each other (large weights), four layers of hidden size 16."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
-        "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "bias": True, "dtype": dtype,
+        "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "dtype": dtype,
     }  # fmt: skip
     return gpt.gpt_layers(gpt.GPTConfig(**{**fields, **changes}))
 

@@ -116,7 +116,7 @@ add("ReachesRecomputed", REACHES, engine=checkpointed(SinksAndCaps, Windows))
 for schedule in ("seq1f1b-zb", "zbv", "chimera-seq"):
     add(f"Reaches {schedule}", REACHES, terapipe={"schedule": schedule})
 add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
-add("WholeDecoder", gpt_layers())
+add("WholeDecoder", gpt_layers(bias=True))
 add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))
 add("OwnReentrantCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)))
 add("AttentionOverHeads", stack(AttentionOverHeads))

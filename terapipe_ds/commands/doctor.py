@@ -78,10 +78,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
-    from terapipe_ds.doctor import deepspeed_json, installation, machine
+    from terapipe_ds.doctor import deepspeed_json, environment, installation, machine
 
     ranks = None if options.stages is None else options.stages * (options.data or 1)
-    groups = [("installation", installation.CHECKS), ("machine", machine.checks(ranks))]
+    groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *environment.checks()))]
     if options.config is not None:
         groups.append(("config", deepspeed_json.checks(options.config, options.stages, options.data)))
     return groups

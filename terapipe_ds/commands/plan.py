@@ -28,6 +28,7 @@ EXAMPLES = """\
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
 """
+_ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
 add_arguments = PlanOptions.add_to
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))
+    if section["schedule"] == _ORDER:
+        print(f"  --order {_ORDER} writes the order to the file that follows")
     print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
@@ -82,6 +85,7 @@ def _search(setup: PlanSetup, progress: Progress) -> tuple[PlanResult, Ranking |
         memory_of=setup.memory_of,
         both_ways_s_of=setup.both_ways_s_of,
         chunks_per_stage=options.chunks_per_stage,
+        with_order=options.order is not None,
         **limits,
     )
     return ranking.best, ranking
@@ -140,12 +144,13 @@ def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
 
-    The order is the one in the file of `--order`, where there is one; that of "search" is else found again.
+    The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """
     from terapipe_ds.plan import SlicePlan
 
     options, plan, granularity = setup.options, result.plan, setup.options.granule
-    section: dict[str, Any] = {"enabled": True, "schedule": options.order or result.schedule}
+    order = options.order or (result.schedule if result.order is None else _ORDER)
+    section: dict[str, Any] = {"enabled": True, "schedule": order}
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
     if plan is None:

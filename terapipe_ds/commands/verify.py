@@ -65,8 +65,8 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
     from terapipe_ds.runtime.batch.loss import weights_of
-    from terapipe_ds.runtime.batch.sliceable import SliceableTensors
     from terapipe_ds.runtime.layers.untouched import untouched
     from terapipe_ds.runtime.profiling.one_device import init_single_process
     from terapipe_ds.runtime.verify.cut import Cut

@@ -24,7 +24,10 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
-    if name in (*SCHEDULE_NAMES, SEARCH):
+    if name == SEARCH:
+        fix = "find one with `terapipe plan --schedule search --order my.csv`, and put the section that it prints here"
+        yield f"{shown_value(name, 'schedule')}: training runs no order that is found in the job; {fix}"
+    elif name in SCHEDULE_NAMES:
         shown = shown_value(chunks, "chunks_per_stage")
         try:
             placement_for(name, 2, chunks)
@@ -97,8 +100,6 @@ def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
     chunks, schedule, slices = (section.get(key, default) for key, default in _RECOMPUTE_NEEDS.items())
     if isinstance(slices, list | tuple) and any(isinstance(lengths, list | tuple) for lengths in slices):
         yield f'{shown}: it chooses for micro-batches with the same slices; give one list of slices, or "auto"'
-    if schedule == SEARCH:
-        yield f'{shown}: it does not know of schedule "search"; give the name of a schedule, or "auto"'
     several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, chunks)) > 2
     if several or chunks != 1 or schedule.endswith(".csv"):
         what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"

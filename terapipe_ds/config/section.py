@@ -64,7 +64,7 @@ class TeraPipeConfig(StrictModel):
 
     enabled: bool = Field(False, description="true or false")
     schedule: ScheduleName = Field(
-        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or search or auto, or a path that ends in .csv"
+        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
     partition: Annotated[Bounds | None, BeforeValidator(list_to_tuple)] = Field(
@@ -305,7 +305,7 @@ class TeraPipeConfig(StrictModel):
     @property
     def needs_costs(self) -> bool:
         """Return whether slices or schedule are planned from costs."""
-        return "auto" in (self.slices, self.schedule, self.recompute) or self.schedule == "search"
+        return "auto" in (self.slices, self.schedule, self.recompute)
 
     @property
     def is_one_slice(self) -> bool:

@@ -68,14 +68,14 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
     """Say what a step runs, and how long the stages would wait with equal parts and slices."""
     from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import SEARCH, ScheduleError, build
+    from terapipe_ds.schedule import ScheduleError, build
     from terapipe_ds.simulator import UnitCosts, simulate
 
     name, precision = config.schedule, keys.precision or "fp32"
     slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {_shown(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
     count = keys.number("gradient_accumulation_steps")
-    if stages is None or count is None or name in ("auto", SEARCH) or name.endswith(".csv"):
+    if stages is None or count is None or name == "auto" or name.endswith(".csv"):
         return
     numbers = [len(each) for each in config.listed_slices] or [config.slices if isinstance(config.slices, int) else 4]
     per_micro_batch = [numbers[m % len(numbers)] for m in range(count)]

@@ -193,15 +193,16 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     """
     from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import parse_json
-    from terapipe_ds.runtime.engine.build import never_none_at_all
+    from terapipe_ds.runtime.engine.trained_parameters import never_none_at_all
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
     from terapipe_ds.runtime.layout.layout import layout_of
-    from terapipe_ds.runtime.layout.topology import refuse_other_models
+    from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
 
     raw = everywhere(lambda: dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(read_bytes(ds_config)))
     config = _section(raw)
     if config.enabled:
-        refuse_other_models(module, config)
+        require_equal_models(module)
+        everywhere(lambda: refuse_other_grid(module, config))
         lay_out_parts(module, layout_of(config, module))
         never_none_at_all(module, None)
 

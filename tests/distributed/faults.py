@@ -106,8 +106,8 @@ ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
 REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
 TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
-BUILD = "runtime.planning.batch_plans:build"
-VALIDATE = "runtime.planning.batch_plans:validate"
+BUILD = "runtime.planning.plans:build"
+VALIDATE = "runtime.planning.plans:validate"
 FIRST_POSITION = "models.gpt:first_position"
 ROTARY_POSITION = "models.positions:first_position"
 ATTENTION = "models.gpt:sliced_attention"
@@ -116,7 +116,7 @@ RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
-LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
+LABELS_OF = "runtime.batch.cut_tensors:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
 
@@ -408,10 +408,10 @@ fault(
     "loss",
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
-    "runtime.engine.batch_results:slice_loss",
+    "runtime.engine.batch_results:weighted_loss",
 )(
-    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: replace(
-        share(outputs, labels, 1.0, loss_fn), weight=weight
+    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: (
+        share(outputs, labels, 1.0, loss_fn) * weight
     )
 )
 fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(

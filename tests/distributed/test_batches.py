@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import terapipe_ds
-from terapipe_ds.runtime.planning import batch_plans as plans_module
+from terapipe_ds.runtime.planning import plans as plans_module
 from tests.distributed.engines import (
     CHECKPOINTING,
     FP32_SCALAR,

@@ -26,11 +26,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.engine.batches import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.engine.open_batch import CLOSING
+from terapipe_ds.runtime.engine.refused_calls import problem_of_device_waits
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.refusals import problem_of_device_waits
 from terapipe_ds.schedule.action import Action
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool

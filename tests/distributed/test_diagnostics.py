@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.planning import auto_planner
-from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling import profiles, rounds
 from terapipe_ds.timeline import Timeline
 from tests.distributed.engines import batches, engine_of, gpt_layers, logged, section, train
 from tests.distributed.harness import rank_pool
@@ -83,7 +82,7 @@ def _trained(folder: Path, number: int, error: int) -> Outcome:
 
 def _every_change_fails(folder: str, step: int) -> list[Outcome]:
     """Train once as it should be, then once for each change of the disk and error (for each `step`-th of them)."""
-    measure, first, asked = auto_planner.measure_parts, list[Any](), list[bool]()
+    measure, first, asked = profiles.measure_parts, list[Any](), list[bool]()
 
     def measured_once(*arguments: Any) -> Any:  # so that all have the same plans
         asked.append(True)
@@ -91,7 +90,7 @@ def _every_change_fails(folder: str, step: int) -> list[Outcome]:
         return first[0]
 
     few = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
-    with few, mock.patch.object(auto_planner, "measure_parts", measured_once):
+    with few, mock.patch.object(profiles, "measure_parts", measured_once):
         outcomes = [_trained(Path(folder, "healthy"), -1, 0)]
         for number, error in CASES[::step]:
             asked.clear()

@@ -11,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
-from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.profiling import profiles
 from tests.distributed.engines import ZERO1, batches, build, gpt_layers, section
 from tests.distributed.harness import rank_pool
 
@@ -75,7 +75,7 @@ def _measured() -> tuple[list[bool], list[bool]]:
     engine = build(gpt_layers("bfloat16"), section(slices="auto"), stages=1, **BF16)
     in_measurement: list[bool] = []
     clean: list[bool] = []
-    real_add, real_measure = GradientSums.add, auto_planner.measure_parts
+    real_add, real_measure = GradientSums.add, profiles.measure_parts
 
     def add(self: Any, *args: Any) -> None:
         in_measurement.append(bool(self._lent))
@@ -86,7 +86,7 @@ def _measured() -> tuple[list[bool], list[bool]]:
         clean.append(not any(flat.any() for flat in engine.optimizer.fp32_groups_gradients_flat))
         return found
 
-    with mock.patch.object(GradientSums, "add", add), mock.patch.object(auto_planner, "measure_parts", measure):
+    with mock.patch.object(GradientSums, "add", add), mock.patch.object(profiles, "measure_parts", measure):
         engine.train_batch(iter(batches(1)[0]))
     return clean, in_measurement
 

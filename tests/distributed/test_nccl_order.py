@@ -18,8 +18,7 @@ from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups, stage_links
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.planning import auto_planner
-from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling import profiles, rounds
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
 from tests.distributed import engines
@@ -158,12 +157,12 @@ def test_other_layouts(name: str, eager: bool) -> None:
 
 def links_measured_over_the_first_group() -> contextlib.AbstractContextManager[Any]:
     """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
-    measure = auto_planner.measure_parts
+    measure = profiles.measure_parts
 
     def over_the_first_group(stage: StageToPlan, wires: Wires, *rest: Any) -> Any:
         return measure(stage, _OverFirst(wires, next(iter(stage.groups.by_wire.values()))), *rest)
 
-    return mock.patch.object(auto_planner, "measure_parts", over_the_first_group)
+    return mock.patch.object(profiles, "measure_parts", over_the_first_group)
 
 
 class _OverFirst(Wires):

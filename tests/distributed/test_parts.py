@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.planning.choice import Choice
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
@@ -298,7 +297,7 @@ def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
     with engine_of(gpt_layers(), section(schedule=path, slices=2)) as engine:
         ours = train(engine, batches(2))
         evaluated = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
-        ran = engine._plans.schedule(Choice((), path), True, (2, 2)).compute_order(engine.stage_id)
+        ran = engine._plans.schedule(path, True, (2, 2)).compute_order(engine.stage_id)
     with engine_of(gpt_layers(), None) as engine:
         train(engine, batches(2))
         expected = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
@@ -392,7 +391,7 @@ def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[s
     with engine_of(gpt_layers(), ours, gradient_accumulation_steps=num_micro_batches) as engine:
         run = train(engine, batches(2, num_micro_batches))
         engine.eval_batch(iter(batches(1, 2)[0]), num_micro_batches=2)
-        ran = engine._plans.schedule(Choice((), changes["schedule"]), True, (2,) * num_micro_batches)
+        ran = engine._plans.schedule(changes["schedule"], True, (2,) * num_micro_batches)
         described = engine._plans.described()["config"]["schedule_options"]
         return differences(run, stock_run(2, num_micro_batches)), ran.compute_order(engine.stage_id), described
 
@@ -459,9 +458,15 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
     with engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
         planner = engine._plans._planner
-        choice, (profile,) = planner.known(LENGTH), planner._profiles.values()
+        choice, (profile,) = engine._plans._choice(LENGTH), planner.profiles._known.values()
         measured = [part.part_id for part in profile.parts]
-    return differences(ours, stock_run()), list(choice.plan.lengths), choice.schedule, measured, profile.pipeline_stages
+    return (
+        differences(ours, stock_run()),
+        list(choice.plans[0].lengths),
+        choice.schedule,
+        measured,
+        profile.pipeline_stages,
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def job_train(path: str, **changes: Any) -> tuple[dict[str, float], bool, float,
     planned = section(**{**AUTO, "planner": {"profile": path}, **changes})
     with logged() as lines, engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
-        found = engine._layout.is_plain, engine._plans._planner.known(LENGTH).predicted.predicted_s
+        found = engine._layout.is_plain, engine._plans._choice(LENGTH).predicted.predicted_s
     return differences(ours, stock_run()), *found, "\n".join(line for line in lines if line.startswith("planned "))
 
 
@@ -113,7 +113,7 @@ def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
     with engine_of(gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
         train(engine, batches(1))
         planner = engine._plans._planner
-        (profile,) = planner._profiles.values()
+        (profile,) = planner.profiles._known.values()
         with mock.patch.object(schedule_choice, "plan_slices", wraps=schedule_choice.plan_slices) as search:
             planner._plan(LENGTH, profile)
         return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]

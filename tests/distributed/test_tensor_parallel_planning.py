@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.runtime.engine import own_time
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import auto_planner, schedule_choice
-from terapipe_ds.runtime.profiling import rounds, slice_timer
+from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.runtime.profiling import profiles, rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import tensor_parallel as tp
@@ -34,10 +33,9 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
         return
     if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
         patch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
-    elif how == "noisy clock":  # every second measurement seems to take an hour, the engine's own time too
+    elif how == "noisy clock":  # every second measurement seems to take an hour
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
         patch.setattr(slice_timer, "_now_s", lambda: time.perf_counter() + next(jumps))
-        patch.setattr(own_time, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + next(jumps)))
     elif how == "own profiler":  # as where one rank alone is profiled: peaks cannot be told on it
         patch.setattr(MemoryPeak, "is_available", staticmethod(lambda: False))
 
@@ -96,10 +94,10 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
 def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
     """How many slices were measured, and the plan; each rank sees another folder, as on machines of their own."""
     module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
-    usual = auto_planner.cache_path
+    usual = profiles.cache_path
     with pytest.MonkeyPatch.context() as patch:
         own = str(Path(folder, str(torch.distributed.get_rank())))
-        patch.setattr(auto_planner, "cache_path", lambda _, *rest: usual(own, *rest))
+        patch.setattr(profiles, "cache_path", lambda _, *rest: usual(own, *rest))
         patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
         ran = _recorded(patch)
         terapipe = section(**AUTO, planner={"cache_dir": folder})

@@ -205,7 +205,7 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
         with engine_of(tp.layers(), section(**terapipe), **parallel(PEERS)) as engine:
             assert isinstance(engine, TeraPipeEngine)
             losses, planner = train(engine, batches(1)).returned, engine._plans._planner
-            profiles = () if planner is None else planner._profiles.values()
+            profiles = () if planner is None else planner.profiles._known.values()
             return losses, any(profile.layers is not None for profile in profiles)
 
 

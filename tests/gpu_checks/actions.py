@@ -50,8 +50,6 @@ def checks(settings: Settings) -> Iterator[Check]:
 def _judged(settings: Settings, name: str, found: dict[str, Any]) -> Iterator[Check]:
     yield Check(f"{name}: stock step, ms", found["stock_s"] * 1e3)
     yield settings.timed(f"{name}: one slice in the stock order over stock", found["over_stock"], MOST_OVER_STOCK)
-    for kind, seconds in zip("FB", found["own_s"], strict=True):
-        yield Check(f"{name}: the engine's own time of {kind}, us", seconds * 1e6)
     for row in found["rows"]:
         of_slice = row["step_s"] / row["slices"]
         yield Check(f"{name}, {row['slices']} slices: step per slice, ms", of_slice * 1e3)
@@ -74,8 +72,8 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, device: str, slices: 
     with one_attention(device, config.torch_dtype, config.head_dim):
         ours = build_engine(section, work, ds_config=settings, gpt=gpt)
         stock = build_engine(None, work, ds_config=settings, gpt=gpt)
-        own_s = _first_step(ours, data)
-        found = {"own_s": own_s, **_measured(ours, stock, data, work, slices, Path(folder))}
+        _step(ours, data)  # slices are measured
+        found = _measured(ours, stock, data, work, slices, Path(folder))
         Path(folder, "found.json").write_text(json.dumps(found))
         finish_rank([ours, stock])
 
@@ -106,26 +104,10 @@ def _measured(
     return {"stock_s": stock_s, "over_stock": over_stock, "rows": rows}
 
 
-def _first_step(engine: Any, data: Any) -> tuple[float, float]:
-    """Run the step in which slices are measured, and return the engine's own time of F and B as it was found."""
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    found: list[tuple[float, float]] = []
-    real = TeraPipeEngine.own_seconds
-
-    def watched(*args: Any) -> tuple[float, float]:
-        found.append(real(*args))
-        return found[-1]
-
-    with mock.patch.object(TeraPipeEngine, "own_seconds", watched):
-        _step(engine, data)
-    return found[0]
-
-
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
-    from terapipe_ds.runtime.engine.open_batch import BatchEnd
+    from terapipe_ds.runtime.engine.batches import BatchEnd
     from terapipe_ds.runtime.profiling import slice_timer
 
     real = BatchEnd.timed

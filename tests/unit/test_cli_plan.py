@@ -245,7 +245,8 @@ def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     written = json.loads(out.read_text())
     assert written.get("plans", [written.get("lengths")] * 4) == found["plans"]
     text = planned(capsys, *few)
-    assert '"schedule": "search"' in text and "which no order of these slices beats" in text
+    assert '"schedule": "order.csv"' in text and "--order order.csv writes the order" in text
+    assert "which no order of these slices beats" in text
     two = as_json(capsys, *few, "--chunks-per-stage", "2", "--max-slices", "2")
     assert two["chunks_per_stage"] == 2 and max(len(lengths) for lengths in two["plans"]) <= 2
 

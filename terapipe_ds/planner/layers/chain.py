@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from terapipe_ds.costs.interface import Costs
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_layers
-from terapipe_ds.planner.layers.part_costs import Costs
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
 from terapipe_ds.planner.memory import PartMemory
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.costs.fitted import CostModel, window_of
+from terapipe_ds.costs.interface import Costs, method_of
 from terapipe_ds.costs.profile import Overhead, Profile
-from terapipe_ds.planner.layers.part_costs import Costs, PartCosts
+from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import PartMemory
 
 
@@ -81,7 +82,7 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
     """Return the layers of a profile in the order of the model, or its parts where layers were not timed."""
     # a link belongs to the part that sends over it, whatever layers a cut gives to that part
     models, timed = CostModel.from_profile(profile), profile.layers
-    sends = [getattr(model, "send_s", None) for model in models]
+    sends = [method_of(model, "send_s") for model in models]
     # only the parts are known, and each is a layer that nothing can divide
     if timed is None:
         return [

@@ -18,12 +18,12 @@ import numpy as np
 
 from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER
 from terapipe_ds.costs.devices import DeviceCard, device_card
+from terapipe_ds.costs.interface import Costs
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import line_of
 from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, layers_of_profile, memory_of_layers
-from terapipe_ds.planner.layers.part_costs import Costs
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE

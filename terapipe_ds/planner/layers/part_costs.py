@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from terapipe_ds.costs.devices import LinkCard
-
-
-class Costs(Protocol):
-    """Give the seconds of a slice of a layer or a part.
-
-    Costs may also have `weight_s(tokens, prefix)`, `send_s(tokens)`, `send_gradient_s(tokens)`, `step_s()` and a true
-    `vectorized`. A method that is absent stands for a time that nobody knows.
-    """
-
-    def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of F of `tokens` tokens after `prefix` tokens."""
-
-    def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of the whole B, W included."""
-
-
-def known(costs: Costs, name: str) -> Callable[..., Any] | None:
-    """Return an optional method of `costs`, or None where they lack it."""
-    method = getattr(costs, name, None)
-    return method if callable(method) else None
+from terapipe_ds.costs.interface import Costs, method_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,7 @@ class PartCosts:
         self._layers, self._again = _counted(layers), _counted(again)
         self.vectorized = all(getattr(layer, "vectorized", False) for layer in (*layers, *again))
         # a part that cannot split, or has no link, must not look as if it could
-        can_split = all(known(layer, "weight_s") for layer, _ in self._layers)
+        can_split = all(method_of(layer, "weight_s") for layer, _ in self._layers)
         optional = {
             "weight_s": self._weight_s if can_split else None,
             "send_s": send_s,
@@ -96,7 +77,7 @@ def with_forwards_again(costs: Costs, layers: Sequence[Costs]) -> Costs:
     """Return the costs of a part whose `layers` run again in their backward."""
     if not layers:
         return costs
-    kept = {name: known(costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
+    kept = {name: method_of(costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
     return PartCosts([costs], layers, **kept)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from terapipe_ds.costs.interface import method_of
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
@@ -52,6 +53,7 @@ def rank_schedules(
     budget: int = BUDGET,
     progress: Progress | None = None,
     both_ways_s_of: SecondsOf | None = None,
+    with_order: bool = True,
 ) -> Ranking:
     """Return the best plan of every schedule on `num_stages` stages, compared.
 
@@ -64,6 +66,7 @@ def rank_schedules(
             Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
             `layers.both_ways`); None: not known.
+        with_order: compare an order that is found for the costs, too.
 
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
@@ -76,13 +79,18 @@ def rank_schedules(
         shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, layout.chunks_per_stage
         pipeline = Pipeline(parts, *shape, layout.memory, memory_limit_bytes)
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
-        return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
+        own_budget = budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget)
+        return problem.best_of_each(own_budget, with_order)
 
     # slices of the user leave nothing to search: each schedule is replayed once
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
     if plan is not None:
         counts = num_stages, num_micro_batches, memory_limit_bytes
-        return _over_layouts(layouts, num_stages, both_ways_s_of, lambda layout: _replay_each(layout, plan, *counts))
+
+        def replay_layout(layout: _Layout) -> Ranking:
+            return _replay_each(layout, plan, *counts, with_order=with_order)
+
+        return _over_layouts(layouts, num_stages, both_ways_s_of, replay_layout)
     return _with_equivalents(_over_layouts(layouts, num_stages, both_ways_s_of, rank_layout), num_micro_batches)
 
 
@@ -134,7 +142,7 @@ def _replay_each(
     """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
-    knows_weights = all(callable(getattr(part, "weight_s", None)) for part in parts)
+    knows_weights = all(method_of(part, "weight_s") for part in parts)
     # a schedule with W cannot be timed where nobody knows what W takes
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)

@@ -14,11 +14,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from terapipe_ds.costs.interface import Costs
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
-from terapipe_ds.planner.layers.part_costs import Costs, with_forwards_again
+from terapipe_ds.planner.layers.part_costs import with_forwards_again
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.planner.recompute.frontier import Subset, frontier
 from terapipe_ds.schedule import Schedule

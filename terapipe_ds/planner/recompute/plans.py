@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from terapipe_ds.costs.interface import method_of
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
@@ -57,7 +58,7 @@ def plan_with_recompute(
         PlannerError: what `plan_slices` refuses, or a schedule with several parts per stage.
     """
     # schedules that split backwards need the time of W
-    knows_weights = all(callable(getattr(part.costs, "weight_s", None)) for part in parts)
+    knows_weights = all(method_of(part.costs, "weight_s") for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
     question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
     results, refused = [], []

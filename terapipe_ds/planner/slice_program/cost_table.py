@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from terapipe_ds.costs.interface import Costs, method_of
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import count_granules
 from terapipe_ds.planner.errors import PlannerError, check_count
@@ -51,7 +52,7 @@ class CostTable:
         return Band(self.total_s, self.forward_s + send_s, self.backward_s + send_s)
 
 
-def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostTable:
+def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> CostTable:
     """Ask `costs` for every slice cut at multiples of `granularity_tokens`, each (tokens, prefix) pair once.
 
     Each call gets Python ints, unless `costs.vectorized` is true: then one call gets int64 arrays of all pairs.
@@ -77,7 +78,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     forward_s[valid] = ask(costs.forward_s, "forward_s", starts, sequence_length)
     backward_s[valid] = ask(costs.backward_s, "backward_s", starts, sequence_length)
     # links depend on tokens alone: one time per size, not per pair
-    send = getattr(costs, "send_s", None)
+    send = method_of(costs, "send_s")
     if send is None:
         return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)
     whole = [*starts[1:].tolist(), sequence_length]  # tokens of a slice of whole granules, by its column
@@ -118,10 +119,10 @@ def _ask_arrays(function: Callable[[Any, Any], Any], name: str, starts: Ints, le
     return seconds
 
 
-def check_methods(costs: Any) -> None:
+def check_methods(costs: Costs) -> None:
     """Raise PlannerError where a costs object lacks a method that it must have."""
     for name in ("forward_s", "backward_s"):
-        if not callable(getattr(costs, name, None)):
+        if method_of(costs, name) is None:
             raise PlannerError(f"costs {show_value(costs)} have no {name}(tokens, prefix): add it")
 
 

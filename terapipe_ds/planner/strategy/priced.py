@@ -179,7 +179,7 @@ class Priced(Bounded):
         done_s = list(timed.ends_s)
         if self._has_tied_copy(owners):  # its two stages wait for each other
             done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
-        seconds = max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True))
+        seconds = float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
         how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage
         return Score(seconds, self.candidate, bounds, recompute, *how)

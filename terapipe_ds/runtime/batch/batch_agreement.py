@@ -20,8 +20,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -148,14 +148,17 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
     """
+    # one sum over all ranks tells whether anything is wrong, and the shapes where nothing is
     sums = _numbers(report, place)
     if place.world is not None:
         torch_dist.all_reduce(sums, group=place.world)
     headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
+    # labels are compared only where all stages that draw were given some
     other_labels = [each.other_labels and not each.without_labels for each in headers]
     other_contents = any(each.other_contents and not each.without_contents for each in headers)
     if other_labels[place.pipeline_id]:  # errors in them come of that
         report = replace(report, error=None)
+    # then all ranks tell each other what they have, and each raises the same
     if (
         any(other_labels)
         or other_contents
@@ -163,6 +166,7 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
         or bool(sums[:_SHARED].any())
     ):
         raise RaisedEverywhere(_problem(report, place))
+    # the inputs of stages without labels can be checked only now
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
         try:
@@ -183,6 +187,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
     def of_drawing(number: int) -> int:
         return share(number, place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0
 
+    # shares of a checksum sum up to 0 where all ranks have the same
     header = _Header(
         share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
         of_drawing(digest(report.seen)),
@@ -192,10 +197,12 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         draws and not report.seen,
         len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
     )
+    # one shape is enough where micro-batches are alike; else a second message has all of them
     if place.stage_id == place.loss_stage and report.shapes:
         first = report.shapes[0]
         is_uniform = all(shape == first for shape in report.shapes)
         header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
+    # ranks compare their calls and configs with all others, and what they drew with their peers
     call, data, peers = share(digest(report.training, report.agreement), rank, num_ranks), 0, place.peers
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
@@ -248,6 +255,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     failed = [message for message in messages if message.problem]
     if not failed:
         return _disagreement(messages)
+    # an end of the data is an error only where not all stages of a pipeline have come to it
     ended = {(message.place.pipeline_id, message.place.stage_id) for message in failed if message.is_at_end}
     texts = [message.problem for message in failed if not message.is_at_end] + [
         f"the data iterator of stage {at.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
@@ -268,11 +276,13 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         texts = {rank: text(messages[rank].report) for rank in ranks}
         return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
 
+    # another call or config explains all that follows
     everyone = range(len(messages))
     lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
     lines += differing("config and plans", everyone, lambda one: one.agreement)
     if lines:
         return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
+    # ranks that share layers or slices must have the same samples
     for peers in dict.fromkeys(one.place.peers for one in messages if one.place.peers is not None):
         who = f"{peers.kind} ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
         lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
@@ -281,6 +291,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         ]
     if lines:
         return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
+    # else the first and the last stage of a pipeline have drawn other micro-batches
     cause = _SAME_CALLS
     for pipeline_id in range(messages[0].place.num_pipelines):
         stages = [rank for rank in everyone if messages[rank].place.pipeline_id == pipeline_id]

@@ -9,7 +9,7 @@ from the second slice on, where there is a state to add.
 from __future__ import annotations
 
 from terapipe_ds.messages import text_of
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 
 
 class WrittenInputError(RuntimeError):
@@ -48,6 +48,7 @@ class HandedInputs:
         if self._is_known:
             return
         both = [*enumerate(zip(leaves, inputs, strict=True))]
+        # each write raises the version of a tensor; copies begin at 0
         self._written |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
         if is_last:
             self._is_known = True

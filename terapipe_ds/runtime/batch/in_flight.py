@@ -13,8 +13,7 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.loss import SliceLoss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
@@ -48,7 +47,7 @@ class SliceInFlight:
 
     inputs: Tensors
     outputs: Any
-    loss: SliceLoss | None = None
+    loss: Any = None
 
 
 @dataclass
@@ -166,7 +165,7 @@ class PartInFlight:
         """Return the live slice that `action` works on."""
         return self.batch.get(self.key(action))
 
-    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: SliceLoss | None) -> None:
+    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
         """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
         if not self._place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))
@@ -179,7 +178,8 @@ class PartInFlight:
 
     def _finish_forward(self, action: Action) -> None:
         micro_batch = self.batch.micro_batches[action.micro_batch_id]
-        if action.slice_id == micro_batch.plan.num_slices - 1:  # live slices have views of their own
+        # no later F of this micro-batch cuts its inputs or labels; live slices have views of their own
+        if action.slice_id == micro_batch.plan.num_slices - 1:
             if self._place.is_first:
                 micro_batch.inputs = None
             if self._place.is_last:
@@ -191,9 +191,11 @@ class PartInFlight:
 
     def _finish_backward(self, action: Action) -> None:
         slice_ = self.get(action)
+        # the graph is used up
         slice_.outputs = slice_.loss = None
         if not self._sends_gradients:
             self._gradients_are_gone(action)
+        # B of slice 0 is the last one that reads keys and values of the micro-batch
         if action.slice_id == 0:
             self._store.release(self._place.part_id, action.micro_batch_id)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 
 class SliceLossError(ValueError):
@@ -70,6 +69,7 @@ def slice_counts(
                     "finite number >= 0, the share of the slice in the loss of the whole sequence"
                 )
         return weights
+    # count the valid labels of each token over all rows
     valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
@@ -98,47 +98,25 @@ def exact_zero(outputs: Any) -> torch.Tensor:
     return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
 
 
-@dataclass(slots=True)
-class SliceLoss:
-    """A slice's share in the loss: what `loss_fn` gives, with its graph, and the factor that it counts with."""
+def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
+    """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of such.
 
-    loss: Any  # a scalar, or a list
-    weight: float
-
-    def weighted(self) -> Any:
-        """Return the share: a scalar with its graph, or a list."""
-        return self._times(self.loss)
-
-    def value(self) -> Any:
-        """Return the share without a graph."""
-        if torch.is_tensor(self.loss):
-            return self._times(self.loss.detach())
-        return [(part * self.weight).detach() for part in self.loss]
-
-    def _times(self, loss: Any) -> Any:
-        if torch.is_tensor(loss):
-            return loss if self.weight == 1.0 else loss * self.weight
-        return [part * self.weight for part in loss]
-
-
-def slice_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> SliceLoss:
-    """Return a slice's share in the loss of its micro-batch. Without `loss_fn` outputs are losses."""
+    Without `loss_fn` outputs are losses.
+    """
+    # a mean over no labels is NaN, so the loss function is not asked
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(
                 "a slice has no valid label, and the model computes the loss itself (PipelineModule has no loss_fn): "
                 "its mean over no labels is NaN. Give PipelineModule a loss_fn, so that such a slice can be left out."
             )
-        return SliceLoss(exact_zero(outputs), 1.0)
+        return exact_zero(outputs)
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
-    if torch.is_tensor(loss) and loss.numel() != 1:
+    if not torch.is_tensor(loss):
+        return [part * weight for part in loss]
+    if loss.numel() != 1:
         raise SliceLossError(
             f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how "
             "in terapipe.loss_reduction"
         )
-    return SliceLoss(loss, weight)
-
-
-def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """Return `slice_loss` as a scalar, or as a list where `loss_fn` gives one."""
-    return slice_loss(outputs, labels, weight, loss_fn).weighted()
+    return loss if weight == 1.0 else loss * weight

@@ -7,7 +7,7 @@ from typing import Any
 
 from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.dict_batch import BatchError
-from terapipe_ds.runtime.batch.sliceable import as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import as_tuple
 
 
 def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
@@ -17,6 +17,7 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
 
     Raises BatchError where the entry holds no position ids of whole rows.
     """
+    # find the entry that the config names
     tensors, what = as_tuple(inputs, "the inputs"), f"terapipe.documents = {documents!r}"
     if isinstance(documents, str):
         raise BatchError(
@@ -28,6 +29,7 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
             f"{what}, but the batch has {len(tensors)} input tensors: give ((tokens, position_ids), labels), and the "
             "index of the position ids"
         )
+    # it must hold positions, one for each token of each row
     ids = tensors[documents]
     kind = f"a tensor of {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
     if dim > 1 or not are_position_ids(ids):

@@ -30,7 +30,7 @@ from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.planning.plans import Plans
 
 logger = logging.getLogger("terapipe_ds")
 

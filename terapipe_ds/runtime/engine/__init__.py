@@ -1,5 +1,5 @@
-"""Execute batches: the engine that DeepSpeed calls (`engine`), and its collaborators, which `build` makes.
+"""Execute batches: the engine that DeepSpeed calls (`engine`), and what it is composed of, which `build` makes.
 
-`incoming_batch` draws a batch, `open_batch` opens, ends and closes it, `part_runner` runs the actions of a part with
-what `collaborators` lets it ask, `batch_results` adds up the losses.
+`batches` draws a batch, opens, ends and closes it. `part_runner` runs the actions of a part, with all that these may
+ask. `batch_results` adds up the losses.
 """

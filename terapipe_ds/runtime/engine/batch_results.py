@@ -13,7 +13,7 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import SliceLoss, slice_loss
+from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
 _ALONE = SequenceRanks()
@@ -40,8 +40,8 @@ class BatchResults:
         self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
-    def add(self, active: ActiveSlice, outputs: Any) -> SliceLoss | None:
-        """Add what the last part gave for a slice, and return its share of the loss; None where none is asked for."""
+    def add(self, active: ActiveSlice, outputs: Any) -> Any:
+        """Add what the last part gave for a slice. Return its share of the loss with its graph; None without a loss."""
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
         is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
@@ -52,13 +52,13 @@ class BatchResults:
             self._hand_over(self._batch, micro_batch_id)
         return loss
 
-    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> SliceLoss:
+    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> Any:
         micro_batch = batch.micro_batches[active.micro_batch_id]
         assert micro_batch.labels is not None
         labels = micro_batch.labels.part(active.start, active.stop)
         weight = micro_batch.weights[active.slice_id]
-        loss = slice_loss(outputs, labels, weight, self._engine.module.loss_fn)
-        value = loss.value()
+        loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        value = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         if batch.training:
             self._total = accumulated(self._total, value)
             self._counted += [(active, value)] if weight > 0.0 else []
@@ -93,11 +93,13 @@ class BatchResults:
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
         engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
+        # as the stock engine does for a micro-batch: its loss, and the sum of the batch so far
         if losses:
             engine.loss = losses[-1]
             engine.fwd_outputs.append(sum_of_slices(losses))
         if batch.training:
             engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
+        # logits of slices, and of the sequence ranks' shares of them, become those of whole sequences
         outputs = self._outputs.pop(micro_batch_id, [])
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]

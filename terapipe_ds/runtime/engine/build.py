@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,44 +14,45 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.agreement import everywhere, gather_results, refuse_everywhere
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.collaborators import Stage
-from terapipe_ds.runtime.engine.deepspeed_calls import DeepSpeedCalls
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
+from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.engine.trained_parameters import (
+    fill_empty_groups,
+    never_none_at_all,
+    problem_of_foreign_parameters,
+    remembering,
+    tensors_of,
+)
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.offload import ActivationOffload
+from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
+from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
     take_sequence_axis,
     token_multiple,
 )
+from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.layout.topology import refuse_other_models
 from terapipe_ds.runtime.links.compression import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.refusals import (
-    check_checkpointing,
-    problem_of_device_waits,
-    problem_of_layers,
-    problem_of_lengths,
-    with_multiple,
-)
-
-NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class EngineSetup:
     optimizer: Any
     trained: list[torch.Tensor]
     sequence: SequenceRanks
+    own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
@@ -79,20 +81,31 @@ class EngineSetup:
         config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
         module, optimizer = options["model"], options.get("optimizer")
         # refuse what does not fit while all layers are where DeepSpeed built them
-        refuse_other_models(module, config)
-        refuse_everywhere(problem_of_sequence_axis(module, config, raw))
-        multiple = token_multiple(module)
-        gather_results(lambda: set_recompute(module, config, raw))
+        require_equal_models(module)
+
+        def check() -> tuple[int, Layout]:
+            refuse_other_grid(module, config)
+            problem = problem_of_sequence_axis(module, config, raw)
+            if problem is not None:
+                raise TeraPipeConfigError(problem)
+            multiple = token_multiple(module)
+            set_recompute(module, config, raw)
+            return multiple, layout_of(config, module)
+
+        multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
-        layout = layout_of(config, module)
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
-        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # which reads an iterator of the program
+
+        def fill() -> Any:
+            return never_none_at_all(module, chosen)  # which reads an iterator of the program
+
+        parameters = everywhere(fill)
         fill_empty_groups(module, optimizer)
+        trained = tensors_of(() if parameters is None else parameters)
+        optimizer = remembering(optimizer, trained)
         # only now make groups: a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
-        trained = tensors_of(() if parameters is None else parameters)
-        optimizer = remembering(optimizer, trained)
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, optimizer, trained, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:
@@ -117,82 +130,6 @@ class EngineSetup:
             tell_of_schedules(config)
 
 
-def never_none_at_all(module: Any, parameters: Any) -> Any:
-    """Return `parameters`; on a stage where nothing is trained, or in a group, a number that never gets a gradient.
-
-    Optimizers take no empty list, and ZeRO no empty group. The number is a parameter of the module, so that it has the
-    dtype and the device of all others, but of no layer, so that no checkpoint has it.
-    """
-    listed = list(module.parameters() if parameters is None else parameters)
-    if any(isinstance(each, Mapping) for each in listed):
-        return [_with_some(module, group, f"{NOTHING_TRAINED}_{index}") for index, group in enumerate(listed)]
-    if any(each.requires_grad for each in listed):
-        return parameters if parameters is None else listed
-    return [_number(module, NOTHING_TRAINED)]
-
-
-def fill_empty_groups(module: Any, optimizer: Any) -> None:
-    """Put a number into each empty group of an optimizer: DeepSpeed would remove the group, and a scheduler counts it.
-
-    Which groups are empty depends on the layers of a stage.
-    """
-    for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
-        if not group["params"]:
-            group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
-
-
-def tensors_of(parameters: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors of a list of parameters or of parameter groups."""
-    nested = [each["params"] if isinstance(each, Mapping) else [each] for each in parameters]
-    return [tensor for each in nested for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
-
-
-def remembering(optimizer: Any, trained: list[torch.Tensor]) -> Any:
-    """Return `optimizer`, or a function that makes one. `trained` gets its tensors, before ZeRO flattens them."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        trained += tensors_of(optimizer.param_groups)
-    elif callable(optimizer):
-
-        def make(parameters: Any) -> Any:
-            made = optimizer(parameters)
-            trained.extend(tensors_of(made.param_groups))
-            return made
-
-        return make
-    return optimizer
-
-
-def problem_of_foreign_parameters(module: Any, trained: Iterable[torch.Tensor]) -> str | None:
-    """Return an error about parameters that would be trained although they are not in the module; None without any.
-
-    A loss function can bring them, or a layer that hides them in a list: no stage would sum their gradients.
-    """
-    own = {id(parameter) for parameter in module.parameters()}
-    foreign = {id(tensor): tensor for tensor in trained if tensor.requires_grad and id(tensor) not in own}
-    if not foreign:
-        return None
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in list(foreign.values())[:4])
-    return (
-        f"the optimizer trains parameters that are not in the PipelineModule: {len(foreign)}, of shape {shapes}"
-        f"{', ...' if len(foreign) > 4 else ''}. Stages would not sum their gradients, and no checkpoint would have "
-        "them: move them into a layer, or make loss_fn an nn.Module that holds them"
-    )
-
-
-def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = group["params"]
-    listed = [given] if isinstance(given, torch.Tensor) else list(given)
-    is_trained = any(each.requires_grad for each in listed)
-    return {**group, "params": listed if is_trained else [*listed, _number(module, name)]}
-
-
-def _number(module: Any, name: str) -> torch.nn.Parameter:
-    first = next(module.parameters(), None)
-    number = torch.nn.Parameter(torch.zeros(1) if first is None else first.detach().new_zeros(1))
-    module.register_parameter(name, number)
-    return number
-
-
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:
     """Build what the parts of a stage share. A collective over all ranks.
 
@@ -200,17 +137,20 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     as it should.
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
+    # what only some configs ask for
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
         is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
+    # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
+    # from here on a stage that hangs is reported
     watchdog = Watchdog(
         engine.global_rank,
         engine.stage_id,
@@ -230,6 +170,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         weights,
         BatchResults(engine, config.sequence_dim, setup.sequence),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
+        setup.own_time,
         finite,
         flops,
         setup.sequence,

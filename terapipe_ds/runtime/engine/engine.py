@@ -7,6 +7,7 @@ more micro-batch that is accumulated. Reduction and step come once per batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,27 +19,25 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
+from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
-from terapipe_ds.runtime.engine.deepspeed_calls import set_at_once
 from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
-from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
-from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
-from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
+from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
 from terapipe_ds.runtime.links.compression import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
-from terapipe_ds.runtime.planning.auto_planner import require_profile
-from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import WrittenParameters, check_compile_call, check_eval_call
+from terapipe_ds.runtime.profiling.profiles import require_profile
 from terapipe_ds.schedule.action import Action, Kind
 
 _WITH_GROUPS = (
@@ -73,7 +72,6 @@ class TeraPipeEngine(ModelEndsEngine):
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any
-    __setattr__ = set_at_once
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
@@ -82,17 +80,21 @@ class TeraPipeEngine(ModelEndsEngine):
         wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked. With
         `verify_only` the first batch is checked, and then the process ends.
         """
+        # lay out the layers and settle the config
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
+        self._own_time = setup.own_time
         with neighbours_staged():
             by_setup = {"model_parameters": setup.parameters, "optimizer": setup.optimizer}
             super().__init__(*args, **{**kwargs, **by_setup})
+        # connect the stages
         setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
         wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        # build what the actions work with, then what draws batches for them
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
@@ -100,6 +102,7 @@ class TeraPipeEngine(ModelEndsEngine):
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
         self._batch_end = BatchEnd(self, self._layout, stage)
+        # what reports and saves comes last: it asks all others
         self._steps = StepReport(self, stage, groups, self.terapipe_config)
         allow_pickle = self.terapipe_config.checkpoints.allow_pickle
         self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)
@@ -113,9 +116,11 @@ class TeraPipeEngine(ModelEndsEngine):
         if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._checkpoints.refuse_half_loaded()
-        train = super().train_batch
         with ErrorsUnwrapped(), self._guarded():
-            return self._steps.run(lambda: train(data_iter))
+            begin_s = time.perf_counter()
+            loss = super().train_batch(data_iter)
+            self._steps.tell(time.perf_counter() - begin_s)
+            return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in slices. Only the last stage returns logits: on each rank those that its own layers give.
@@ -130,10 +135,6 @@ class TeraPipeEngine(ModelEndsEngine):
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
-
-    def own_seconds(self, is_last: bool, between: Callable[[], object], share: float) -> tuple[float, float]:
-        """Return what the engine itself takes of an F and of a B, in seconds; the arguments are those of `own_time`."""
-        return own_seconds(self, is_last, between, share, self.slice_clock)
 
     def reset_activation_shape(self) -> None:
         """Let stages hand on other shapes from the next batch on. As with DeepSpeed's, every rank must call."""
@@ -236,6 +237,10 @@ class TeraPipeEngine(ModelEndsEngine):
         """Seconds that sums of gradients and optimizer took in the last batch, on this rank."""
         return self._batch_end.closing_s
 
+    def own_seconds(self) -> dict[int, tuple[float, float]] | None:
+        """Return what the engine itself takes of an F and a B of each part here; None until it has been measured."""
+        return self._own_time.of_parts()
+
     @property
     def tracer(self) -> ActionTracer:
         """What is told of each computation of this rank; a benchmark may put one of its own here."""
@@ -280,12 +285,14 @@ class TeraPipeEngine(ModelEndsEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
+        # the first training batch shows what layers change besides gradients
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
             is_whole = self.terapipe_config.is_one_slice
             self._written = None if is_whole else WrittenParameters(self.module)
             trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
             self._outside = OutsideLayers(self.module, self._layout.has_copies, is_whole, trainer)
+        # DeepSpeed reads the losses from here when all actions have run
         self.fwd_outputs = []
         self._place = None  # a check or a measurement may have run another part since
         with self._batch.running():
@@ -332,6 +339,16 @@ class TeraPipeEngine(ModelEndsEngine):
         else:
             super()._exec_reduce_tied_grads()
 
+    # DeepSpeed calls these two around autograd in a B
+
+    def _backward_prologue(self) -> None:
+        super()._backward_prologue()
+        self._own_time.layers_begin()
+
+    def _backward_epilogue(self) -> None:
+        self._own_time.layers_end()
+        super()._backward_epilogue()
+
     steps_per_print = steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
@@ -339,6 +356,15 @@ class TeraPipeEngine(ModelEndsEngine):
         with tied_copies_left_out(self.module):
             super().clip_fp32_gradients()
 
+    # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
+    #
+    #   stage 0   RG L0  F0.0 SA    RG F0.1 SA                      B0.1         B0.0    RT RD ST
+    #                          \          \                    /            /
+    #   stage 1   RA RA L0        F0.0         F0.1   B0.1  SG   B0.0  SG                RT RD ST
+    #
+    # RA and RG post receives ahead of the F and B that wait for them; SA and SG hand a message to its link and go on.
+    # B0.1 comes before B0.0, because slice 0 gets gradients of its keys and values from slice 1. After the last B the
+    # ranks sum gradients of tied weights (RT) and of replicas (RD), and the optimizer steps (ST).
     _ACTIONS = {
         Kind.LOAD: _load,
         Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post(action),

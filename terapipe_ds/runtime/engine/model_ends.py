@@ -47,6 +47,7 @@ class ModelEndsEngine(PipelineEngine):
         return int(self.grid.stage_to_global(self._layout.loss_stage))
 
     def _aggregate_total_loss(self) -> Any:
+        # stages with copies of the last part have losses of other micro-batches
         if self._layout.has_copies:
             booked = self.total_loss, self.total_additional_losses
             ranks, control = self._groups.ranks, self._groups.control

@@ -1,39 +1,139 @@
 """Run one part of a stage: forward of a slice, its loss, its backward, and the messages of the part.
 
 The engine makes one `PartRunner` for each place (chunk) of its stage and hands it the actions of that chunk. A runner
-holds no tensors: those of a batch are in its `PartInFlight`, by micro-batch and slice.
+holds no tensors: those of a batch are in its `PartInFlight`, by micro-batch and slice. `Stage` has what the runners of
+a stage share, and `DeepSpeedCalls` is all that they ask of DeepSpeed's engine (0.19.8).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import (
     PIPE_RECV_GRAD_TIMER,
     PIPE_RECV_INPUT_TIMER,
     PIPE_SEND_GRAD_TIMER,
     PIPE_SEND_OUTPUT_TIMER,
+    PipelineEngine,
 )
 
-from terapipe_ds.attention import ActiveSlice, push_slice
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.documents import Documents
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
-from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
-from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.batch_results import BatchResults
+from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
+from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.failures.watchdog import Watchdog
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.finite import FiniteCheck
+from terapipe_ds.runtime.layers.flops import StageFlops
+from terapipe_ds.runtime.layers.offload import ActivationOffload
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
+from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.schedule.action import Action, Kind
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 _NOTHING = nullcontext()
-_NO_ACTIVE: tuple[None, Any] = None, None
+
+
+@dataclass
+class Stage:
+    """What the parts of one stage share: all that they may ask, of DeepSpeed's engine only `DeepSpeedCalls`.
+
+    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, `flops`, which
+    counts operations, and `offload`, which brings saved tensors to the host, are there where the config asks for them.
+    `sequence` are the ranks that divide the tokens of each slice.
+    """
+
+    stage_id: int
+    deepspeed: DeepSpeedCalls
+    links: StageLinks
+    store: SliceStore
+    watchdog: Watchdog
+    weights: WeightGradients
+    results: BatchResults
+    tracer: ActionTracer
+    own_time: OwnTime
+    finite: FiniteCheck | None = None
+    flops: StageFlops | None = None
+    sequence: SequenceRanks = field(default_factory=SequenceRanks)
+    offload: ActivationOffload | None = None
+
+
+class DeepSpeedCalls:
+    """Run layers and backwards as `DeepSpeedEngine` does for a micro-batch: with its hooks, loss scale and timers."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self.open_batch()
+
+    def open_batch(self) -> None:
+        """Look once per batch at what a program may have switched on since the last one."""
+        engine = self._engine
+        self._is_timed = bool(engine.wall_clock_breakdown())
+        self._checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+
+    def run_layers(self, inputs: Any, training: bool) -> Any:
+        """Run the layers of the active part, and return what they give."""
+        with checkpointing_with_gradients(self._engine.module) if self._checkpoints else _NOTHING:
+            outputs = DeepSpeedEngine.forward(self._engine, inputs)
+        if not training:
+            ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
+        return outputs
+
+    def backward_of_loss(self, loss: Any) -> None:
+        """Run the backward of the last part, from a slice's share of the loss."""
+        scale = missing_loss_scale(self._engine.optimizer)
+        DeepSpeedEngine.backward(self._engine, loss if scale == 1.0 else loss.float() * scale)
+
+    def backward_of_outputs(self, outputs: Any, gradients: Tensors) -> None:
+        """Do for another part what `DeepSpeedEngine.backward` does. Its prologue runs from hooks on the outputs."""
+        tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
+        if tensors:
+            with self._engine_backward():
+                torch.autograd.backward(tensors, gradients)
+
+    @contextmanager
+    def weight_backward(self) -> Iterator[None]:
+        """Let W run autograd. Its backward starts at weights, so no hook of an output runs DeepSpeed's prologue."""
+        with self._engine_backward():
+            self._engine._backward_prologue()
+            yield
+
+    @contextmanager
+    def _engine_backward(self) -> Iterator[None]:
+        """Say that this is the engine's backward: the ZeRO optimizers refuse a user's own `tensor.backward()`."""
+        engine = self._engine
+        engine._running_engine_backward = True
+        try:
+            yield
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward = False
+
+    def timed(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
+        """Call, with `wall_clock_breakdown` under one of DeepSpeed's timers. Of a receive the wait is timed."""
+        if not self._is_timed:
+            return call(*arguments)
+        timer = self._engine.timers(name)
+        timer.start()
+        result = call(*arguments)
+        timer.stop()
+        return result
 
 
 class PartRunner:
@@ -46,7 +146,6 @@ class PartRunner:
         self._has_warned = False
         # what comes over a wire is this part's alone; memory that is offloaded goes when nothing else has it
         self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
-        self._actives: dict[tuple[int, int, str], tuple[SlicePlan, ActiveSlice]] = {}
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -71,26 +170,19 @@ class PartRunner:
         return self._slices
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
+        """Return what layers may ask of the slice."""
         micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
         plan, starts = micro_batch.plan, micro_batch.shape.starts
-        if starts is not None:  # which are another batch's next time
-            return self._new_active(action, mode, plan, Documents(starts, *plan.span(action.slice_id)))
-        key = action.micro_batch_id, action.slice_id, mode
-        of, active = self._actives.get(key, _NO_ACTIVE)
-        if of is not plan:  # an equal one of an earlier batch may be another object
-            active = active if of == plan else self._new_active(action, mode, plan, None)
-            self._actives[key] = plan, active
-        return active
-
-    def _new_active(self, action: Action, mode: str, plan: SlicePlan, documents: Documents | None) -> ActiveSlice:
+        start, stop = plan.span(action.slice_id)
         whole = ActiveSlice(
-            *plan.span(action.slice_id),
+            start,
+            stop,
             plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
-            documents=documents,
+            documents=None if starts is None else Documents(starts, start, stop),
             store=self._stage.store,
         )
         return self._stage.sequence.part_of(whole)
@@ -101,8 +193,11 @@ class PartRunner:
         training = slices.batch.training
         active = self._active(action, "train" if training else "eval")
         saving = self._begin(action)
+        # wait for what the part before sends, or cut the micro-batch
         leaves, is_tuple = self._leaves(action, active)
         inputs = self._handed.inputs(leaves)
+        # layers see the slice that is active, so that attention reads and writes its keys and values
+        stage.own_time.layers_begin()
         with push_slice(active), saving:
             try:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
@@ -114,7 +209,9 @@ class PartRunner:
                 self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
             loss = stage.results.add(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None:
-                stage.finite.look_at_loss(loss.value())
+                stage.finite.look_at_loss(loss)
+        stage.own_time.layers_end()
+        # B needs the leaves and the outputs; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))
@@ -147,6 +244,7 @@ class PartRunner:
         message = stage.deepspeed.timed(timer, receive, action)
         stage.watchdog.note(action)
         stage.tracer.input_is_here()
+        stage.own_time.input_is_here()
         return message
 
     def backward(self, action: Action) -> None:
@@ -154,13 +252,14 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slice_, key = slices.get(action), slices.key(action)
         self._begin(action)
+        # wait for the gradients of the outputs; the last part begins at its loss
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
+        # where the schedule splits backwards, products for weight gradients wait for W
         deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
         with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
-                assert slice_.loss is not None
                 stage.deepspeed.backward_of_loss(slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
@@ -175,6 +274,7 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         self._begin(action)
+        # the products that B kept back: what went in, and the gradient of what came out
         with push_slice(self._active(action, "weight")):
             self._num_weights += 1
             self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +16,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.devices import device_cards
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.engine.collaborators import Stage
+from terapipe_ds.runtime.engine.part_runner import Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
@@ -105,17 +104,11 @@ class StepReport:
             if self._is_monitored and self._peak_flops is None:
                 logger.info("monitors: %smfu is left out, the peak is unknown: set terapipe.peak_tflops", PREFIX)
 
-    def run(self, train: Callable[[], T]) -> T:
-        """Run a training step, and tell how fast it was."""
-        begin_s = time.perf_counter()
-        result = train()
-        step_s = time.perf_counter() - begin_s
+    def tell(self, step_s: float) -> None:
+        """Tell how fast the training step was that took `step_s`. A collective where monitors look."""
         ran, self._ran = self._ran, None  # a schedule is large: none is kept here
-        if ran is not None:
-            self._tell(ran, step_s)
-        return result
-
-    def _tell(self, ran: Ran, step_s: float) -> None:
+        if ran is None:
+            return
         found = self._gathered(ran) if self._is_monitored else None
         self._num_steps += 1
         if not self._is_first_rank:
@@ -139,12 +132,14 @@ class StepReport:
 
         All know the order of all, so that times are enough: of each computation its start and its end.
         """
+        # a row for each computation of the longest order, and one for the operations of the model
         orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
         table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
         flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
         table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
         if events is not None and len(events) == len(orders[self._stage.stage_id]):
             table[1 : 1 + len(events)] = torch.tensor([(e.start_s, e.end_s) for e in events], dtype=torch.float64)
+        # gather the tables of all stages, which know each other's orders
         tables = [table]
         if self._groups.control is not None:
             tables = [torch.empty_like(table) for _ in orders] if self._is_first_rank else []
@@ -152,6 +147,7 @@ class StepReport:
                 torch_dist.gather(table, tables or None, dst=0, group=self._groups.control)
         if not self._is_first_rank:
             return None
+        # give the times back to their actions
         model_flops = float(sum(one[0, 0] for one in tables))
         events_of_all: list[TimelineEvent] = []
         for stage_id, (order, one) in enumerate(zip(orders, tables, strict=True)):
@@ -177,7 +173,7 @@ def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
 
 def _expected(predicted: Prediction | None) -> str:
     if predicted is None:
-        return 'nothing is predicted: slices were not planned (slices or schedule "auto" or "search" do)'
+        return 'nothing is predicted: slices were not planned ("slices" or "schedule" is "auto" then)'
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
     if predicted.unsliced_s is not None:
         text += f", {predicted.unsliced_s / predicted.predicted_s:.2f} times as fast as whole sequences"

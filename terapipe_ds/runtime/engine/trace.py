@@ -50,10 +50,10 @@ class ActionTracer(Protocol):
 
 
 class HostClock:
-    """Tell the time of this rank's thread, as seconds since 1970."""
+    """Tell the time of this rank's thread, as seconds since 1970; with `waits` a mark waits for the device first."""
 
-    def __init__(self) -> None:
-        self._zero_s = time.time() - time.monotonic()
+    def __init__(self, waits: bool) -> None:
+        self._waits, self._zero_s = waits, time.time() - time.monotonic()
 
     def now(self) -> float:
         """Return the mark of a computation that begins: what `seconds` turns into a time."""
@@ -61,19 +61,13 @@ class HostClock:
 
     def mark(self) -> float:
         """Return the mark of a computation that ends, or whose input has come."""
+        if self._waits:
+            wait_for_computation()
         return self.now()
 
     def seconds(self, mark: float) -> float:
         """Return the time of a mark."""
         return mark
-
-
-class WaitingClock(HostClock):
-    """Tell the time when the device has done what it was given until then."""
-
-    def mark(self) -> float:
-        wait_for_computation()
-        return self.now()
 
 
 class DeviceClock:
@@ -83,14 +77,14 @@ class DeviceClock:
         new_event: returns an event with `record`, `synchronize` and `elapsed_time` (milliseconds), as torch's.
     """
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
+    def __init__(self, new_event: Callable[..., Any]) -> None:
         self._new_event = new_event
         self._last: Any = None
         self._last_s = 0.0
 
     def now(self) -> Any:
         """Record an event."""
-        event = self._new_event()
+        event = self._new_event(enable_timing=True)
         event.record()
         return event
 
@@ -105,10 +99,6 @@ class DeviceClock:
     def seconds(self, mark: Any) -> float:
         """Return the time of a mark, after `end`."""
         return self._last_s - float(mark.elapsed_time(self._last)) / 1e3
-
-
-def _device_clock() -> DeviceClock:
-    return DeviceClock(lambda: get_accelerator().Event(enable_timing=True))
 
 
 class Tracer:
@@ -135,8 +125,10 @@ class Tracer:
         self._is_written = self._dir is not None and step is not None and is_traced(step)
         self._clock, self._marks, self.last = None, [], None
         if self._is_written or (self._is_monitored and step is not None):
+            # for monitors alone the device notes the times, so that the host does not wait for each action
             on_host = get_accelerator().is_synchronized_device()
-            self._clock = HostClock() if on_host else WaitingClock() if self._is_written else _device_clock()
+            waits = self._is_written and not on_host
+            self._clock = HostClock(waits) if on_host or waits else DeviceClock(get_accelerator().Event)
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:

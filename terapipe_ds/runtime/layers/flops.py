@@ -8,6 +8,7 @@ scores that a causal mask leaves, so slices count as much as whole sequences.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,8 @@ from typing import Any
 import torch
 from deepspeed.profiling.flops_profiler.profiler import number_to_string
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from torch.utils.module_tracker import ModuleTracker
+from torch._ops import OpOverload
+from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds.compat import has_flash_attn
 from terapipe_ds.config import TeraPipeConfigError
@@ -33,23 +33,25 @@ _QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T 
 
 
 def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
-    """Return the formula of a kernel with `products` products per score; other parameters locate its arguments."""
+    """Return the formula of a kernel with `products` products per score, for shapes in the place of its tensors.
+
+    `query` and `is_causal` say which of its arguments these are, `token_dim` which dimension counts tokens.
+    """
 
     def count(*args: Any, **options: object) -> int:
-        q, k, v = (tensor.shape for tensor in args[query : query + 3])
+        q, k, v = args[query : query + 3]
         hidden = len(args) > is_causal and bool(args[is_causal]) and q[token_dim] * (q[token_dim] - 1) // 2
         scores = q[0] * q[3 - token_dim] * (q[token_dim] * k[token_dim] - hidden)  # the last query sees all keys
-        return 2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2))
+        return int(2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2)))
 
     return count
 
 
 def _formulas() -> dict[object, Callable[..., int]]:
-    """Return torch's formulas, with those of what it does not count, or counts without the mask."""
+    """Return the formulas of what torch does not count, or counts without the mask."""
     aten = torch.ops.aten
     formulas: dict[object, Callable[..., int]] = {
-        **flop_registry,
-        aten.addmm_: lambda total, a, b, **options: 2 * a.numel() * b.shape[1],
+        aten.addmm_: lambda total, a, b, **options: int(2 * math.prod(a) * b[1]),
         aten._scaled_dot_product_flash_attention_for_cpu: attention_formula(_QK_AND_PV, 0, 4),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_formula(_BACKWARD, 1, 7),
         aten._scaled_dot_product_flash_attention: attention_formula(_QK_AND_PV, 0, 4),
@@ -62,23 +64,11 @@ def _formulas() -> dict[object, Callable[..., int]]:
     return formulas
 
 
-class _Counter(TorchDispatchMode):
-    """Counts what is dispatched, by module. torch's `FlopCounterMode` also decomposes operations: other last bits."""
+class _Undecomposed(dict[object, Callable[..., int]]):
+    """Formulas that torch takes for complete: it decomposes operations without one, which gives other last bits."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self, formulas: dict[object, Callable[..., int]], tracker: ModuleTracker) -> None:
-        super().__init__()
-        self._formulas, self._tracker = formulas, tracker
-        self.by_module: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        if formula is not None:
-            count = formula(*args, **(kwargs or {}), out_val=out)
-            self.by_module.update(dict.fromkeys(self._tracker.parents, count))
-        return out
+    def __contains__(self, operation: object) -> bool:
+        return isinstance(operation, OpOverload) or super().__contains__(operation)
 
 
 class StageFlops:
@@ -123,11 +113,14 @@ class StageFlops:
         if not self._is_counting or action.kind not in _COUNTED or action.micro_batch_id:
             yield
             return
-        with ModuleTracker() as tracker, _Counter(self._formulas, tracker) as counter:
+        counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
+        counter.flop_registry = _Undecomposed(counter.flop_registry)
+        with counter:
             yield
-        self.totals[action.kind] += counter.by_module.pop("Global", 0)
+        self.totals[action.kind] += counter.get_total_flops()
         if action.kind is Kind.FORWARD:
-            self.forward_of += counter.by_module
+            by_module = {path: sum(by_operation.values()) for path, by_operation in counter.get_flop_counts().items()}
+            self.forward_of.update({path: count for path, count in by_module.items() if path != "Global"})
 
     def report(self) -> None:
         """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""

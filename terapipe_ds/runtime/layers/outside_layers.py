@@ -9,9 +9,9 @@ from typing import Any
 from deepspeed.pipe import PipelineModule
 
 from terapipe_ds.runtime.layers.kept_state import KeptState, names_in, same_bytes
+from terapipe_ds.runtime.layers.sliceable import first_four
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 from terapipe_ds.runtime.layout.parted_module import PartedModule
-from terapipe_ds.runtime.refusals import first_four
 
 _FUNCTIONS = [f for kind in (PipelineModule, PartedModule) for f in vars(kind).values() if isinstance(f, FunctionType)]
 _OF_DEEPSPEED = {name for f in _FUNCTIONS for name in names_in(f.__code__)} - {"loss_fn", "_modules", "_buffers"}

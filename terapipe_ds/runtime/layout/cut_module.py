@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
@@ -69,17 +70,19 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         )
     # remember what was here, before the layers of this stage become others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
-    method = _method_of(module) if layout.bounds is None else None
+    method = _method_of(module, layout) if layout.bounds is None else None
+    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, layout.num_parts)
     setattr(module, STOCK_BOUNDS, bounds_before)
     built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
+    names = [layer_name(module._layer_specs, layer_id) for layer_id in range(len(module._layer_specs))]
     # building layers draws random numbers, which a script without stages would not have drawn
     with random_states_kept():
         module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
-        _cut(module, layout, method)
+        _cut(module, bounds, method)
         module.__class__ = module_class
         module.terapipe_layout = layout
-        _build(module, built)
-    _move_layers(module, bounds_before, built)
+        _build(module, built, names)
+    _move_layers(module, bounds_before, built, names)
     _tell(module)
     # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
@@ -128,13 +131,14 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
     choice among the parameters, on some rank are an error on all: what would they mean for other layers?
     """
     listed = None if parameters is None else list(parameters)
-    kinds = gather(_kind_of(listed, module, before))
+    kind = _kind_of(listed, module, before)
+    kinds = gather(kind)
     if "choice" in kinds or {"all", "trained"} <= set(kinds):
         raise TeraPipeConfigError(
             "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
             f"parameters, or all that are trained. {_LAY_OUT_FIRST} make the groups then"
         )
-    if kinds[torch_dist.get_rank()] == "current":
+    if kind == "current":
         return listed
     with_frozen = "all" in kinds  # a stage without frozen layers gives the same list in both cases
     return [parameter for parameter in module.parameters() if with_frozen or parameter.requires_grad]
@@ -154,7 +158,12 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     return "either" if every == trained else "all" if ids == every else "trained"
 
 
-def _method_of(module: Any) -> str:
+def _method_of(module: Any, layout: Layout) -> str:
+    if len(module._layer_specs) < layout.num_parts:
+        raise TeraPipeConfigError(
+            f"{len(module._layer_specs)} layers cannot be cut in {layout.num_parts} parts ({layout.num_stages} stages, "
+            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
+        )
     method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
     if method is None:
         raise TeraPipeConfigError(
@@ -165,20 +174,13 @@ def _method_of(module: Any) -> str:
     return str(method)
 
 
-def _cut(module: Any, layout: Layout, method: str | None) -> None:
+def _cut(module: Any, bounds: list[int], method: str | None) -> None:
     """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
-    num_stages, num_parts = module.num_stages, layout.num_parts
-    if len(module._layer_specs) < num_parts:
-        raise TeraPipeConfigError(
-            f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
-            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
-        )
-    bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, num_parts)
     # uneven layers may leave a part with none, which no stage could run
-    empty = [part_id for part_id in range(num_parts) if bounds[part_id] == bounds[part_id + 1]]
+    empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
     if empty:
         raise TeraPipeConfigError(
-            f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
+            f"partition_method {method!r} leaves parts {empty} of {len(bounds) - 1} without a layer: give fewer "
             "chunks_per_stage, or another partition_method"
         )
     module.parts = bounds
@@ -199,7 +201,7 @@ def _log_cut(module: Any, by: str, more: str = "") -> None:
     logger.info("partition %s: %s (%s)%s", by, module.parts, parts, more)
 
 
-def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
+def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:
     """Build the layers of this stage's parts; those that were built already are taken as they are."""
     specs = module._layer_specs
     for name in built:
@@ -209,25 +211,27 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
     module.held_parts, here = [], set()
-    for place in module.terapipe_layout.places(module.stage_id):
+    for place in module.own_places():
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
         module.held_parts.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
-        here |= {layer_name(specs, layer_id) for layer_id in range(start, stop)}
+        here |= set(names[start:stop])
     module._layer_specs = specs
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
     module.activate(0)
 
 
-def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:
+def _move_layers(
+    module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any], names: Sequence[LayerName]
+) -> None:
     """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
-    for layer_id in range(len(module._layer_specs)):
-        layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
+    for layer_id, name in enumerate(names):
+        layer_ids[name].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
     # every rank makes every group, or the others would wait for it
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
@@ -235,8 +239,8 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
         group = made if module.global_rank in ranks else group
     for name, ids in layer_ids.items():
         # a tied layer may have been built on several stages: the first one sends
-        sources = {part_of(bounds_before, i) for i in ids}
-        targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
+        sources = {bisect_right(bounds_before, i) - 1 for i in ids}  # DeepSpeed had built one part on each stage
+        targets = {stage for i in ids for stage, _ in layout.homes(bisect_right(module.parts, i) - 1)} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]

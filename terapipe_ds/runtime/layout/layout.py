@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.layout.topology import bounds_in
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
@@ -197,7 +196,14 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
     own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
     given = None if of_section is None else bounds_in(module, of_section)
     if of_section is not None and given is None:
-        num_layers = len(module._layer_specs)
+        num_layers, strategy = len(module._layer_specs), config.planned
+        if strategy is not None:
+            of_model = f" of {strategy.model}" if strategy.model else ""
+            raise TeraPipeConfigError(
+                f"terapipe.strategy = {config.strategy!r}: it is for the {strategy.partition[-1]} layers{of_model}, "
+                f"embedding and head among them, and the module has {num_layers}, {_decoder_layers(module)[1]} of them "
+                "decoder layers: plan again for this model, or build the one that was planned for"
+            )
         raise TeraPipeConfigError(
             f"terapipe.partition = {list(of_section)}: ends with {of_section[-1]}, and the module has {num_layers} "
             f"layers, embedding and head among them; end it with {num_layers}"
@@ -208,3 +214,26 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
             "leave one of them out"
         )
     return own if given is None else given
+
+
+def bounds_in(module: Any, partition: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first layer of each part in `module`, and the end; None where it has other layers than that.
+
+    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more in front of its
+    decoder layers and behind them, such as positions and the last norm: these go with the embedding and with the head.
+    """
+    bounds, layers = tuple(partition), len(module._layer_specs)
+    if bounds[-1] == layers:
+        return bounds
+    first, count = _decoder_layers(module)
+    if bounds[-1] != count + 2 or not 0 < first < layers - count:
+        return None
+    return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
+
+
+def _decoder_layers(module: Any) -> tuple[int, int]:
+    """Return the first and the number of the most layers of one kind that follow one another."""
+    kinds = [getattr(spec, "typename", type(spec)) for spec in module._layer_specs]
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
+    longest = max(runs, key=len)
+    return longest[0], len(longest)

@@ -1,4 +1,4 @@
-"""Refuse models that differ between ranks: their number of layers, the classes of these, or their `loss_fn`."""
+"""Refuse models that ranks have built differently, or on another grid than that of their strategy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import functools
 from types import CodeType, MethodType
 from typing import Any
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
+from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
+from terapipe_ds.strategy import Coordinate
 
 
 def require_equal_models(module: Any) -> None:
@@ -29,6 +32,32 @@ def require_equal_models(module: Any) -> None:
         "\n  ".join(["the ranks have built different models:", *lines])
         + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
     )
+
+
+def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
+    """Raise TeraPipeConfigError where `module` was built on another grid than that of the strategy of `config`."""
+    strategy = config.planned
+    if strategy is None:
+        return
+    shown = f"terapipe.strategy = {config.strategy!r}"
+    refuse_other_world(strategy, shown)
+    wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
+    if wanted != there:
+        place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
+        names = dict(zip(("pipe", "data", "model"), place, strict=True))
+        raise TeraPipeConfigError(
+            f"{shown}: it has the axes {strategy.axes} of sizes {strategy.dims}, and the topology of the module "
+            f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
+            f"{there.get(place)} there; {BUILD_ON_IT}"
+        )
+
+
+def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
+    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) where the topology has no model axis."""
+    return {
+        (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
+        for place, rank in topology.mapping.items()
+    }
 
 
 def described(thing: Any) -> str:

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.refusals import shortest_slice, slice_length_multiple
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)
@@ -32,6 +31,28 @@ _AXES = ("pipe", "data", AXIS)
 def sequence_size(module: PipelineModule) -> int:
     """Return how many ranks divide the tokens of a slice, by the topology that the module was built on."""
     return max(1, int(module.topology().get_dim(AXIS)))
+
+
+def slice_length_multiple(module: Any) -> int:
+    """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
+
+    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
+    """
+    multiple = getattr(module, "slice_length_multiple", 1)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise TeraPipeConfigError(
+            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
+            "ranks that the tokens of a slice are divided over"
+        )
+    return multiple
+
+
+def shortest_slice(module: Any) -> int:
+    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
+
+    A module sets it where its layers take a single token for a step of generation.
+    """
+    return int(getattr(module, "shortest_slice", 1))
 
 
 def token_multiple(module: PipelineModule) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.links.buffers import MessageBuffers
 from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec, TensorSpec

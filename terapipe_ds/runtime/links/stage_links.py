@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
-from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
 from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature

@@ -1,5 +1,5 @@
-"""Choose the slices and the schedule of a batch, and where the layers go for it.
+"""Choose the slices and the schedule of a batch.
 
-`batch_plans` answers for each batch; for "auto" it asks `auto_planner`, which has costs measured and plans with them.
-`schedule_choice` compares schedules, and says before the engine is built where layers go.
+`plans` owns what runs for each length. For "auto" it asks `auto_planner`, which plans with measured costs.
+`schedule_choice` compares schedules, and says which other layout would be faster.
 """

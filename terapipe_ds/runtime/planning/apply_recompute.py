@@ -6,7 +6,7 @@ A batch may have sequences of several lengths, so it recomputes what the plan of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
@@ -16,13 +16,6 @@ from terapipe_ds.planner.recompute import costs_of, plan_with_recompute, recompu
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-
-
-class Recomputing(Protocol):
-    """What runs for sequences of one length; None: nothing was chosen for it."""
-
-    @property
-    def recompute(self) -> frozenset[int] | None: ...
 
 
 def best_with_recompute(
@@ -55,13 +48,13 @@ def bounds_of_parts(module: Any, layout: Layout) -> list[int]:
     return [int(bound) for bound in (module.parts if layout.bounds is None else layout.bounds)]
 
 
-def recompute_for(module: PipelineModule, choices: Iterable[Recomputing]) -> None:
-    """Let the layers recompute that some length of a batch needs: more recomputation still fits.
+def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
+    """Let layers recompute that any length in a batch needs: to recompute more of them takes less memory.
 
-    Where slices were set by hand nothing was chosen, and everything recomputes.
+    `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
+    everything recomputes.
     """
     wanted: set[int] = set()
-    for choice in choices:
-        layers = choice.recompute
+    for layers in choices:
         wanted |= set(range(len(module._layer_specs))) if layers is None else layers
     recompute_layers(module, wanted)

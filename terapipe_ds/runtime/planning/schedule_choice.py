@@ -14,7 +14,6 @@ from terapipe_ds.planner import (
     MemoryLimitError,
     PlanResult,
     Ranking,
-    best_order,
     best_schedule,
     choose,
     describe_ranking,
@@ -25,7 +24,7 @@ from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.schedule import SEARCH, placement_for
+from terapipe_ds.schedule import placement_for
 from terapipe_ds.simulator import simulate
 
 WORTH_CHANGING = 0.01  # of the time; a smaller difference cannot be measured
@@ -96,11 +95,8 @@ def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes
     layout, config = stage.layout, stage.config
     limits: dict[str, Any] = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
     options: dict[str, Any] = {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement, **limits}
+    options["with_order"] = False  # `terapipe plan --order` finds one: it is run from its file
     costs, shape = cuts.cut(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
-    if config.slices != "auto" and config.schedule == SEARCH:
-        return best_order(
-            costs, config.plans_for(length, shape[1]), *shape, chunks_per_stage=layout.chunks_per_stage, **limits
-        )
     if config.slices != "auto":
         return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
     shape_and_name = *shape, config.granularity_for(length), config.schedule
@@ -154,6 +150,7 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
         "both_ways_s_of": cuts.both_ways_s,
         "memory_of": cuts.memory if cuts.has_memory else None,
         "memory_limit_bytes": limit_bytes,
+        "with_order": False,
     }
     shape = stage.layout.num_stages, num_micro_batches
     if config.slices == "auto":

@@ -26,8 +26,8 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
@@ -189,11 +189,8 @@ def _measure_part(
     peers: Peers,
     progress: Callable[[float], None],
 ) -> Measured:
-    engine, config, smallest = stage.engine, stage.config, min(specs)
+    engine, config = stage.engine, stage.config
     activate(engine.module, place.chunk_id)
-    timer.own_s = engine.own_seconds(
-        place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
-    )
     times = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
     # no rank counts bytes alone: its peers would run fewer slices
     everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
@@ -204,7 +201,7 @@ def _measure_part(
         return times, memory, None
     kinds = kinds_of_part(engine.module, place.is_first, place.is_last)
     trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
-    return times, memory, measure_layers(timer, kinds, times.samples, times.own_s, memory, trials)
+    return times, memory, measure_layers(timer, kinds, times.samples, memory, trials)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------

@@ -113,13 +113,25 @@ def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
 
 
 def _overheads(ranks: Sequence[PartMeasured]) -> tuple[Overhead, ...]:
-    """Return what of the part's samples is not its layers': the engine's time, and messages; medians of ranks."""
+    """Return what messages add to the layers of a part: the median of its ranks. F and B have as many messages."""
     points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
-    return tuple(
-        Overhead(tokens, *(statistics.median(rank.times.own_s[way] + rank.links.message_s[tokens] for rank in ranks)
-        for way in (0, 1)))
-        for tokens in points
-    )  # fmt: skip
+    medians = {tokens: statistics.median(rank.links.message_s[tokens] for rank in ranks) for tokens in points}
+    return tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in medians.items())
+
+
+def with_own_time(profile: Profile, own_s: Mapping[int, tuple[float, float]]) -> Profile:
+    """Add what the engine itself takes of an F and of a B, by part, to the slices of a profile and to its overheads."""
+    return dataclasses.replace(
+        profile, parts=tuple(_longer(part, *own_s.get(part.part_id, (0.0, 0.0))) for part in profile.parts)
+    )
+
+
+def _longer(part: PartProfile, forward_s: float, backward_s: float) -> PartProfile:
+    def longer(one: Any) -> Any:
+        return dataclasses.replace(one, forward_s=one.forward_s + forward_s, backward_s=one.backward_s + backward_s)
+
+    samples, overheads = tuple(map(longer, part.samples)), tuple(map(longer, part.overheads))
+    return dataclasses.replace(part, samples=samples, overheads=overheads)
 
 
 def memory_of(profile: Profile) -> MemoryModel | None:

@@ -1,7 +1,7 @@
 """Measure what each layer of a part takes: its seconds at every point of the grid, and its share of the bytes.
 
 Layers run one by one, each between two looks at the clock. On a device that waits for the host, so the seconds of the
-layers are scaled until together they are those of the part, without what the part takes beyond its layers.
+layers are scaled until together they are those of the part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ Both = tuple[float, float]
 
 _RUNS = 2  # of each point, of which the shorter counts
 _LEAST_S = 1e-9  # a layer that does nothing
-_LAYERS = 0.1  # of the part's time is that of its layers at least, however long the engine takes
 _WITHOUT = (
     'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
 )
@@ -47,7 +46,6 @@ def measure_layers(
     timer: SliceTimer,
     kinds: Sequence[str],
     of_part: Sequence[CostSample],
-    own_s: Both,
     memory: PartMemory | None = None,
     trials: Trials | None = None,
 ) -> tuple[LayerMeasured, ...] | None:
@@ -58,7 +56,6 @@ def measure_layers(
 
     Args:
         kinds: of the layers.
-        own_s: what of the samples is not the layers'.
 
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
@@ -76,7 +73,7 @@ def measure_layers(
     if not functions:
         return None
     # looks between layers cost time, so the layers are scaled to their part
-    scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs], own_s) for sample in of_part]
+    scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs]) for sample in of_part]
     # the bytes come from one more slice, of a middle length
     lengths = sorted({sample.tokens for sample in of_part})
     tokens = lengths[len(lengths) // 2]
@@ -114,14 +111,14 @@ def _run(
     return taken, trials.failure(None, what, _WITHOUT)
 
 
-def _samples(of_part: CostSample, runs: Sequence[_Taken], own_s: Both) -> list[CostSample]:
-    """Return the sample of every layer at one point, which together are that of the part without its own time."""
+def _samples(of_part: CostSample, runs: Sequence[_Taken]) -> list[CostSample]:
+    """Return the sample of every layer at one point, which together are that of the part."""
     forward_s, backward_s = (
         [min(values) for values in zip(*([both[way] for both in run.both] for run in runs), strict=True)]
         for way in (0, 1)
     )
-    forward_s = _scaled(forward_s, max(of_part.forward_s - own_s[0], _LAYERS * of_part.forward_s))
-    backward_s = _scaled(backward_s, max(of_part.backward_s - own_s[1], _LAYERS * of_part.backward_s))
+    forward_s = _scaled(forward_s, of_part.forward_s)
+    backward_s = _scaled(backward_s, of_part.backward_s)
     weight_s: list[float | None] = [None] * len(forward_s)
     if of_part.weight_s is not None:
         least = [min(values) for values in zip(*(run.weights for run in runs), strict=True)]

@@ -20,7 +20,7 @@ from deepspeed.runtime import utils as ds_utils
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
 from terapipe_ds.costs.profile import PartProfile, Profile
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.links.specs import MessageSpec
@@ -83,7 +83,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
             if kinds not in known:
                 steps = job.num_stages, job.num_micro_batches
                 times = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
-                known[kinds] = times, measure_layers(timer, kinds, times.samples, times.own_s)
+                known[kinds] = times, measure_layers(timer, kinds, times.samples)
                 if times.warning is not None:
                     warn(f"part {part_id}: {times.warning}")
         parts.append(PartProfile(part_id, known[kinds][0].samples))

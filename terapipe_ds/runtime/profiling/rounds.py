@@ -61,7 +61,6 @@ class PartTimes:
     """Hold the seconds of one part on one rank."""
 
     samples: tuple[CostSample, ...]
-    own_s: tuple[float, float] = (0.0, 0.0)  # of the samples, what is the engine's: of an F and of a B
     warning: str | None = None  # None: the numbers vary little
 
 
@@ -87,9 +86,8 @@ def time_part(
     rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
     samples = rounds.samples(weights(timer, lengths, peers) if timer.can_split else None)
-    own_s = (0.0, 0.0) if processor_clock() is None else timer.own_s  # beside a device it hardly adds
     # a clock other than the wall's is for machines that are busy with the other stages
-    return PartTimes(samples, own_s, noise_warning(samples) if timer.clock is None else None)
+    return PartTimes(samples, noise_warning(samples) if timer.clock is None else None)
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:

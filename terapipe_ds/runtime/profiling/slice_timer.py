@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
@@ -72,7 +72,6 @@ class SliceTimer:
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
-    own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
     handed: HandedInputs = field(default_factory=lambda: HandedInputs(may_hand=True))  # as the engine hands inputs
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
@@ -91,13 +90,13 @@ class SliceTimer:
         """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and what its B needs."""
         begin_s = self.now_s()
         live = self.issue_forward(tokens, prefix)
-        return self._seconds(begin_s, self.own_s[0]), live
+        return self.now_s() - begin_s, live
 
     def backward(self, live: LiveSlice) -> float:
         """Return the seconds of B of a slice whose F has run."""
         begin_s = self.now_s()
         self.issue_backward(live)
-        return self._seconds(begin_s, self.own_s[1])
+        return self.now_s() - begin_s
 
     def weight(self, tokens: int) -> float:
         """Return the seconds of W of a slice of `tokens` tokens, after its F and B."""
@@ -142,13 +141,6 @@ class SliceTimer:
             with push_slice(self._active(tokens, 0)):
                 layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
         return seconds[::-1]
-
-    def _seconds(self, begin_s: float, own_s: float) -> float:
-        if self.clock is not None:
-            return self.clock() - begin_s + own_s
-        # a device works while the host prepares the next call: the longer of the two counts
-        called_s = time.perf_counter() - begin_s
-        return max(_now_s() - begin_s, called_s + own_s)
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 

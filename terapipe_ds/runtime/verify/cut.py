@@ -16,8 +16,8 @@ import torch
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import slice_counts
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 MOST_ROWS = 2
 LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole

@@ -22,15 +22,15 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_gradient_hooks
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.labels import LabelProbe
 from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
-from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_values, first_sentence

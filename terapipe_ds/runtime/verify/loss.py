@@ -13,8 +13,8 @@ from torch import Tensor
 from terapipe_ds.attention import guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim
 

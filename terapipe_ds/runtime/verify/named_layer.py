@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.runtime.batch.sliceable import as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import as_tuple
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_kind, compare_parameters
 from terapipe_ds.runtime.verify.layer import LayerCheck

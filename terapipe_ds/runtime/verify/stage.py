@@ -17,7 +17,7 @@ from torch import nn
 from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut

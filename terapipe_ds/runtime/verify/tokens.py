@@ -18,7 +18,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.failures.trials import Trials
 
 _T = TypeVar("_T")

@@ -235,6 +235,12 @@ def test_slices_and_schedule_may_be_left_to_the_planner() -> None:
         assert section.items() <= read({"enabled": True, **section}).model_dump().items()
 
 
+def test_an_order_that_is_searched_is_run_from_a_file() -> None:
+    message = problem({"enabled": True, "schedule": "search"})
+    assert message.startswith("terapipe.schedule = 'search': ")
+    assert "`terapipe plan --schedule search --order my.csv`" in message
+
+
 # --- schedules from a file, and several chunks per stage
 
 

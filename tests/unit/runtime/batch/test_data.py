@@ -14,7 +14,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.batch import source as data
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, PlaceInJob, StageReport, TensorPeers
-from terapipe_ds.runtime.batch.source import BatchSource
+from terapipe_ds.runtime.batch.source import BatchSource, _require_rows
 from terapipe_ds.runtime.layout.layout import Layout
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -278,3 +278,12 @@ class TestStockOrder:
     def test_more_elements_behind_inputs_and_labels_are_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+
+def test_a_batch_without_rows_is_refused_and_an_empty_side_input_is_none() -> None:
+    labels = torch.arange(12).view(2, 6)
+    ids, images = torch.ones(2, 6, dtype=torch.long), torch.empty(0, 3)
+    _require_rows(((ids, images), labels), 0, row_dim=0)
+    _require_rows({"input_ids": ids, "pixel_values": images, "labels": labels}, 0, row_dim=0)
+    with pytest.raises(BatchError, match="micro-batch 3 has 0 rows"):
+        _require_rows(((ids[:0], images), labels[:0]), 3, row_dim=0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import SliceLossError, exact_zero, slice_weights, weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 VOCAB_SIZE = 5
 LABELS = torch.tensor([[1, -100, -100, 2, -100, 3], [-100, -100, -100, 0, 1, 2]])

@@ -11,6 +11,7 @@ import torch
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import (
     BatchInFlight,
     InFlightError,
@@ -19,7 +20,6 @@ from terapipe_ds.runtime.batch.in_flight import (
     PartInFlight,
     SliceInFlight,
 )
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from terapipe_ds.runtime.engine.build import problem_of_foreign_parameters, remembering, tensors_of
+from terapipe_ds.runtime.engine.trained_parameters import problem_of_foreign_parameters, remembering, tensors_of
 
 MODULE = nn.Linear(2, 3)
 FOREIGN = nn.Parameter(torch.zeros(5, 7))

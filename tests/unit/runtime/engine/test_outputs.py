@@ -13,9 +13,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults, accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
 from terapipe_ds.runtime.verify.tokens import Slicing

@@ -11,7 +11,7 @@ from torch import nn
 
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers
 from terapipe_ds.planner.strategy import Cluster, plan_strategy
-from terapipe_ds.runtime.layout.topology import bounds_in
+from terapipe_ds.runtime.layout.layout import bounds_in
 
 
 def bounds(layers: list[Any], partition: list[int]) -> tuple[int, ...] | None:

@@ -14,11 +14,11 @@ from torch import nn
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.planning.auto_planner import _read_profile
 from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartMeasured
-from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, write_cache
+from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
+from terapipe_ds.runtime.profiling.profiles import _read_profile
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
@@ -110,11 +110,15 @@ def test_equal_layers_are_one_kind_wherever_they_are() -> None:
 
 
 def test_what_parts_take_beyond_their_layers_is_the_engines_time_and_that_of_messages() -> None:
-    own = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)), (0.5, 0.75))
-    cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), times=own)
-    (part,) = combine(dataclasses.replace(KEY, num_stages=1), [cost]).parts
-    assert part.overheads == (Overhead(16, 2.5, 2.75), Overhead(64, 4.5, 4.75))
+    times = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)))
+    cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), times=times)
+    measured = combine(dataclasses.replace(KEY, num_stages=1), [cost])
+    (part,) = measured.parts
+    assert part.overheads == (Overhead(16, 2.0, 2.0), Overhead(64, 4.0, 4.0))
     assert [sample.forward_s for sample in part.samples] == [7.0, 11.0]
+    (part,) = with_own_time(measured, {0: (0.5, 0.75)}).parts
+    assert part.overheads == (Overhead(16, 2.5, 2.75), Overhead(64, 4.5, 4.75))
+    assert [(sample.forward_s, sample.backward_s) for sample in part.samples] == [(7.5, 8.75), (11.5, 12.75)]
 
 
 @pytest.mark.parametrize(("granularity", "warns"), [(192, False), (96, True)])

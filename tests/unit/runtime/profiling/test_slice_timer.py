@@ -14,7 +14,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
@@ -150,17 +150,17 @@ SAMPLES = (CostSample(4, 0, 10.0, 40.0, weight_s=6.0), CostSample(4, 12, 20.0, 5
 
 
 def test_the_layers_of_a_part_take_together_what_it_takes() -> None:
-    """Layers of 1 s and 3 s, both ways, of a part that was measured with 2 s and 8 s of the engine's own."""
+    """Layers of 1 s and 3 s, both ways."""
     clock = Clock()
     linears = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 3.0), strict=True)]
     timer = timer_of(layers, False, False)
     timer.clock = clock
-    timed = measure_layers(timer, ["one", "two"], SAMPLES, (2.0, 8.0))
+    timed = measure_layers(timer, ["one", "two"], SAMPLES)
     assert timed is not None
     found = [[(s.forward_s, s.backward_s, s.weight_s) for s in layer.profile.samples] for layer in timed]
     # W takes no time by this clock, so that both layers have half of it, but never more than their backwards
-    assert found == [[(2.0, 8.0, 3.0), (4.5, 10.5, 3.0)], [(6.0, 24.0, 3.0), (13.5, 31.5, 3.0)]]
+    assert found == [[(2.5, 10.0, 3.0), (5.0, 12.5, 3.0)], [(7.5, 30.0, 3.0), (15.0, 37.5, 3.0)]]
 
 
 def test_bytes_of_layers_are_those_that_they_keep() -> None:
@@ -183,7 +183,7 @@ def test_frozen_parameters_are_counted_apart() -> None:
     layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers[0].requires_grad_(False)
     layers[1].bias.requires_grad_(False)
-    timed = measure_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES, (0.0, 0.0))
+    timed = measure_layers(timer_of([*layers, torch.relu], False, False), "abc", SAMPLES)
     assert timed is not None
     counts = [(layer.profile.parameters, layer.profile.trained_parameters) for layer in timed]
     assert counts == [(272, 0), (272, 256), (0, 0)] and [layer.kind[0] for layer in timed] == ["a", "b", "c"]

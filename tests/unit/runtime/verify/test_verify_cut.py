@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Tolerance, compare_tokens, compare_values
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, cuttable, window_plan
 from terapipe_ds.runtime.verify.named_layer import all_own

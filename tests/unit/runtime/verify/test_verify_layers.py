@@ -14,8 +14,8 @@ from terapipe_ds.attention import active_slice
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import weights_of
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify import compare

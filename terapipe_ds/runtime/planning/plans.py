@@ -1,4 +1,4 @@
-"""Choose the plan and the schedule of a batch: set by hand, planned from measured costs, or as configured."""
+"""Own what runs for each sequence length: slices that were set by hand, else planned from costs, else configured."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
+from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.apply_recompute import recompute_for
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
 
 logger = logging.getLogger("terapipe_ds")
 
 _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
+_BY_HAND = (0, 0)  # in the key of a choice: it holds for micro-batches of any number and size
 
 
 class Plans:
-    """Keep the plans and schedules of one engine, per sequence length; `note` is told what a measurement does."""
+    """Choose the plans and the schedule of each batch of one engine; `note` is told what a measurement does.
+
+    A choice is made for a length and for micro-batches of one number and size, which a program may change between
+    batches. What was set by hand holds for all of these.
+    """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._layout, self._config, self._engine = stage.layout, stage.config, stage.engine
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
-        self._by_hand: dict[int, Choice] = {}
-        self._configured: dict[int, Choice] = {}
+        self._choices: dict[tuple[int, int, int], Choice] = {}  # by length, number and size of micro-batches
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
-        self._schedules: dict[tuple[str, str, bool, tuple[int, ...]], Schedule] = {}
+        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+
+    # -- what was chosen ---------------------------------------------------------------------------------------------
 
     def plan(self, length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `length` tokens.
@@ -52,38 +58,46 @@ class Plans:
         """
         return self._choice(length).plan_of(micro_batch_id)
 
-    def _choice(self, length: int) -> Choice:
-        """Return what runs for sequences of `length` tokens; raise as `plan`."""
-        if length in self._by_hand:
-            return self._by_hand[length]
-        if self._planner is not None:
-            choice = self._planner.known(length)
-            if choice is None:
-                raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
-            return choice.joined(self._shortest)
-        if length not in self._configured:
-            count = len(self._config.listed_slices) or 1
-            plans = [self._config.plan_for(length, m).joined(self._shortest) for m in range(count)]
-            self._configured[length] = choice = Choice(tuple(plans), self._config.schedule)
-            if self._is_first_rank:
-                logger.info("slice plan for %d tokens: %s", length, choice.described()["slices"])
-        return self._configured[length]
-
     def cuts(self, length: int) -> bool:
         """Return whether sequences of `length` tokens are to be cut, as far as that is known before they have come."""
-        by_hand = self._by_hand.get(length)
+        by_hand = self._choices.get((length, *_BY_HAND))
         return not self._config.is_one_slice if by_hand is None else by_hand.cuts
 
     @property
     def cut_by_hand(self) -> bool:
         """Return whether sequences of any length are cut in slices that were set by hand."""
-        return any(choice.cuts for choice in self._by_hand.values())
+        return any(choice.cuts for choice in self._by_hand().values())
+
+    def _by_hand(self) -> dict[int, Choice]:
+        return {length: choice for (length, *rest), choice in self._choices.items() if tuple(rest) == _BY_HAND}
+
+    def _key(self, length: int) -> tuple[int, int, int]:
+        return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
+
+    def _known(self, length: int) -> Choice | None:
+        return self._choices.get((length, *_BY_HAND)) or self._choices.get(self._key(length))
+
+    def _choice(self, length: int) -> Choice:
+        """Return what runs for sequences of `length` tokens; raise as `plan`."""
+        choice = self._known(length)
+        if choice is None and self._planner is not None:
+            raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
+        if choice is None:
+            count = len(self._config.listed_slices) or 1
+            plans = tuple(self._config.plan_for(length, m).joined(self._shortest) for m in range(count))
+            choice = self._choices[self._key(length)] = Choice(plans, self._config.schedule)
+            if self._is_first_rank:
+                logger.info("slice plan for %d tokens: %s", length, choice.described()["slices"])
+        return choice
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
 
     def use(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> str:
         """Take `plan` for its sequence length from now on. Return what the ranks must have alike.
 
         A schedule that needs another layout of the layers is refused: layers stay where they are.
         """
+        # refuse slices that the layers cannot run
         plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
         for one in plans:
             problem = problem_of_lengths("use_slice_plan", one.lengths, self._token_multiple, self._shortest)
@@ -91,12 +105,14 @@ class Plans:
                 raise PlanError(problem)
         self._check_count(plans)
         if schedule == SEARCH:
-            fix = "leave the schedule out, or give a name, or the path of a CSV file"
-            raise PlanError(f"use_slice_plan: schedule {schedule!r} finds orders for planned slices only; {fix}")
+            fix = "give a name, or the path of a CSV file, as `terapipe plan --schedule search --order FILE` writes it"
+            raise PlanError(f"use_slice_plan: schedule {schedule!r} finds no order in the job; {fix}")
+        # without a name take the schedule of the config, or the first choice among those that run on this layout
         layout, schedule = self._layout, schedule or self._config.schedule
-        if schedule in ("auto", SEARCH):  # the first choice among the schedules that run on this layout
+        if schedule == "auto":
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
+        # layers stay where they are
         try:
             wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
         except ScheduleError as error:
@@ -107,8 +123,8 @@ class Plans:
                 "terapipe.schedule and chunks_per_stage before the engine is built"
             )
         choice = Choice(plans, schedule)
-        self._by_hand[choice.sequence_length] = choice
-        return repr(sorted((length, str(one.described())) for length, one in self._by_hand.items()))
+        self._choices[(choice.sequence_length, *_BY_HAND)] = choice
+        return repr(sorted((length, str(one.described())) for length, one in self._by_hand().items()))
 
     def _check_count(self, plans: Sequence[SlicePlan]) -> None:
         count, lengths = self._engine.micro_batches, {plan.sequence_length for plan in plans}
@@ -118,37 +134,44 @@ class Plans:
                 f"for each of the {count} micro-batches of a step, all for one length"
             )
 
-    @property
-    def orders_found(self) -> str:
-        """Return checksums of the orders that were found, which ranks compare; "" without any."""
-        return "" if self._planner is None else self._planner.orders_found
-
     def require(self, lengths: Sequence[int], training: bool) -> None:
         """Raise an error of the config where it has no slices or no schedule for micro-batches of these lengths.
 
         For the stage that knows the loss, before the ranks agree on the batch: other replicas may have other lengths.
         """
         problem = self._config.problem_of_count(len(lengths)) if training else None
-        if problem is not None and any(length not in self._by_hand for length in lengths):
+        if problem is not None and not self._by_hand().keys() >= set(lengths):
             raise TeraPipeConfigError(problem)
         if self._planner is None:
             plans = [self.plan(length, m) for m, length in enumerate(lengths)]
-            self.schedule(self._choice(max(lengths)), training, tuple(plan.num_slices for plan in plans))
+            self.schedule(self._choice(max(lengths)).schedule, training, tuple(plan.num_slices for plan in plans))
 
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[Choice, list[SlicePlan]]:
         """Return what runs the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
-            self._planner.choose_all(drawn, shapes, besides=self._by_hand)
+            self._plan_missing(self._planner, drawn, shapes)
         plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
+        # one schedule runs the whole batch: that of its longest sequences
         how = self._choice(max(shape.length for shape in shapes))
         choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]
         for choice in choices:
             self._note_run(replace(choice, schedule=how.schedule))
         if self._config.recompute == "auto":
-            recompute_for(self._engine.module, choices)
+            recompute_for(self._engine.module, [choice.recompute for choice in choices])
         return how, plans
+
+    def _plan_missing(
+        self, planner: AutoPlanner, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> None:
+        """Plan each length that has no choice yet, the longest first. A collective over all ranks."""
+        # plan again where slices are so short that the engine's own time counts
+        for key in planner.misjudged(self._choices):
+            del self._choices[key]
+        lengths = {shape.length for shape in shapes}
+        while length := planner.longest(one for one in lengths if self._known(one) is None):
+            self._choices[self._key(length)] = planner.choose(length, drawn, shapes).joined(self._shortest)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -169,7 +192,7 @@ class Plans:
 
     @property
     def _profile(self) -> str | None:
-        return None if self._planner is None else self._planner.profile_fingerprint
+        return None if self._planner is None else self._planner.profiles.fingerprint
 
     def _note_run(self, choice: Choice) -> None:
         length = choice.sequence_length
@@ -185,15 +208,12 @@ class Plans:
             "up to rounding"
         )
 
-    def schedule(self, how: Choice, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+    # -- schedules ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
-        name = how.name_for(num_slices, training)
-        if training and name == how.schedule and how.order is not None:
-            return how.order
-        key = name, how.order_digest, training, num_slices
+        key = name, training, num_slices
         if key not in self._schedules:
-            if name != how.schedule and self._is_first_rank:
-                logger.info("an order was found for other slices: %s runs micro-batches of %s slices", name, num_slices)
             self._schedules[key] = self._built(name, training, num_slices)
             if len(self._schedules) > _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
@@ -201,13 +221,13 @@ class Plans:
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
-        if not training and (name == SEARCH or name.endswith(".csv")):
-            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
-        elif not name.endswith(".csv"):
+        if not name.endswith(".csv"):
             options = self._config.options_of(name)
             schedule = build(
                 name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks, **options
             )
+        elif not training:
+            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         else:
             schedule = load(name)
             problem = fits(schedule, stages, num_slices) or self._layout.problem_of(schedule)

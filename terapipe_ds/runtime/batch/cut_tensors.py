@@ -104,6 +104,7 @@ class SliceableTensors:
     @classmethod
     def of_labels(cls, labels: Any, dim: int) -> SliceableTensors:
         """Return the labels. The first that has `dim` gives the sequence length; those of that length are sliced."""
+        # the labels decide how long the sequences are
         tensors = as_tuple(labels, "the labels")
         sizes = [_size(t, dim) for t in tensors]
         length = next((size for size in sizes if size is not None), None)
@@ -201,6 +202,7 @@ def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
     """
     problems: dict[int, str] = {}
     for index, tensor in enumerate(inputs.tensors):
+        # rows may be as many as tokens by chance: that dimension says nothing
         sizes, row_dim = list(tensor.shape), 1 if inputs.dim == 0 else 0
         if len(sizes) > row_dim and sizes[row_dim] == length and rows % length == 0:  # as many rows as tokens
             del sizes[row_dim]
@@ -221,6 +223,7 @@ def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
 
 def _ways_out(inputs: SliceableTensors, doubtful: Sequence[int]) -> str:
     """Say which config lets the doubtful inputs be cut, where they can be, and which keeps them whole."""
+    # without the doubtful inputs they go whole; with them they are cut
     cut = [index for index, is_cut in enumerate(inputs.sliced) if is_cut]
     sure = [index for index in cut if index not in doubtful]
     ways = [f"{sure} hands it whole to each slice"] if sure else []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.dict_batch import BatchError
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, as_tuple, check_sizes
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, as_tuple, check_sizes
 
 TOKENS = torch.arange(24).reshape(2, 12)
 POSITIONS = torch.arange(12).repeat(2, 1)

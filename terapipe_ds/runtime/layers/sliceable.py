@@ -1,50 +1,17 @@
-"""Refuse what cannot be trained in slices, where only the built model shows it."""
+"""Say whether layers may run slice by slice at all, where only the built module shows it."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from deepspeed.comm import comm as ds_comm
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 logger = logging.getLogger("terapipe_ds")
-
-
-def check_checkpointing(in_stock_order: bool) -> None:
-    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, where ours differs."""
-    is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
-    if is_by_order and not in_stock_order:
-        raise TeraPipeConfigError(
-            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
-            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
-        )
-
-
-def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed fails after it, on the last stage only."""
-    bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    reduction = bound.arguments["reduce_output"]
-    if reduction is not None and reduction.lower() != "avg":
-        raise NotImplementedError(f"reduction type {reduction} not supported.")
-    if reduction is None and bound.arguments["compute_loss"] and (bound.arguments["bcast_loss"] or has_monitor):
-        who = "a monitor that is enabled" if has_monitor else "bcast_loss=True"
-        raise ValueError(
-            f"eval_batch(reduce_output=None) with {who}: the losses of all micro-batches are a list, and DeepSpeed "
-            "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
-            'returns the list, and the others None. Or set reduce_output="avg"'
-        )
 
 
 def problem_of_layers(
@@ -54,6 +21,7 @@ def problem_of_layers(
 
     Where sequence ranks divide the tokens, no layer sees a whole sequence, even if that is one slice.
     """
+    # what counts the tokens of a forward pass
     if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -62,6 +30,7 @@ def problem_of_layers(
         )
     if config.is_one_slice and not has_sequence_ranks:
         return None
+    # what knows nothing of slices
     compiled = _compiled(module)
     if compiled:
         return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
@@ -70,6 +39,7 @@ def problem_of_layers(
         return hooked
     if config.verify == "off":
         _warn_of_unchecked_hooks(module)
+    # torch's own layers that mix tokens
     names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
     if not names:
         return None
@@ -180,91 +150,6 @@ def _is_compiled_function(function: Any) -> bool:
     """Return whether a function is compiled; `torch.compiler.disable` leaves the same mark, and one more."""
     is_disabled = getattr(function, "_torchdynamo_disable", False)
     return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
-
-
-def slice_length_multiple(module: Any) -> int:
-    """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
-
-    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
-    """
-    multiple = getattr(module, "slice_length_multiple", 1)
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise TeraPipeConfigError(
-            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
-            "ranks that the tokens of a slice are divided over"
-        )
-    return multiple
-
-
-def shortest_slice(module: Any) -> int:
-    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
-
-    A module sets it where its layers take a single token for a step of generation.
-    """
-    return int(getattr(module, "shortest_slice", 1))
-
-
-def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:
-    """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
-    if len(lengths) > 1 and min(lengths) < shortest:
-        return (
-            f"{what} = {list(lengths)}: a slice has {min(lengths)} token, which layers of the model take for a step of "
-            f"generation: give slices of {shortest} tokens or more"
-        )
-    bad = [str(length) for length in lengths if length % multiple]
-    if not bad:
-        return None
-    return (
-        f"{what} = {list(lengths)}: slices of {', '.join(dict.fromkeys(bad[:4]))} tokens are no multiples of "
-        f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
-        "many ranks). Give multiples of it, or switch sequence parallelism off."
-    )
-
-
-def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
-    """Return the config with a granularity that every slice can be cut by; listed slices are taken as they are."""
-    raised = math.lcm(config.granularity_tokens, multiple)
-    is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
-    if raised != config.granularity_tokens and is_cut and rank == 0:
-        shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
-        logger.info(
-            "terapipe.granularity_tokens is raised from %d to %d%s: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple",
-            config.granularity_tokens,
-            raised,
-            shorter,
-            multiple,
-        )
-    return config.with_multiple(multiple)
-
-
-def problem_of_device_waits(receives_on_device: bool) -> str | None:
-    """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
-
-    Such a wait ends when every receive that is posted ahead (`Wires.post_on_device`) has its message. That may be a
-    gradient that follows from the very slice that is running.
-    """
-    reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
-    if not reasons:
-        return None
-    return (
-        f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device waits "
-        "for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
-        "wall_clock_breakdown, which wait for the current stream alone."
-    )
-
-
-_DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
-    (lambda: ds_checkpointing.SYNCHRONIZE,
-     "activation_checkpointing.synchronize_checkpoint_boundary waits for the device at each checkpoint: set it to "
-     "false"),
-    (lambda: ds_comm.comms_logger.enabled,
-     "comms_logger waits for the device after each operation of deepspeed.comm, those of layers among them: set "
-     "comms_logger.enabled to false"),
-    (lambda: os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
-     "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
-     "the error with one stage"),
-)  # fmt: skip
 
 
 def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

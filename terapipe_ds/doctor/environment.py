@@ -1,0 +1,57 @@
+"""Look at variables that CUDA, torch's allocator and NCCL read at the start of a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from terapipe_ds.doctor.lines import Check, Line
+
+_QUEUES, _LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def variables(environment: Mapping[str, str], on_cuda: bool) -> Iterator[Line]:
+    """Say which variables can make a pipeline hang or slow. Without a GPU nothing reads them."""
+    if not on_cuda:
+        return
+    queues = environment.get(_QUEUES, "")
+    if queues == "1":
+        fix = f"set {_QUEUES}=32, unless Megatron's overlap of communication needs 1"
+        yield Line("warning", _QUEUES, "1: streams share one queue, and schedules that hang in it are refused", fix)
+    elif queues == "32":
+        yield Line("ok", _QUEUES, queues)
+    else:
+        text = f"{queues or 'not set: 8'}: streams share queues by chance"
+        yield Line("note", _QUEUES, text, f"set {_QUEUES}=32; terapipe_ds.run sets it where it is not set")
+
+    allocator = next((environment[name] for name in _ALLOCATOR if name in environment), "")
+    if "expandable_segments:true" in allocator.lower():
+        yield Line("ok", _ALLOCATOR[1], allocator)
+    else:
+        text = f"{allocator or 'not set'}: slices of many sizes split the memory, and a retry waits for all messages"
+        yield Line("warning", _ALLOCATOR[1], text, f"set {_ALLOCATOR[1]}=expandable_segments:True")
+
+    blocking = {"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"} & {k for k, v in environment.items() if v == "1"}
+    for name in sorted(blocking):
+        text = "1: the host waits for each message, and computations behind it begin late"
+        yield Line("warning", name, text, f"unset {name}")
+    if "NCCL_MAX_CTAS" in environment:
+        text = f"{environment['NCCL_MAX_CTAS']}: in place of 4 blocks for a message between stages"
+        yield Line("note", "NCCL_MAX_CTAS", text, "a receive that waits occupies as many multiprocessors")
+    if environment.get(_LOADING) == "EAGER":
+        yield Line("ok", _LOADING, "EAGER: no batch goes by way of the host")
+    else:
+        text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
+        yield Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares that")
+
+
+def checks() -> tuple[Check, ...]:
+    """Return the checks of the environment."""
+
+    def look() -> Iterator[Line]:
+        from deepspeed.accelerator import get_accelerator
+
+        return variables(os.environ, get_accelerator().device_name() == "cuda")
+
+    return (Check("environment", look, ("torch", "deepspeed")),)

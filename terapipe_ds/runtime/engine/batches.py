@@ -1,0 +1,247 @@
+"""Take one batch after the other: draw it, open it for the actions of a stage, and close it or forget it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.batch.loss import SliceLossError, weights_of
+from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
+from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
+from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
+from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.planning.plans import Plans
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.verify import FirstBatchCheck
+from terapipe_ds.schedule.action import Action, Kind
+
+logger = logging.getLogger("terapipe_ds")
+CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
+
+
+class IncomingBatches:
+    """The batches of one stage, up to the point where their actions can run."""
+
+    def __init__(self, to_plan: StageToPlan, plans: Plans, stage: Stage, wires: Wires, verify_only: bool) -> None:
+        engine, layout = to_plan.engine, to_plan.layout
+        self._engine, self._config, self._plans = engine, to_plan.config, plans
+        self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
+        self._drawing = stage.watchdog.drawing
+        places = layout.places(stage.stage_id)
+        self._sequence = stage.sequence
+        self._has_first = any(place.is_first for place in places)
+        self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
+        replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
+        self._source = BatchSource(
+            self._config,
+            self._next_batch,
+            to_plan.groups.place(layout, stage.stage_id),
+            layout,
+            plans.cuts,
+            to_plan.token_multiple,
+            # the first part may be on any rank
+            tells=layout.owner(0) == stage.stage_id and not any((*replica_ranks, stage.sequence.rank)),
+            accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
+            look_at=self._first_batch.look_at_labels,
+            check=self._check_options,
+            require=plans.require,
+        )
+        self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
+
+    def _next_batch(self) -> Any:
+        """Return what the user's iterator gives, which may take longer than a wait for another rank."""
+        with self._drawing():
+            return self._engine._next_batch()
+
+    def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
+        """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
+        self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
+
+    def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
+        """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
+        # draw, and agree with all ranks on what was drawn
+        engine = self._engine
+        self._source.also_agree_on("global_steps", str(engine.global_steps))
+        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
+        # every stage comes to the same slices and the same schedule
+        how, plans = self._plans.for_batch(drawn, shapes)
+        schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
+        micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
+        # what was predicted holds for a step as it was planned
+        is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
+        is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
+        predicted = how.predicted if is_planned else None
+        return BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+
+    def _check_options(self) -> None:
+        """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
+        check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
+        problem = problem_of_device_waits(self._wires.post_on_device)
+        if problem is not None:
+            raise TeraPipeConfigError(problem)
+
+    def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
+        inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
+        labels, loss_fn = drawn.labels, self._engine.module.loss_fn
+        size, rank = self._sequence.size, self._sequence.rank
+        shares = SlicePlan(tuple(length // size for length in plan.lengths for _ in range(size)))
+        weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
+        if labels is not None and not any(weights):
+            logger.warning(
+                "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
+                "has no value; stock loss functions give NaN here)"
+            )
+        own = tuple(weight * size for weight in weights[rank::size])  # the ranks are averaged, and have to be summed
+        return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
+
+
+class OpenBatch:
+    """The batch of one stage, or none."""
+
+    def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
+        self._stage, self._parts, self._intercept = stage, parts, intercept
+        self._batch: BatchInFlight | None = None
+        self.is_observed = False  # the actions of the batch are traced or timed, or their operations counted
+        self._modes_run: set[bool] = set()  # a training (True) or an evaluation has run under the closer guard
+
+    @property
+    def current(self) -> BatchInFlight:
+        assert self._batch is not None, "no batch is open"
+        return self._batch
+
+    @property
+    def is_training(self) -> bool:
+        return self._batch is not None and self._batch.training
+
+    @property
+    def is_first_of_its_mode(self) -> bool:
+        return self.current.training not in self._modes_run
+
+    @contextmanager
+    def observed(self, action: Action) -> Iterator[None]:
+        """Trace, count or time `action`, where somebody asks for it."""
+        stage = self._stage
+        counting = nullcontext() if stage.flops is None else stage.flops.around(action)
+        timing = stage.own_time.around(action) if stage.own_time.is_on else nullcontext()
+        with stage.tracer.measure(action), counting, timing:
+            yield
+
+    def begin(self, batch: BatchInFlight, step: int) -> None:
+        """Begin `batch`, whose training step is `step`, counted from 1."""
+        stage = self._stage
+        # each collaborator forgets the batch before, and learns of this one
+        self._set(batch)
+        stage.deepspeed.open_batch()
+        stage.links.open_batch(batch)
+        stage.tracer.begin(step if batch.training else None)
+        if stage.flops is not None:
+            stage.flops.open_batch(batch.training)
+        stage.own_time.open_batch(batch.training)
+        listens = getattr(stage.tracer, "listens", True)
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Intercept or refuse plain attention in the actions of the batch, and look for numbers that are not finite.
+
+        Nothing is compiled in the first batch: its closer guard cannot see operations inside a compiled graph.
+        """
+        finite, training = self._stage.finite, self.current.training
+        is_first = self.is_first_of_its_mode
+        captured, plain = (GuardCapturedNames(), layers_as_they_are()) if is_first else (nullcontext(), nullcontext())
+        watching = finite.watching() if finite is not None and training else nullcontext()
+        with guard_plain_attention(self._intercept), captured, plain, watching:
+            yield
+        self._modes_run.add(training)
+
+    def close(self, peak_live_slices: int, step: int) -> None:
+        """Close the batch, and check that its books are closed: nothing of it is left anywhere."""
+        stage, batch = self._stage, self.current
+        # sends are complete, no weight gradient is left, and no slice is live
+        stage.links.close_batch()
+        stage.weights.assert_done()
+        for part in self._parts:
+            part.close_batch()
+        batch.assert_done(peak_live_slices)
+        stage.store.assert_drained()
+        stage.own_time.close_batch()
+        self._set(None)
+        stage.tracer.write(step)
+
+    def forget(self) -> None:
+        """Drop the batch after an error, as if it had never begun."""
+        self._set(None)
+        self._stage.own_time.close_batch()
+        self._stage.store.reset()
+
+    def _set(self, batch: BatchInFlight | None) -> None:
+        self._batch = batch
+        self._stage.weights.open_batch(() if batch is None else batch.split)
+        self._stage.results.begin(batch)
+        if self._stage.offload is not None:
+            self._stage.offload.open_batch(batch)
+        for part in self._parts:
+            part.open_batch(batch)
+
+
+class BatchEnd:
+    """What a stage does before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
+
+    def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
+        self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
+        self._engine, self._layout, self._stage = engine, layout, stage
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block to `closing_s`."""
+        begin_s = time.perf_counter()
+        yield
+        self.closing_s += time.perf_counter() - begin_s
+
+    def before_sums(self) -> None:
+        """Refuse losses of NaN, let ranks agree that all is finite, and run the module's own hook `before_reduce`.
+
+        The loss is read here, where no receive is on its way that the host could keep waiting.
+        """
+        engine, stage = self._engine, self._stage
+        if stage.finite is not None:
+            with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
+                stage.links.close_batch()  # a caller may go on after the error
+                stage.finite.agree(engine.global_steps + 1)
+        problem = stage.results.problem_of_losses()
+        if problem is not None and not may_overflow(engine):
+            raise SliceLossError(f"step {engine.global_steps + 1}: {problem}. Nothing was updated in this step")
+        if problem is not None:  # DeepSpeed skips the step
+            logger.warning("step %d: %s", engine.global_steps + 1, problem)
+        # each copy of a part has seen other micro-batches
+        if self._layout.has_copies:
+            complete_gradients(engine.module, engine.optimizer)
+        before_reduce = getattr(engine.module, "before_reduce", None)
+        if before_reduce is not None:
+            before_reduce(engine)
+
+    def before_step(self) -> None:
+        """Mark gradients for the norm, and report the operations of the batch."""
+        mark_gradients(self._engine.module, self._engine.optimizer)
+        if self._stage.flops is not None:
+            self._stage.flops.report()
+
+    def after_step(self) -> None:
+        """Bring the copies of a part back to one value, where an optimizer may update them differently."""
+        if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
+            take_owners_weights(self._engine.module)

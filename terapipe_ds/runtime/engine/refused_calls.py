@@ -1,0 +1,70 @@
+"""Refuse calls and settings of DeepSpeed that do not go with slices."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.comm import comm as ds_comm
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.config import TeraPipeConfigError
+
+
+def check_checkpointing(in_stock_order: bool) -> None:
+    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, where ours differs."""
+    is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
+    if is_by_order and not in_stock_order:
+        raise TeraPipeConfigError(
+            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
+            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
+            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
+        )
+
+
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
+    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed fails after it, on the last stage only."""
+    bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    reduction = bound.arguments["reduce_output"]
+    if reduction is not None and reduction.lower() != "avg":
+        raise NotImplementedError(f"reduction type {reduction} not supported.")
+    if reduction is None and bound.arguments["compute_loss"] and (bound.arguments["bcast_loss"] or has_monitor):
+        who = "a monitor that is enabled" if has_monitor else "bcast_loss=True"
+        raise ValueError(
+            f"eval_batch(reduce_output=None) with {who}: the losses of all micro-batches are a list, and DeepSpeed "
+            "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
+            'returns the list, and the others None. Or set reduce_output="avg"'
+        )
+
+
+def problem_of_device_waits(receives_on_device: bool) -> str | None:
+    """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
+
+    Such a wait ends when every receive that is posted ahead (`Wires.post_on_device`) has its message. That may be a
+    gradient that follows from the very slice that is running.
+    """
+    reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
+    if not reasons:
+        return None
+    return (
+        f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device waits "
+        "for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
+        "wall_clock_breakdown, which wait for the current stream alone."
+    )
+
+
+_DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: ds_checkpointing.SYNCHRONIZE,
+     "activation_checkpointing.synchronize_checkpoint_boundary waits for the device at each checkpoint: set it to "
+     "false"),
+    (lambda: ds_comm.comms_logger.enabled,
+     "comms_logger waits for the device after each operation of deepspeed.comm, those of layers among them: set "
+     "comms_logger.enabled to false"),
+    (lambda: os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
+     "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
+     "the error with one stage"),
+)  # fmt: skip

@@ -1,0 +1,53 @@
+"""Variables that can make a pipeline hang or slow on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from terapipe_ds.doctor.environment import variables
+
+BEST = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "CUDA_MODULE_LOADING": "EAGER",
+}
+
+
+def verdicts(environment: dict[str, str]) -> dict[str, str]:
+    return {line.name: line.verdict for line in variables(environment, on_cuda=True) if line.verdict != "ok"}
+
+
+def test_the_best_ones_and_a_machine_without_a_gpu() -> None:
+    assert verdicts(BEST) == {} and len(list(variables(BEST, on_cuda=True))) == 3
+    assert list(variables({}, on_cuda=False)) == []
+
+
+def test_none_is_set() -> None:
+    assert verdicts({}) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "note",
+        "PYTORCH_CUDA_ALLOC_CONF": "warning",
+        "CUDA_MODULE_LOADING": "note",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "verdict"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warning"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", "warning"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "warning"),
+        ("NCCL_MAX_CTAS", "16", "note"),
+        ("CUDA_MODULE_LOADING", "LAZY", "note"),
+    ],
+)
+def test_one_of_them_is_not(name: str, value: str, verdict: str) -> None:
+    assert verdicts({**BEST, name: value}) == {name: verdict}
+    (line,) = (line for line in variables({**BEST, name: value}, on_cuda=True) if line.name == name)
+    assert line.fix and (value in line.found or name == "CUDA_MODULE_LOADING")
+
+
+def test_the_allocators_new_name_is_read() -> None:
+    environment = {**BEST, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    del environment["PYTORCH_CUDA_ALLOC_CONF"]
+    assert verdicts(environment) == {}

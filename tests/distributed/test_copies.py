@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import terapipe_ds
-from terapipe_ds.runtime.engine import open_batch
+from terapipe_ds.runtime.engine import batches as engine_batches
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
     ZERO1,
@@ -161,7 +161,7 @@ def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = 
     options = {**PRECISIONS[precision], **OPTIONS}
     layers = gpt_layers(dtype="float32")
     layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
-    left = mock.patch.object(open_batch, "take_owners_weights", lambda module: None) if alone else nullcontext()
+    left = mock.patch.object(engine_batches, "take_owners_weights", lambda module: None) if alone else nullcontext()
     with left, engine_of(layers, terapipe, **options) as engine:
         first_seed = 1000 * engine.grid.get_data_parallel_id()
         data = [*batches(NUM_STEPS, first_seed=first_seed), *batches(1, 1, first_seed=first_seed + 500)]

@@ -25,13 +25,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from tests.distributed import compare
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases
+from tests.distributed.cases import Case, RankRecord
 from tests.distributed.faults import FAULTS, Fault
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import train_case
+from tests.distributed.training import train_alone, train_case
 
 TIMEOUT_S = 60.0
 SURVIVED = "SURVIVED"
@@ -127,8 +125,8 @@ def is_right(configuration: Case) -> bool:
 
 
 def _violations(run: list[RankRecord], configuration: Case, fault: str | None) -> list[str]:
-    found = compare.errors(run, _reference(configuration, fault))
-    return compare.violations(found, compare.contract(configuration))
+    found = cases.errors(run, _reference(configuration, fault))
+    return cases.violations(found, cases.contract(configuration))
 
 
 @functools.cache

@@ -17,9 +17,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.distributed import cases, compare
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases
+from tests.distributed.cases import Case, RankRecord
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import train_case
 
@@ -41,8 +40,8 @@ def our_run(case: Case) -> list[RankRecord]:
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != "bf16"], ids=str)
 def test_training_equals_the_stock_engine(case: Case) -> None:
-    found = compare.errors(our_run(case), stock_run(case.stock()))
-    assert not compare.violations(found, compare.contract(case))
+    found = cases.errors(our_run(case), stock_run(case.stock()))
+    assert not cases.violations(found, cases.contract(case))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bf16"], ids=str)
@@ -50,9 +49,9 @@ def test_training_equals_the_stock_engine(case: Case) -> None:
 def test_bf16_is_as_close_to_fp32_as_the_stock_engine_in_bf16(case: Case) -> None:
     # ZeRO's records, like those in bf16, have the gradients before clipping, and their norm
     exact = stock_run(replace(case, precision="fp32_zero1").stock())
-    ours = compare.errors(our_run(case), exact)
-    theirs = compare.errors(stock_run(case.stock()), exact)
-    assert not compare.violations(ours, compare.bf16_limits(theirs))
+    ours = cases.errors(our_run(case), exact)
+    theirs = cases.errors(stock_run(case.stock()), exact)
+    assert not cases.violations(ours, cases.bf16_limits(theirs))
 
 
 class TestReference:
@@ -62,7 +61,7 @@ class TestReference:
         """Why clipping is compared with one stage. When this fails, DeepSpeed is mended: compare plainly."""
         one = Case(clipping=True).stock()
         two = rank_pool(2).run(train_case, case=replace(one, stages=2), system="stock")
-        assert compare.errors(two, stock_run(one))["gradient"].error > 1e-2
+        assert cases.errors(two, stock_run(one))["gradient"].error > 1e-2
 
     def test_fp64_is_nowhere_rounded_to_fp32(self) -> None:
         [record] = stock_run(Case(stages=1).stock())

@@ -13,10 +13,10 @@ import os, sys
 sys.modules["megatron"] = None  # an import of it fails, as where there is none
 
 import terapipe_ds
-from tests.distributed import engines, worker
+from tests.distributed import engines, harness
 
-os.environ.update(worker.rank_environment(0, 1))
-worker._join(0, 1, sys.argv[1])
+os.environ.update(harness.rank_environment(0, 1))
+harness._join(0, 1, sys.argv[1])
 whole, sliced = engines.both(lambda engine: engines.train(engine, engines.batches(2)), stages=1)
 assert not engines.violations([engines.differences(sliced, whole)])
 

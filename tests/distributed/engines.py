@@ -25,13 +25,12 @@ from torch.utils.data import DataLoader
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from tests import mixers
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
+from tests.small_models import mixers, parts
+from tests.small_models.parts import IGNORE_INDEX, VOCAB_SIZE
 
-VOCAB_SIZE = 31
 LENGTH = 23
 LEARNING_RATE = 1e-2
-IGNORE_INDEX = -100
 EXACT = 1e-10  # fp64
 FP32_SCALAR = 1e-6  # what DeepSpeed hands to other ranks is rounded to fp32
 
@@ -144,18 +143,26 @@ def build(
     initialize: dict[str, Any] | None = None,
     **changes: Any,
 ) -> PipelineEngine:
-    """An engine of DeepSpeed's own where `terapipe` is None, else ours. `changes` go into DeepSpeed's
-    config."""
+    """Return an engine for layers; the other options are those of `start`."""
     model = pipeline_module(layers, stages, module_class, **{"loss_fn": loss_fn, **(module or {})})
-    ds_config = config(**changes)
-    start = deepspeed.initialize
-    if terapipe is not None:
-        ds_config["terapipe"] = terapipe
-        start = terapipe_ds.initialize
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine = start(model=model, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
+    return start(model, terapipe, initialize, **changes)
+
+
+def start(
+    module: PipelineModule, terapipe: dict[str, Any] | None, initialize: dict[str, Any] | None = None, **changes: Any
+) -> PipelineEngine:
+    """Start an engine of DeepSpeed's own where `terapipe` is None, else ours, as all tests do that compare engines.
+
+    Args:
+        initialize: further arguments of `initialize`.
+        changes: what goes into DeepSpeed's config.
+    """
+    ds_config = config(**changes) | ({} if terapipe is None else {"terapipe": terapipe})
+    make = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine = make(model=module, config=ds_config, **{"model_parameters": trained, **(initialize or {})})[0]
     assert (type(engine) is PipelineEngine) == (terapipe is None)
-    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
         reduce_in_fp64(engine)
     return engine
 
@@ -172,8 +179,21 @@ def reduce_in_fp64(engine: PipelineEngine) -> None:
 @contextlib.contextmanager
 def engine_of(layers: Sequence[Any], terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
     """An engine for the block, built as by `build`. A stock engine runs torch's own attention."""
-    with torch_attention() if terapipe is None else contextlib.nullcontext():
-        engine = build(layers, terapipe, **options)
+    with _held(lambda: build(layers, terapipe, **options), terapipe is None) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def started(module: PipelineModule, terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
+    """The same for a module that is there, by `start`."""
+    with _held(lambda: start(module, terapipe, **options), terapipe is None) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def _held(make: Callable[[], PipelineEngine], is_stock: bool) -> Iterator[PipelineEngine]:
+    with torch_attention() if is_stock else contextlib.nullcontext():
+        engine = make()
         try:
             yield engine
         finally:
@@ -198,17 +218,16 @@ def both(
 def torch_attention() -> Iterator[None]:
     """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, dropout_p: float = 0.0) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    def by_hand(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any) -> Tensor:
-        return mixers.attention_by_hand(q, k, v, **options)
+    def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None, **options: Any) -> Tensor:
+        if options.keys() - {"dropout_p"}:
+            return mixers.attention_by_hand(q, k, v, **options)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped, **options)
 
     with (
         mock.patch.object(gpt, "sliced_attention", attention),
-        mock.patch.object(mixers, "sliced_attention", by_hand),
+        mock.patch.object(mixers, "sliced_attention", attention),
+        mock.patch.object(parts, "_attention", attention),
     ):
         yield
 

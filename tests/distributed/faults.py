@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed.cases import Case, RankRecord
 
 UNEVEN = Case(slices=(5, 4, 3), masked=True, tied=True)
 EQUAL = Case(slices=3, kv_heads=2)
@@ -306,7 +305,7 @@ fault("layer", EXPERTS, "a balance loss trains on the last slice alone", "attent
 
 @fault("layer", EXPERTS, "each slice has losses of its own, means over its tokens", in_layers=True)
 def losses_of_each_slice() -> Iterator[None]:
-    from tests.auxiliary_layers import CODE
+    from tests.small_models.experts import CODE
 
     def alone() -> Any:
         active = original()
@@ -320,7 +319,7 @@ def losses_of_each_slice() -> Iterator[None]:
 
 @fault("layer", replace(EXPERTS, checkpointing="reentrant"), "an added loss counts twice where it is recomputed")
 def added_loss_doubled_by_recompute() -> Iterator[None]:
-    from tests.auxiliary_layers import CODE, RoutedExperts
+    from tests.small_models.experts import CODE, RoutedExperts
 
     def doubled(self: Any, inputs: Any) -> Any:
         hidden, added = forward(self, inputs)
@@ -335,7 +334,7 @@ def added_loss_doubled_by_recompute() -> Iterator[None]:
 
 @fault("loss", EXPERTS, "added losses are not divided by the accumulation steps")
 def added_loss_of_each_micro_batch() -> Iterator[None]:
-    from tests.auxiliary_layers import LossWithAdded
+    from tests.small_models.experts import LossWithAdded
 
     def unscaled(self: Any, outputs: Any, labels: Any) -> Any:
         added = outputs[1].sum()
@@ -774,14 +773,14 @@ def convolution_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
 
 @fault("layer", EQUAL, "the loss shifts its labels itself", in_layers=True)
 def loss_that_shifts() -> Iterator[None]:
-    from tests.distributed import single_process
+    from tests.distributed import training
 
-    loss = single_process._loss
+    loss = training._loss
 
     def shifting(logits: Any, labels: Any, reduction: str) -> Any:
         return loss(logits[:, :-1], labels[:, 1:], reduction)
 
-    with mock.patch.object(single_process, "_loss", shifting):
+    with mock.patch.object(training, "_loss", shifting):
         yield
 
 

@@ -18,7 +18,7 @@ import terapipe_ds
 from terapipe_ds.models.hugging_face.weights.stored import DrawnWeights
 from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
 from tests.distributed import engines
-from tests.distributed.compare import relative_error
+from tests.distributed.cases import relative_error
 from tests.distributed.hugging_face_files import write_model
 from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, weights_of_all_stages
 from tests.hugging_face_families import VOCAB_SIZE, config_of

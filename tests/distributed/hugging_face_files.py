@@ -19,7 +19,7 @@ from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import INDEX, StoredWeights
 from tests.distributed import engines
-from tests.distributed.compare import relative_error
+from tests.distributed.cases import relative_error
 from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_all_stages
 from tests.hugging_face_families import config_of
 from tests.unit.models.hugging_face.sliced_model import loss_of

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as torch_dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
 from tests.distributed import engines
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
 from tests.hugging_face_families import config_of
 from tests.unit.models.hugging_face.sliced_model import drawn_batch, in_fp64, loss_of, whole_model
 
@@ -24,21 +22,7 @@ EPS = 1e-4  # of Adam: a smaller one would make steps of gradients that are noth
 ADAM = {"type": "AdamW", "params": {"lr": engines.LEARNING_RATE, "eps": EPS, "weight_decay": 0.0, "torch_adam": True}}
 
 
-@contextlib.contextmanager
-def engine_of(
-    module: Any, terapipe: dict[str, Any] | None, initialize: dict[str, Any] | None = None, **changes: Any
-) -> Iterator[PipelineEngine]:
-    """An engine of DeepSpeed's own where `terapipe` is None, else ours."""
-    ds_config = engines.config(**{"optimizer": ADAM, **changes}) | ({} if terapipe is None else {"terapipe": terapipe})
-    start = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
-    trained = [p for p in module.parameters() if p.requires_grad]
-    engine = start(model=module, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
-    if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
-        engines.reduce_in_fp64(engine)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
+engine_of = functools.partial(engines.started, optimizer=ADAM)
 
 
 def batches(vocab_size: int, rows: int = 2) -> list[list[dict[str, Tensor]]]:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.distributed import compare
-from tests.distributed.cases import FULL, changed, covering_set, product
-from tests.distributed.compare import KINDS, RankRecord, Worst
+from tests.distributed import cases
+from tests.distributed.cases import FULL, KINDS, RankRecord, Worst, changed, covering_set, product
 
 Array = npt.NDArray[np.floating]
 Weights = dict[str, Array]  # by megatron-core's names in an unsliced GPTModel
@@ -231,7 +230,7 @@ def errors(run: Sequence[Record], reference: Sequence[Record], gated: bool) -> d
         )
         for record in run
     ]
-    return compare.errors(whole, reference, NOTHING)
+    return cases.errors(whole, reference, NOTHING)
 
 
 def whole_of(run: Sequence[Record], record: Record, tensors_of: Callable[[Record], Weights], gated: bool) -> Weights:

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -30,11 +29,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
 from terapipe_ds.models.megatron.kernels import stand_in_for_cuda, stand_in_for_transformer_engine
 from tests.distributed.checkpoint_states import MOMENTS, states_of
-from tests.distributed.engines import config, record_gradients, reduce_in_fp64, section
+from tests.distributed.engines import record_gradients, section, start
 from tests.distributed.megatron_cases import (
     ADAM_EPS,
     CLIP_NORM,
@@ -330,25 +328,17 @@ def terapipe_section(case: Case) -> dict[str, Any]:
 
 def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
     """Return an engine of ours, or of DeepSpeed's own for `terapipe=None`. `changes` go into DeepSpeed's config."""
-    ds_config = config(
-        train_micro_batch_size_per_gpu=ROWS,
-        gradient_accumulation_steps=case.accumulation,
-        optimizer={
-            "type": "Adam",
-            "params": {"lr": LEARNING_RATE, "eps": ADAM_EPS, "torch_adam": True, "adam_w_mode": False},
-        },
-        gradient_clipping=CLIP_NORM if case.clipping else 0.0,
+    adam = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "torch_adam": True, "adam_w_mode": False}
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": case.accumulation,
+        "optimizer": {"type": "Adam", "params": adam},
+        "gradient_clipping": CLIP_NORM if case.clipping else 0.0,
         **PRECISIONS[case.precision][1],
-    )
-    ds_config |= {"terapipe": terapipe_section(case), **changes}
-    start = terapipe_ds.initialize
-    if ds_config["terapipe"] is None:
-        start = deepspeed.initialize
-        del ds_config["terapipe"]
-    engine = start(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
-    if case.precision == "fp64":
-        reduce_in_fp64(engine)
-    return engine
+        "terapipe": terapipe_section(case),
+        **changes,
+    }
+    return start(model, initialize={"model_parameters": list(model.parameters())}, **ds_config)
 
 
 @contextlib.contextmanager

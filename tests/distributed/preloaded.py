@@ -9,7 +9,7 @@ _NAMES = """
     torch torch._dynamo torch._inductor.compile_fx torch.profiler._cupti_monitor
     deepspeed deepspeed.module_inject deepspeed.module_inject.auto_ep_layer numpy.typing pytest
     terapipe_ds.models.megatron terapipe_ds.models.gpt terapipe_ds.bench.ranks terapipe_ds.runtime.engine.engine
-    terapipe_ds.runtime.register terapipe_ds.cli tests.distributed.tuple_models
+    terapipe_ds.runtime.register terapipe_ds.cli tests.small_models.tuples
     terapipe_ds.models.hugging_face peft
 """
 for _name in _NAMES.split():

@@ -10,13 +10,11 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from tests.auxiliary_layers import LossWithAdded, Reporting, plain_experts, with_experts, with_shares
-from tests.distributed import compare, engines
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases, engines
+from tests.distributed.cases import Case, RankRecord
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import DrawnModule, train_case
+from tests.distributed.training import DrawnModule, train_alone, train_case
+from tests.small_models.experts import LossWithAdded, Reporting, plain_experts, with_experts, with_shares
 
 EXPERTS = Case(slices=(7, 1, 4), mixers=("attention", "experts"), masked=True, loss_reduction="sum")
 CASES = [
@@ -38,8 +36,8 @@ def reference() -> list[RankRecord]:
 def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
     """Without slices, pipeline or engine, and with the losses by their formulas: all to 1e-10."""
     run = rank_pool(case.world_size).run(train_case, case=case, verify="first_batch")
-    assert compare.contract(case)["gradient"] <= 1e-10
-    assert not compare.violations(compare.errors(run, reference()), compare.contract(case))
+    assert cases.contract(case)["gradient"] <= 1e-10
+    assert not cases.violations(cases.errors(run, reference()), cases.contract(case))
 
 
 def report_of(engine: PipelineEngine, data: list[engines.Batch]) -> tuple[engines.Run, list[dict[str, float]]]:

@@ -16,7 +16,7 @@ from terapipe_ds.costs.profile import Profile
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import DrawnModule
-from tests.mixers import MIXERS, Ahead, AheadLoss, MixerLayer
+from tests.small_models.mixers import MIXERS, Ahead, AheadLoss, MixerLayer
 
 # -- a head that predicts further ahead ------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from tests.distributed import cases, compare
-from tests.distributed.cases import DIMENSIONS
-from tests.distributed.compare import RankRecord, Worst
+from tests.distributed import cases
+from tests.distributed.cases import DIMENSIONS, RankRecord, Worst
 
 
 class TestCoveringSet:
@@ -45,22 +44,22 @@ def record(rank: int = 0, **parameters: list[float]) -> RankRecord:
 
 class TestErrors:
     def test_relative_to_the_norm_of_the_reference(self) -> None:
-        found = compare.errors([record(a=[3.0, 4.5])], [record(a=[3.0, 4.0])])
+        found = cases.errors([record(a=[3.0, 4.5])], [record(a=[3.0, 4.0])])
         assert found["parameter"] == Worst(0.1, "rank 0, a")
         assert found["loss"].error == 0.0
 
     def test_small_tensors_are_measured_by_a_thousandth_of_the_largest(self) -> None:
-        found = compare.errors([record(a=[100.0], b=[2e-3])], [record(a=[100.0], b=[1e-3])])
+        found = cases.errors([record(a=[100.0], b=[2e-3])], [record(a=[100.0], b=[1e-3])])
         assert found["parameter"].error == pytest.approx(1e-3 / (1e-3 * 100.0))
 
     def test_what_is_missing_or_new_or_misshapen_is_infinitely_wrong(self) -> None:
         full, part = [record(a=[1.0], b=[1.0])], [record(a=[1.0])]
-        assert compare.errors(part, full)["parameter"] == Worst(math.inf, "no rank has b")
-        assert compare.errors(full, part)["parameter"] == Worst(math.inf, "rank 0, b")
-        assert compare.errors([record(a=[1.0, 1.0])], part)["parameter"].error == math.inf
+        assert cases.errors(part, full)["parameter"] == Worst(math.inf, "no rank has b")
+        assert cases.errors(full, part)["parameter"] == Worst(math.inf, "rank 0, b")
+        assert cases.errors([record(a=[1.0, 1.0])], part)["parameter"].error == math.inf
 
     @pytest.mark.parametrize("wrong", [math.nan, math.inf])
     def test_what_is_not_finite_is_infinitely_wrong(self, wrong: float) -> None:
-        found = compare.errors([record(a=[wrong])], [record(a=[1.0])])
+        found = cases.errors([record(a=[wrong])], [record(a=[1.0])])
         assert found["parameter"].error == math.inf
-        assert compare.violations(found, compare.contract(cases.Case()))
+        assert cases.violations(found, cases.contract(cases.Case()))

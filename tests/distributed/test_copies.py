@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -15,7 +14,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import terapipe_ds
-from terapipe_ds.runtime.engine import open_batch
+from terapipe_ds.runtime.engine import batches as engine_batches
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
     ZERO1,
@@ -25,11 +24,10 @@ from tests.distributed.engines import (
     engine_of,
     gpt_layers,
     pipeline_module,
-    reduce_in_fp64,
     relative_error,
     section,
+    started,
     stock_run,
-    torch_attention,
     train,
     violations,
 )
@@ -93,18 +91,10 @@ def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
     """Norms are frozen when the layers are laid out, and for a step; the optimizer has them from the start."""
     model = pipeline_module(gpt_layers(), 2 if terapipe else 1)
     freeze(model)
-    start, settings = deepspeed.initialize, config()
-    if terapipe:
-        start, settings = terapipe_ds.initialize, {**settings, "terapipe": terapipe}
-    with nullcontext() if terapipe else torch_attention():
-        engine, *_ = start(model=model, model_parameters=list(model.parameters()), config=settings)
-        try:
-            reduce_in_fp64(engine)
-            before = train(engine, batches(1)).parameters
-            freeze(engine.module, frozen=False)
-            after = train(engine, batches(3, first_seed=7)).parameters
-        finally:
-            engine.destroy()
+    with started(model, terapipe, initialize={"model_parameters": list(model.parameters())}) as engine:
+        before = train(engine, batches(1)).parameters
+        freeze(engine.module, frozen=False)
+        after = train(engine, batches(3, first_seed=7)).parameters
     norms = [name for name in after if "norm" in name]
     assert norms and not any(torch.equal(before[name], after[name]) for name in norms)
     return after
@@ -112,17 +102,12 @@ def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
 
 def job_frozen_after(one_place: bool = False) -> list[float]:
     """bf16, norms frozen once the layers have moved: by BF16_Optimizer, which knows what it trains alone."""
-    settings = config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS}
     model = pipeline_module(gpt_layers("float32"))
-    terapipe_ds.lay_out(model, settings)
+    terapipe_ds.lay_out(model, config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS})
     if not one_place or dist.get_rank() == 0:
         freeze(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = terapipe_ds.initialize(model=model, model_parameters=trained, config=settings)
-    try:
+    with started(model, BOTH_WAYS, **PRECISIONS["bf16"]) as engine:
         return train(engine, batches(2)).returned
-    finally:
-        engine.destroy()
 
 
 class TestFrozenWeights:
@@ -176,7 +161,7 @@ def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = 
     options = {**PRECISIONS[precision], **OPTIONS}
     layers = gpt_layers(dtype="float32")
     layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
-    left = mock.patch.object(open_batch, "take_owners_weights", lambda module: None) if alone else nullcontext()
+    left = mock.patch.object(engine_batches, "take_owners_weights", lambda module: None) if alone else nullcontext()
     with left, engine_of(layers, terapipe, **options) as engine:
         first_seed = 1000 * engine.grid.get_data_parallel_id()
         data = [*batches(NUM_STEPS, first_seed=first_seed), *batches(1, 1, first_seed=first_seed + 500)]

@@ -24,7 +24,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.dict_batches import flattened
-from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
@@ -52,6 +51,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.small_models import tuples
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
@@ -80,11 +80,11 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
 MEAN = section(slices=UNEVEN, loss_reduction="mean")
 EVALUATED: dict[str, dict[str, Any]] = {
     "tokens": {"terapipe": section(slices=[5, 10, 7, 1])},
-    "a model that gives its own loss": {"layers": tuple_models.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
+    "a model that gives its own loss": {"layers": tuples.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
     "logits with rows and tokens in one dimension": {
-        "layers": tuple_models.flat_layers,
+        "layers": tuples.flat_layers,
         "terapipe": section(slices=UNEVEN),
-        "loss_fn": tuple_models.flat_loss,
+        "loss_fn": tuples.flat_loss,
     },
 }
 
@@ -106,7 +106,7 @@ def evaluate_in_training(engine: PipelineEngine, make: Callable[[int], MicroBatc
 
 
 def job_evaluation(name: str) -> dict[str, Any]:
-    make = tuple_models.own_loss_micro_batch if "own loss" in name else micro_batch
+    make = tuples.own_loss_micro_batch if "own loss" in name else micro_batch
     stock, ours = both(functools.partial(evaluate_in_training, make=make), **EVALUATED[name])
     return {
         "errors": {name: error_of(ours["results"][name], stock["results"][name]) for name in EVALUATIONS},
@@ -198,7 +198,7 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
         }
 
     (stock, stock_results), (ours, results) = both(
-        run, terapipe=section(slices=4), stages=1, module_class=tuple_models.ReportingModule
+        run, terapipe=section(slices=4), stages=1, module_class=tuples.ReportingModule
     )
     return differences(ours, stock), {name: error_of(results[name], stock_results[name]) for name in results}
 
@@ -287,12 +287,12 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
     options = {"stages": 1, **options}
 
     def layers() -> list[Any]:
-        return [*make(), LayerSpec(tuple_models.Faulty)]
+        return [*make(), LayerSpec(tuples.Faulty)]
 
     undisturbed = run_training(layers, section(), batches(2), **options)
     with engine_of(layers(), section(), **options) as engine:
         first = train(engine, batches(2)[:1])
-        tuple_models.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
+        tuples.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
         raised = step_error(engine, batches(1, first_seed=300)[0])
         live_bytes = engine.slice_store.live_bytes()
         second = train(engine, batches(2)[1:])

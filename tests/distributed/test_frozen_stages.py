@@ -17,7 +17,7 @@ import terapipe_ds
 from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed import engines
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
 from tests.distributed.harness import rank_pool
 
 CHUNKS = {"interleaved": 2, "seq1f1b-interleaved": 2}

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 
 import terapipe_ds
 from tests.distributed import engines
-from tests.distributed.compare import relative_error, worst_error
+from tests.distributed.cases import relative_error, worst_error
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import batches, engine_of, refusal_of_fields, ways_of
 from tests.hugging_face_families import VOCAB_SIZE, config_of

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests import mixers
-from tests.distributed import cases, compare
-from tests.distributed.cases import FULL, Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases
+from tests.distributed.cases import FULL, Case, RankRecord
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import train_case
+from tests.distributed.training import train_alone, train_case
+from tests.small_models import mixers
 
 FEW = cases.layer_cases(2)
 MANY = cases.layer_cases(4) if FULL else FEW
@@ -31,8 +29,8 @@ def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
     """Without slices, pipeline or engine, each document alone: loss, gradients, parameters, evaluation, to 1e-10."""
     run = rank_pool(case.world_size).run(train_case, case=case)
     alone = reference(replace(case, stages=2, schedule="seq1f1b", checkpointing="off"))
-    assert compare.contract(case)["gradient"] <= 1e-10
-    assert not compare.violations(compare.errors(run, alone), compare.contract(case))
+    assert cases.contract(case)["gradient"] <= 1e-10
+    assert not cases.violations(cases.errors(run, alone), cases.contract(case))
 
 
 def test_what_is_tried_is_what_there_is() -> None:

@@ -17,8 +17,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.distributed import megatron_cases, megatron_mistakes
-from tests.distributed.cases import FULL
-from tests.distributed.compare import Worst, violations
+from tests.distributed.cases import FULL, Worst, violations
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import Case, Record
 from tests.distributed.megatron_models import is_gated, job_build, job_ours, job_reference

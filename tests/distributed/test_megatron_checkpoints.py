@@ -20,8 +20,8 @@ pytest.importorskip("megatron.core")
 from terapipe_ds.config import TeraPipeConfigError
 from tests.conftest import FULL
 from tests.distributed import megatron_cases
+from tests.distributed.cases import worst_error
 from tests.distributed.checkpoint_states import convert
-from tests.distributed.compare import worst_error
 from tests.distributed.engines import error_of
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import Case

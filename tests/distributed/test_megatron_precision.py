@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 import terapipe_ds.models.megatron.gradients as gradients_module
 from terapipe_ds.models.megatron import module as megatron_module
-from tests.distributed.compare import worst_error
+from tests.distributed.cases import worst_error
 from tests.distributed.engines import count_products
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import Case, Weights, merged

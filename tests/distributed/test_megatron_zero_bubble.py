@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from terapipe_ds.models.megatron import linears
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
-from tests.distributed.compare import violations
+from tests.distributed.cases import violations
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, megatron_name
 from tests.distributed.megatron_models import build_engine, build_model, micro_batch

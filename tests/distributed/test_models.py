@@ -18,7 +18,6 @@ from torch import Tensor
 
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.verify.loss import LossCheck
-from tests.distributed import tuple_models
 from tests.distributed.engines import (
     CHECKPOINTING,
     EXACT,
@@ -42,7 +41,8 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import loss_function
+from tests.distributed.training import loss_function
+from tests.small_models import tuples
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
@@ -64,7 +64,7 @@ class Model:
 
 
 def _transposed_layers() -> list[LayerSpec]:
-    return [LayerSpec(tuple_models.Transposed, layer) for layer in gpt_layers()]
+    return [LayerSpec(tuples.Transposed, layer) for layer in gpt_layers()]
 
 
 def _transposed(seed: int) -> MicroBatch:
@@ -77,46 +77,46 @@ def _first_without_labels(seed: int) -> MicroBatch:
     return tokens, labels if seed else labels.fill_(IGNORE_INDEX)
 
 
-REMEMBERED = functools.partial(tuple_models.guided_micro_batch, memory=True)
+REMEMBERED = functools.partial(tuples.guided_micro_batch, memory=True)
 GUESSED = "a memory of the labels' length that is cut like tokens"
 MODELS = {
-    "one tensor twice, and detached": Model(tuple_models.doubling_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)),
+    "one tensor twice, and detached": Model(tuples.doubling_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)),
     "a number that every layer adds to": Model(
-        tuple_models.summing_layers,
+        tuples.summing_layers,
         functools.partial(micro_batch, masked=False),
         {"loss_reduction": "mean"},
-        tuple_models.summed_loss,
+        tuples.summed_loss,
         kinds=tuple(CHECKPOINTING),
         evaluated=True,
     ),
     "passengers of all kinds, through a middle stage": Model(
-        tuple_models.guided_layers,
-        tuple_models.guided_micro_batch,
+        tuples.guided_layers,
+        tuples.guided_micro_batch,
         stages=3,
         stock_stages=1,
         kinds=tuple(CHECKPOINTING),
     ),
     "sliced_inputs says what is sliced": Model(
-        tuple_models.guided_layers, REMEMBERED, {"sliced_inputs": [0, 1], "verify": "off"}, stock_stages=1
+        tuples.guided_layers, REMEMBERED, {"sliced_inputs": [0, 1], "verify": "off"}, stock_stages=1
     ),
-    GUESSED: Model(tuple_models.guided_layers, REMEMBERED, {"verify": "off"}, stock_stages=1),
+    GUESSED: Model(tuples.guided_layers, REMEMBERED, {"verify": "off"}, stock_stages=1),
     "a second float that the last stage leaves unused": Model(  # its gradient is sent as zeros
-        tuple_models.scaled_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)
+        tuples.scaled_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)
     ),
     **{
-        f"frozen {kind}": Model(functools.partial(tuple_models.frozen_layers, kind), stock_stages=1)
+        f"frozen {kind}": Model(functools.partial(tuples.frozen_layers, kind), stock_stages=1)
         for kind in ("all but the scale", "whole stage")
     },
     "another sequence_dim": Model(
         _transposed_layers, _transposed, {"slices": [2, 20, 1], "sequence_dim": 0}, stock_stages=1, evaluated=True
     ),
     "a first label without a sequence": Model(
-        make=tuple_models.weighted_rows_micro_batch,
+        make=tuples.weighted_rows_micro_batch,
         terapipe={"loss_reduction": "mean"},
-        loss_fn=tuple_models.WeightedRows(),
+        loss_fn=tuples.WeightedRows(),
     ),
-    "a loss that needs contiguous labels": Model(terapipe={"slices": 3}, loss_fn=tuple_models.viewing_loss),
-    "a micro-batch without labels": Model(make=_first_without_labels, stock_loss_fn=tuple_models.patient_loss),
+    "a loss that needs contiguous labels": Model(terapipe={"slices": 3}, loss_fn=tuples.viewing_loss),
+    "a micro-batch without labels": Model(make=_first_without_labels, stock_loss_fn=tuples.patient_loss),
 }
 
 
@@ -177,7 +177,7 @@ def job_additional_losses() -> tuple[Errors, float, list[str]]:
         return run, reported
 
     (stock, stock_reported), (ours, reported) = both(
-        run, terapipe=section(slices=UNEVEN), module_class=tuple_models.ReportingModule
+        run, terapipe=section(slices=UNEVEN), module_class=tuples.ReportingModule
     )
     return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed import compare
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases
+from tests.distributed.cases import Case, RankRecord
 from tests.distributed.faults import train_broken
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import train_case
@@ -45,15 +44,15 @@ def first_loss(run: list[RankRecord]) -> float:
 
 @pytest.mark.parametrize("case", [TWO_STAGES, replace(TWO_STAGES, slices=3, masked=True)], ids=str)
 def test_nothing_broken_passes(case: Case) -> None:
-    found = compare.errors(broken_run(case, None), stock_run(case.stock()))
-    assert not compare.violations(found, compare.contract(case))
+    found = cases.errors(broken_run(case, None), stock_run(case.stock()))
+    assert not cases.violations(found, cases.contract(case))
 
 
 @pytest.mark.parametrize("fault", SEEN)
 def test_what_is_broken_is_seen(fault: str) -> None:
     run, stock = broken_run(TWO_STAGES, fault), stock_run(TWO_STAGES.stock())
-    found = compare.errors(run, stock)
-    assert compare.violations(found, compare.contract(TWO_STAGES))
+    found = cases.errors(run, stock)
+    assert cases.violations(found, cases.contract(TWO_STAGES))
     assert min(found[kind].error for kind in SEEN[fault]) > GROSS
     same = abs(first_loss(run) - first_loss(stock)) < 1e-12 * abs(first_loss(stock))
     assert same == (SEEN[fault] == ("gradient",))
@@ -63,11 +62,11 @@ def test_what_is_broken_is_seen(fault: str) -> None:
 def test_bf16_excuses_none_of_these(fault: str) -> None:
     exact = stock_run(replace(TWO_STAGES, precision="fp32_zero1").stock())
     run = broken_run(replace(TWO_STAGES, precision="bf16"), fault)
-    assert compare.errors(run, exact)["gradient"].error > 2 * compare.BF16_GRADIENT_CAP
+    assert cases.errors(run, exact)["gradient"].error > 2 * cases.BF16_GRADIENT_CAP
 
 
 def test_equal_slices_without_masks_would_hide_unweighted_losses() -> None:
     """Why the cases above are uneven or masked: there the weights are equal anyway."""
     case = replace(TWO_STAGES, slices=3)
-    found = compare.errors(broken_run(case, "unweighted_losses"), stock_run(case.stock()))
-    assert not compare.violations(found, compare.contract(case))
+    found = cases.errors(broken_run(case, "unweighted_losses"), stock_run(case.stock()))
+    assert not cases.violations(found, cases.contract(case))

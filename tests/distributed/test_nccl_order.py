@@ -21,10 +21,11 @@ from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling import profiles, rounds
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
-from tests.distributed import engines, tuple_models
+from tests.distributed import engines
 from tests.distributed.engines import EXACT, violations
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.nccl_emulator import emulated_nccl
+from tests.small_models import tuples
 
 LENGTH = 24
 NUM_MICRO_BATCHES = 4
@@ -67,8 +68,8 @@ def train_over_nccl(
         **{"verify": "first_batch", **chunks, **(changes or {})},
     )
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
-    make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
-    draw = tuple_models.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
+    make = tuples.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
+    draw = tuples.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
     data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
     few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # what is measured is not looked at

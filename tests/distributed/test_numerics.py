@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.slice_store import SliceEntry
 from terapipe_ds.models import gpt
-from tests.distributed import tuple_models
 from tests.distributed.engines import (
     LENGTH,
     Run,
@@ -31,6 +30,7 @@ from tests.distributed.engines import (
     train,
 )
 from tests.distributed.harness import rank_pool
+from tests.small_models import tuples
 
 PLAN = [8, 9, 6]  # slice 1 has the tokens [8, 17)
 WATCHED = section(slices=PLAN, check_finite="every_step")
@@ -217,12 +217,12 @@ class Masked(nn.Module):
     """(hidden, mask) -> the same with a mask of its own, which has infinities."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, *_ = tuple_models.unpacked(inputs)
+        hidden, *_ = tuples.unpacked(inputs)
         return hidden, torch.full((2, 1, 1, 1), float("-inf"), dtype=hidden.dtype)
 
 
 def masked_layers() -> list[LayerSpec]:
-    embedding, head = LayerSpec(tuple_models.Embedding), LayerSpec(tuple_models.Head)
+    embedding, head = LayerSpec(tuples.Embedding), LayerSpec(tuples.Head)
     return [embedding, LayerSpec(Masked), LayerSpec(Masked), head]
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import dict_batches, mutation_check
-from tests.distributed import compare
-from tests.distributed.cases import CARRIED, FULL, Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases
+from tests.distributed.cases import CARRIED, FULL, Case, RankRecord
 from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import train_alone
-from tests.distributed.training import train_case
+from tests.distributed.training import train_alone, train_case
 
 PACKED = Case(slices=(7, 1, 4), kv_heads=2, masked=True, documents=True)
 MIXED = [("attention", kind) for kind in CARRIED]
@@ -69,8 +67,8 @@ def of_alone(case: Case) -> Case:
 def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     """Loss, gradients, parameters and evaluation, to 1e-10."""
     run = rank_pool(case.world_size).run(train_case, case=case)
-    assert compare.contract(case)["gradient"] <= 1e-10
-    assert not compare.violations(compare.errors(run, reference(of_alone(case))), compare.contract(case))
+    assert cases.contract(case)["gradient"] <= 1e-10
+    assert not cases.violations(cases.errors(run, reference(of_alone(case))), cases.contract(case))
 
 
 @pytest.mark.parametrize("case", [PACKED, DICTS], ids=["tuple", "dict"])
@@ -78,7 +76,7 @@ def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_p
     """What measures slices has position ids cut with the tokens, and leaves nothing behind for the training."""
     planned = {"slices": "auto", "granularity_tokens": 4, "planner": {"cache_dir": str(tmp_path)}}
     run = rank_pool(2).run(train_case, case=case, **planned)
-    assert not compare.violations(compare.errors(run, reference(of_alone(case))), compare.contract(case))
+    assert not cases.violations(cases.errors(run, reference(of_alone(case))), cases.contract(case))
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 

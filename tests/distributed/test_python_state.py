@@ -15,8 +15,8 @@ from terapipe_ds.runtime.planning import schedule_choice
 from tests.distributed.engines import engine_of, error_of, logged, section, train
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_planning import _with_few_rounds, cut_anyway
+from tests.small_models.parts import Embedding, Head, Mlp
 from tests.zoo import ZOO
-from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import Member, spec_of
 from tests.zoo.training import COUNTED
 

@@ -30,6 +30,7 @@ from tests.distributed.engines import (
     pipeline_module,
     raised_by,
     section,
+    started,
     stock_run,
     train,
     violations,
@@ -94,9 +95,8 @@ def test_stages_recompute_and_train_as_ever(
 def job_one_module_twice() -> list[set[float]]:
     module, ran = pipeline_module(gpt_layers(dtype="float32")), []
     for changes in ({"recompute": [0]}, {"recompute": [1]}, {}):
-        engine = terapipe_ds.initialize(model=module, config=config(terapipe=section(**changes)))[0]
-        ran.append(set(forwards_per_slice(engine).values()))
-        engine.destroy()
+        with started(module, section(**changes)) as engine:
+            ran.append(set(forwards_per_slice(engine).values()))
     return ran
 
 

@@ -18,7 +18,7 @@ from terapipe_ds.models import gpt
 from tests.distributed import engines
 from tests.distributed.engines import ZERO1, batches, build, config, engine_of, gpt_layers, logged, raised_by, section
 from tests.distributed.harness import rank_pool
-from tests.zoo.layers import Embedding, Head, Mlp, cross_entropy
+from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy
 
 
 class MixtureLayer(torch.nn.Module):

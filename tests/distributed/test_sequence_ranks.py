@@ -18,13 +18,20 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import terapipe_ds
-from tests.distributed import compare, engines
-from tests.distributed.cases import Case
-from tests.distributed.compare import RankRecord
+from tests.distributed import cases, engines
+from tests.distributed.cases import Case, RankRecord
 from tests.distributed.engines import engine_of, torch_attention
 from tests.distributed.harness import rank_pool
-from tests.distributed.single_process import Whole, layers, micro_batches, to_numpy, train_alone
-from tests.distributed.training import _train, options, terapipe_section
+from tests.distributed.training import (
+    Whole,
+    layers,
+    micro_batches,
+    options,
+    terapipe_section,
+    to_numpy,
+    train_alone,
+    train_by,
+)
 
 RANKS = 4
 BASE = Case(slices=(6, 2, 4), masked=True)
@@ -45,7 +52,7 @@ def engine_on(case: Case, changes: dict[str, Any], **more: Any) -> Iterator[Any]
 
 def train_on_sequence_ranks(case: Case, **changes: Any) -> RankRecord:
     with engine_on(case, changes) as engine:
-        return _train(engine, case)
+        return train_by(engine, case)
 
 
 def logits_on_sequence_ranks(case: Case) -> Any:
@@ -178,7 +185,7 @@ class TestSequenceRanks:
         """Losses, gradients, clipped norms, parameters and evaluation."""
         run = rank_pool(RANKS).run(train_on_sequence_ranks, case=case)
         alone = replace(case, schedule="seq1f1b", checkpointing="off", stages=2)
-        assert not compare.violations(compare.errors(run, train_alone(alone)), compare.contract(case))
+        assert not cases.violations(cases.errors(run, train_alone(alone)), cases.contract(case))
 
     def test_a_llama_of_transformers_equals_the_whole_model(self) -> None:
         pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
@@ -199,20 +206,20 @@ class TestSequenceRanks:
         inputs = micro_batches(BASE, 0, 1)[-1][0]
         for logits in rank_pool(RANKS).run(logits_on_sequence_ranks, case=replace(BASE, slices=slices))[-2:]:
             with torch_attention(), torch.no_grad():
-                assert compare.relative_error(logits, whole(inputs)) < 1e-10
+                assert cases.relative_error(logits, whole(inputs)) < 1e-10
 
     @pytest.mark.parametrize("precision", ["fp64", "fp32_zero1"])
     def test_a_checkpoint_is_resumed_and_has_each_layer_once(self, precision: str, tmp_path: Path) -> None:
         """Also by the same stages without sequence ranks, where ZeRO has not divided the states."""
         case = replace(BASE, precision=precision)
         run = rank_pool(RANKS).run(save_and_resume, case=case, folder=str(tmp_path))
-        limit, alone = compare.contract(case)["parameter"], train_alone(case)
-        assert compare.errors(run, alone)["parameter"].error <= limit
+        limit, alone = cases.contract(case)["parameter"], train_alone(case)
+        assert cases.errors(run, alone)["parameter"].error <= limit
         saved = sorted(path.name for path in (tmp_path / "step1").glob("layer_*"))
         assert saved == [f"layer_{index:02d}-model_states.pt" for index in range(len(saved))]
         if precision == "fp64":
             run = rank_pool(2).run(resume, case=case, folder=str(tmp_path))
-            assert compare.errors(run, alone)["parameter"].error <= limit
+            assert cases.errors(run, alone)["parameter"].error <= limit
 
     def test_the_loader_of_deepspeed_gives_all_sequence_ranks_the_same_rows(self) -> None:
         """Two replicas of two sequence ranks each; the batch counts replicas."""
@@ -260,6 +267,6 @@ class TestSequenceRanks:
         """Every slice is a multiple of the ranks, although the granularity is one token."""
         planned = {**changes, "granularity_tokens": 1, "planner": {"cache_dir": str(tmp_path)}}
         run = rank_pool(RANKS).run(train_on_sequence_ranks, case=BASE, **planned)
-        assert not compare.violations(compare.errors(run, train_alone(BASE)), compare.contract(BASE))
+        assert not cases.violations(cases.errors(run, train_alone(BASE)), cases.contract(BASE))
         (profile,) = tmp_path.glob("profile-*.json")
         assert "slices in multiples of 2 tokens" in profile.read_text()

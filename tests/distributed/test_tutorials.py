@@ -1,16 +1,20 @@
-"""The programs of the tutorials, run as printed on two stages: they learn what they are to learn."""
+"""The programs of the tutorials and the shortest examples, run as printed on two stages: they do what they say."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.distributed.harness import rank_pool
 
-TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "docs" / "tutorials"
 
 
 def program(name: str) -> dict[str, Any]:
@@ -28,6 +32,13 @@ def losses_of_my_model() -> list[float]:
 
 def losses_of_a_llama(folder: str) -> list[float]:
     return program("hugging_face")["train"](20, folder)
+
+
+def run_same_as_whole() -> None:
+    """Run the example, which asserts what it shows."""
+    example = ROOT / "examples" / "same_as_whole.py"
+    with mock.patch.object(sys, "path", [str(example.parent), *sys.path]):
+        runpy.run_path(str(example))["main"]()
 
 
 def falls(losses: list[float]) -> bool:
@@ -51,3 +62,7 @@ def test_a_llama_learns_to_count(tmp_path: Path) -> None:
     for losses in rank_pool(2).run(losses_of_a_llama, folder=str(tmp_path)):
         assert falls(losses), losses
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 2
+
+
+def test_slices_train_as_the_plain_loop_of_the_example() -> None:
+    rank_pool(2).run(run_same_as_whole)

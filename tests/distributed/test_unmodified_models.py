@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.engines import batches, differences, engine_of, run_training, section, step_error, violations
 from tests.distributed.harness import rank_pool
-from tests.distributed.unmodified_models import layers_of
+from tests.small_models.unmodified import layers_of
 
 UNEVEN = (9, 8, 5, 1)  # of 23 tokens
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
-from tests.distributed import faulty_layers, tuple_models
 from tests.distributed.engines import (
     Run,
     batches,
@@ -23,6 +22,7 @@ from tests.distributed.engines import (
 )
 from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
+from tests.small_models import faulty, tuples
 
 VERIFY = section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = section(slices=[9, 5, 9])
@@ -31,7 +31,7 @@ PLAIN = section(slices=[9, 5, 9])
 def with_fault(fault: str) -> list[Any]:
     """A decoder with a faulty layer, the first one of the second of two stages."""
     layers = gpt_layers("float32")
-    return [*layers[:4], LayerSpec(getattr(faulty_layers, fault)), *layers[4:]]
+    return [*layers[:4], LayerSpec(getattr(faulty, fault)), *layers[4:]]
 
 
 def fault_of(fault: str) -> tuple[str, str]:
@@ -82,18 +82,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         {"engine": {"bf16": {"enabled": True}}},
         lambda: batches(3),
     ),
-    "passengers": (tuple_models.guided_layers, {}, _tuple_batches(tuple_models.guided_micro_batch)),
+    "passengers": (tuples.guided_layers, {}, _tuple_batches(tuples.guided_micro_batch)),
     "auxiliary loss on its way": (
-        tuple_models.summing_layers,
-        {"engine": {"loss_fn": tuple_models.summed_loss}, "section": {"loss_reduction": "mean"}},
+        tuples.summing_layers,
+        {"engine": {"loss_fn": tuples.summed_loss}, "section": {"loss_reduction": "mean"}},
         lambda: batches(3, masked=False),
     ),
-    "flat logits": (tuple_models.flat_layers, {"engine": {"loss_fn": tuple_models.flat_loss}}, lambda: batches(3)),
-    "frozen": (lambda: tuple_models.frozen_layers("whole stage"), {}, lambda: batches(3)),
+    "flat logits": (tuples.flat_layers, {"engine": {"loss_fn": tuples.flat_loss}}, lambda: batches(3)),
+    "frozen": (lambda: tuples.frozen_layers("whole stage"), {}, lambda: batches(3)),
     "own loss": (
-        tuple_models.own_loss_layers,
+        tuples.own_loss_layers,
         {"engine": {"loss_fn": None}, "section": {"loss_reduction": "mean"}},
-        _tuple_batches(tuple_models.own_loss_micro_batch),
+        _tuple_batches(tuples.own_loss_micro_batch),
     ),
 }
 
@@ -109,7 +109,7 @@ class TestTwoRanks:
             "verify: 3 slices (9 + 5 + 9) of a sequence of 23 tokens do not give what the whole sequence gives:\n"
             f"  layer 4 ({fault}): "
         )
-        assert faulty_layers.LAYERS[getattr(faulty_layers, fault)][1] in text
+        assert faulty.LAYERS[getattr(faulty, fault)][1] in text
 
     @pytest.mark.parametrize("case", CASES)
     @pytest.mark.sample(2)

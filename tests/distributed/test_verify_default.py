@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
-from tests.distributed import faulty_layers, tuple_models
 from tests.distributed.engines import (
     IGNORE_INDEX,
     Batch,
@@ -26,7 +25,8 @@ from tests.distributed.engines import (
     step_error,
 )
 from tests.distributed.harness import rank_pool
-from tests.zoo.layers import cross_entropy
+from tests.small_models import faulty, tuples
+from tests.small_models.parts import cross_entropy
 from tests.zoo.losses import PAD, masked_mean, mean_of_all_tokens, padded, shifting, without_padding
 
 
@@ -120,11 +120,11 @@ def long(masked_until: int = 0, **options: Any) -> Said:
 
 class TestLayers:
     def test_a_layer_of_ones_own_is_compared_and_refused(self) -> None:
-        kind, text, *_ = on_ranks(extra=(faulty_layers.HiddenPlainAttention,), dtype="float32")
+        kind, text, *_ = on_ranks(extra=(faulty.HiddenPlainAttention,), dtype="float32")
         assert kind == "VerifyError" and "\n  layer 4 (HiddenPlainAttention): output of tokens 8.. differs" in text
 
     def test_off_trains_on_and_says_so(self) -> None:
-        case = {"extra": (faulty_layers.RunningSum,), "dtype": "float32", "verify": "off"}
+        case = {"extra": (faulty.RunningSum,), "dtype": "float32", "verify": "off"}
         kind, _, log, steps = on_ranks(*batches(2), **case)
         assert (kind, steps) == ("", 2)
         assert log.startswith("verify: the loss agrees on 3 slices (8 + 8 + 7) of a sequence of 23 tokens with the ")
@@ -145,7 +145,7 @@ class TestLayers:
 
 
 def evaluated_tuples() -> str:
-    data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
+    data = [tuples.weighted_micro_batch(seed) for seed in range(2)]
     with engine_of(gpt_layers(), section(), loss_fn=masked_mean) as engine:
         engine.eval_batch(iter(data), compute_loss=False)  # needs no labels
         return raised_by(lambda: engine.eval_batch(iter(data)))[0]
@@ -156,7 +156,7 @@ class TestLosses:
         assert rank_pool(2).run(evaluated_tuples) == ["TeraPipeConfigError"] * 2
 
     def test_a_reduction_that_is_said_is_compared(self) -> None:
-        data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
+        data = [tuples.weighted_micro_batch(seed) for seed in range(2)]
         kind, text, *_ = on_ranks(data, loss_fn=masked_mean, loss_reduction="mean_valid")
         assert kind == "VerifyError" and "no terapipe.loss_reduction" in text
 
@@ -174,7 +174,7 @@ def two_replicas(extra: type[nn.Module], short: int) -> tuple[str, str]:
 class TestReplicas:
     @pytest.mark.parametrize("short", [0, 1])
     def test_one_has_sequences_in_one_slice_only(self, short: int) -> None:
-        for kind, text in rank_pool(4).run(two_replicas, extra=faulty_layers.RunningSum, short=short):
+        for kind, text in rank_pool(4).run(two_replicas, extra=faulty.RunningSum, short=short):
             assert kind == "VerifyError" and "\n  layer 4 (RunningSum): output of tokens 8.. differs" in text
         assert rank_pool(4).run(two_replicas, extra=nn.Identity, short=short) == [("", "")] * 4
 

@@ -32,7 +32,6 @@ from tests.distributed.engines import (
 )
 from tests.distributed.harness import rank_pool
 from tests.zoo import ZOO, Member
-from tests.zoo.layers import torch_attention
 
 STEPS = 2
 SLICES = {"slices": 4}  # more than the check looks at, which takes three of its own
@@ -54,8 +53,7 @@ def look_at(name: str) -> Seen:
     """Train the member; a refusal leaves this rank ready for the next one."""
     member = ZOO[name]
     data = [[member.data(100 * step + index) for index in range(2)] for step in range(STEPS)]
-    with torch_attention():
-        one, two = (_trained(member, None, data, stages=stages) for stages in (1, 2))
+    one, two = (_trained(member, None, data, stages=stages) for stages in (1, 2))
     seen = Seen(differences(two, one))
     seen.error, seen.text = raised_by(lambda: _try_slices(member, data, one, seen))
     if member.says and not member.stops:
@@ -111,7 +109,7 @@ SAMPLE = (
     "SparseBag", "NestedOnTheWay",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
-    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace",
+    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 
@@ -151,4 +149,4 @@ class TestTwoRanks:
     def test_healthy_trains_as_in_the_stock_engine(self, name: str) -> None:
         seen = seen_of(ZOO[name])
         assert [(each.error, each.text) for each in seen] == [("", ""), ("", "")]
-        assert all(each.sliced for each in seen) and violations([each.sliced for each in seen], EXACT) == {}
+        assert all(each.sliced for each in seen) and violations([each.sliced for each in seen], ZOO[name].limit) == {}

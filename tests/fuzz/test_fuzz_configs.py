@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 
 from terapipe_ds.bench.report import ReportError, load_result, render_page
@@ -17,9 +16,12 @@ from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.devices import FILE, DeviceError, read_cards
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.user_json import CommandError, read_json
-from tests.fuzz.damage import json_files, spoilt, values
-from tests.fuzz.outcome import accepted, cases
+from terapipe_ds.models.gpt import GPTConfigError, gpt_layers
+from terapipe_ds.runtime.profiling.cache import memory_of, read_cache
+from tests.fuzz.damage import spoilt, values
+from tests.fuzz.outcome import accepted, cases, files_of
 from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE
 
 SECTION = {
@@ -59,19 +61,21 @@ def test_configs(document: Any) -> None:
     assert plan is None or plan.sequence_length == 1024
 
 
-@cases(100, 3000)
-@given(json_files({**DEEPSPEED, "terapipe": {**SECTION, "enabled": False}}))
-def test_config_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed-ds.json"
-    path.write_bytes(data)
-    ours = (CommandError, TeraPipeConfigError)
-    found = accepted("config file of plan", ours, lambda: from_config(str(path)), "")
+def both_readers(path: Path) -> tuple[Any, Any]:
+    """Return what `plan` and what `profile` read."""
     read = accepted("config file of profile", CommandError, lambda: read_json(str(path), "--config"), str(path))
-    if found is not None:
-        assert read is not None
-        wanted = {"granularity": int, "micro_batches": int, "micro_batch_size": int, "zero_stage": int}
-        assert all(type(found[name]) is kind and found[name] >= 0 for name, kind in wanted.items() if name in found)
-        assert found.get("micro_batches") in (None, read.get("gradient_accumulation_steps"))
+    return from_config(str(path)), read
+
+
+DISABLED = {**DEEPSPEED, "terapipe": {**SECTION, "enabled": False}}
+
+
+@files_of(DISABLED, (CommandError, TeraPipeConfigError), both_readers, 100, 3000, named=False)
+def test_config_files(both: tuple[Any, Any], data: bytes) -> None:
+    found, read = both
+    numbers = ("granularity", "micro_batches", "micro_batch_size", "zero_stage")
+    assert all(type(found[name]) is int and found[name] >= 0 for name in numbers if name in found)
+    assert found.get("micro_batches") in (None, read.get("gradient_accumulation_steps"))
 
 
 MODEL = {
@@ -82,16 +86,8 @@ MODEL = {
 }  # fmt: skip
 
 
-@cases(100, 4000)
-@given(json_files(MODEL))
-def test_model_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    from terapipe_ds.models.gpt import GPTConfigError, gpt_layers
-
-    path = tmp_path_factory.getbasetemp() / "fuzzed-model.json"
-    path.write_bytes(data)
-    config = accepted("model file", (CommandError, GPTConfigError), lambda: model_of(str(path), "float32"), str(path))
-    if config is None:
-        return
+@files_of(MODEL, (CommandError, GPTConfigError), lambda path: model_of(str(path), "float32"), 100, 4000)
+def test_model_files(config: Any, data: bytes) -> None:
     fields = json.loads(data)
     assert all(getattr(config, name) == value or value is None for name, value in fields.items())
     assert all(type(getattr(config, n)) is int for n in ("vocab_size", "hidden_size", "num_layers", "num_heads"))
@@ -104,11 +100,9 @@ DEVICES = json.loads(FILE.read_text(encoding="utf-8"))
 DEVICES = {**DEVICES, "devices": DEVICES["devices"][:2]}
 
 
-@cases(60, 3000)
-@given(json_files(DEVICES))
-def test_device_cards(data: bytes) -> None:
-    cards = accepted("device cards", DeviceError, lambda: read_cards(data))
-    for card in (cards or {}).values():
+@files_of(DEVICES, DeviceError, lambda path: read_cards(path.read_bytes()), 60, 3000, named=False)
+def test_device_cards(cards: Any, data: bytes) -> None:
+    for card in cards.values():
         numbers = [value for value in dataclasses.astuple(card) if isinstance(value, int | float)]
         assert len(numbers) == 7 and not any(isinstance(value, bool) for value in numbers)
         assert all(0 < value < math.inf for value in numbers)
@@ -139,18 +133,15 @@ RESULT = {
 }
 
 
-def read(path: Path, data: bytes) -> tuple[Any, Result] | None:
-    """Return what a file says, before and after it was checked; None where it was refused."""
-    path.write_bytes(data)
-    document = accepted("bench file", ReportError, lambda: load_result(path), str(path))
-    result = None if document is None else accepted("bench", ReportError, lambda: read_result(document))
-    return None if result is None else (document, result)
+def checked(path: Path) -> tuple[Any, Result | None]:
+    """Return what a file says, before and after it was checked."""
+    document = load_result(path)
+    return document, accepted("bench", ReportError, lambda: read_result(document))
 
 
-@cases(100, 5000)
-@given(json_files(RESULT))
-def test_results_of_benchmarks(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    document, result = read(tmp_path_factory.getbasetemp() / "fuzzed-bench.json", data) or (None, None)
+@files_of(RESULT, ReportError, checked, 100, 5000)
+def test_results_of_benchmarks(both: tuple[Any, Result | None], data: bytes) -> None:
+    document, result = both
     if result is None:
         return
     assert len(result.runs) == len(document["runs"])
@@ -161,25 +152,22 @@ def test_results_of_benchmarks(tmp_path_factory: pytest.TempPathFactory, data: b
     assert sum(len(group.runs) + len(group.failed) for group in result.groups) == len(result.runs)
 
 
-@cases(4, 400)
-@given(json_files(RESULT))
-def test_pages_of_benchmarks(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+@files_of(RESULT, ReportError, checked, 4, 400)
+def test_pages_of_benchmarks(both: tuple[Any, Result | None], data: bytes) -> None:
     """What the reader lets through can be drawn."""
-    document, result = read(tmp_path_factory.getbasetemp() / "fuzzed-bench.json", data) or (None, None)
-    assert result is None or render_page(document).encode().startswith(b"<!DOCTYPE html>")
+    assert both[1] is None or render_page(both[0]).encode().startswith(b"<!DOCTYPE html>")
 
 
 MEMORY = {"static_bytes": 10**6, "slice_bytes_per_token": 1.5, "weight_bytes_per_token": None}
 
 
-@cases(60, 2000)
-@given(json_files(MEMORY))
-def test_memory_figures_of_cached_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    """A cache is measured again when it is spoilt; it is no reason to stop."""
-    from terapipe_ds.runtime.profiling.cache import memory_of, read_cache
+def cached(path: Path) -> tuple[Profile | None]:
+    """Return the profile of a cache whose memory figures are what the file holds."""
+    path.write_bytes(PROFILE.to_json().encode().replace(b'"memory": null', b'"memory": ' + path.read_bytes()))
+    return (read_cache(path, KEY),)
 
-    path: Path = tmp_path_factory.getbasetemp() / "profile-fuzzed.json"
-    text = PROFILE.to_json().encode()
-    path.write_bytes(text.replace(b'"memory": null', b'"memory": ' + data))
-    profile = read_cache(path, KEY)
-    assert profile is None or memory_of(profile) is not None
+
+@files_of(MEMORY, (), cached, 60, 2000)
+def test_memory_figures_of_cached_profiles(profiles: tuple[Profile | None], data: bytes) -> None:
+    """A cache is measured again when it is spoilt; it is no reason to stop."""
+    assert profiles[0] is None or memory_of(profiles[0]) is not None

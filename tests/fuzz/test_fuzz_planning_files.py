@@ -7,7 +7,6 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,29 +23,17 @@ from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.compare import CompareError, compare
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.export import to_csv as events_as_csv
-from tests.fuzz.damage import json_files, spoilt_bytes
-from tests.fuzz.outcome import accepted, cases
-
-
-def no_key_twice(data: bytes) -> Any:
-    """The document by the standard library, which must have every key once."""
-
-    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        assert len(dict(pairs)) == len(pairs)
-        return dict(pairs)
-
-    return json.loads(data, object_pairs_hook=check)
-
+from tests.fuzz.damage import spoilt_bytes
+from tests.fuzz.outcome import accepted, cases, files_of, no_key_twice
 
 # -- slice plans
 
 
-@cases(200, 5000)
-@given(json_files({"version": 1, "lengths": [512, 384, 128]}))
-def test_slice_plans(data: bytes) -> None:
-    plan = accepted("plan", PlanError, lambda: SlicePlan.from_json(data))
-    if plan is None:
-        return
+PLAN = {"version": 1, "lengths": [512, 384, 128]}
+
+
+@files_of(PLAN, PlanError, lambda path: SlicePlan.from_json(path.read_bytes()), 200, 5000, named=False)
+def test_slice_plans(plan: SlicePlan, data: bytes) -> None:
     document = no_key_twice(data)
     assert list(plan.lengths) == document["lengths"]
     assert all(type(length) is int and length >= 1 for length in document["lengths"])
@@ -63,12 +50,15 @@ STRATEGY = Strategy(
 )  # fmt: skip
 
 
-@cases(200, 5000)
-@given(json_files(json.loads(STRATEGY.to_json())))
-def test_strategies(data: bytes) -> None:
-    strategy = accepted("strategy", StrategyError, lambda: Strategy.from_json(data))
-    if strategy is None:
-        return
+@files_of(
+    json.loads(STRATEGY.to_json()),
+    StrategyError,
+    lambda path: Strategy.from_json(path.read_bytes()),
+    200,
+    5000,
+    named=False,
+)
+def test_strategies(strategy: Strategy, data: bytes) -> None:
     document = no_key_twice(data)
     assert Strategy.from_json(strategy.to_json()) == strategy
     assert all(json.loads(strategy.to_json())[key] == value for key, value in document.items())
@@ -79,8 +69,7 @@ def test_strategies(data: bytes) -> None:
         again = section.recomputing_stages(strategy.grid["pipe"])
         assert again is not None and all(0 <= stage_id < strategy.grid["pipe"] for stage_id in again)
     if math.prod(strategy.dims) < 10_000:
-        nodes = [node for node, _ in strategy.placement.values()]
-        assert max(nodes) + 1 == strategy.num_nodes
+        assert max(node for node, _ in strategy.placement.values()) + 1 == strategy.num_nodes
     assert strategy.launch_command("hosts").startswith("deepspeed --hostfile hosts ")
     assert str(strategy)
 
@@ -98,14 +87,8 @@ PROFILE = Profile(
 )
 
 
-@cases(150, 5000)
-@given(json_files(json.loads(PROFILE.to_json())))
-def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed-profile.json"
-    path.write_bytes(data)
-    profile = accepted("profile", ProfileError, lambda: Profile.load(path), "fuzzed-profile.json")
-    if profile is None:
-        return
+@files_of(json.loads(PROFILE.to_json()), ProfileError, Profile.load, 150, 5000)
+def test_profiles(profile: Profile, data: bytes) -> None:
     assert Profile.from_json(profile.to_json()) == profile
     document = no_key_twice(data)
     assert all(s[key] > 0 for part in document["parts"] for s in part["samples"] for key in ("forward_s", "backward_s"))
@@ -116,16 +99,11 @@ def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     assert times == sorted(sample.forward_s for part in profile.parts for sample in part.samples)
 
 
-@cases(60, 1500)
-@given(json_files(json.loads(PROFILE.to_json())))
-def test_what_is_fitted_to_a_profile(data: bytes) -> None:
+@files_of(json.loads(PROFILE.to_json()), ProfileError, Profile.load, 60, 1500)
+def test_what_is_fitted_to_a_profile(profile: Profile, data: bytes) -> None:
     """A profile that can be read can be fitted, or the fit says why not; its costs are numbers."""
     from terapipe_ds.costs.fitted import CostModel, CostModelError
 
-    try:
-        profile = Profile.from_json(data)
-    except ProfileError:
-        return
     models = accepted("fit", CostModelError, lambda: CostModel.from_profile(profile))
     for model in models or ():
         for tokens, prefix in ((model.min_tokens, 0), (64, 128)):
@@ -202,17 +180,11 @@ def test_schedules_as_csv_with_a_placement(data: bytes) -> None:
 def _check_by_hand(orders: list[list[str]], forward_only: bool) -> None:
     """Independent of the validator: run the rows cell by cell, stages in turns, until nothing moves."""
     done: set[tuple[int, str]] = set()
-    at = [0] * len(orders)
+    waiting = [list(order) for order in orders]
     every = {cell for order in orders for cell in order}
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order) and _can_run(order[at[stage]], stage, len(orders), every, done):
-                done.add((stage, order[at[stage]]))
-                at[stage] += 1
-                moved = True
-    assert at == [len(order) for order in orders]
+    while moved := [stage for stage, w in enumerate(waiting) if w and _can_run(w[0], stage, len(orders), every, done)]:
+        done |= {(stage, waiting[stage].pop(0)) for stage in moved}
+    assert not any(waiting)
     assert all(len(set(order)) == len(order) for order in orders)
     for order in orders:
         assert {cell for cell in order if cell[0] != "W"} == {cell for cell in every if cell[0] != "W"}
@@ -222,13 +194,13 @@ def _check_by_hand(orders: list[list[str]], forward_only: bool) -> None:
 def _can_run(cell: str, stage: int, stages: int, every: set[str], done: set[tuple[int, str]]) -> bool:
     kind, (micro_batch, rest) = cell[0], cell[1:].split(".")
     slice_id, _, chunk = rest.partition("c")
-    c, last = (int(chunk) if chunk else 0), max(int(x.partition("c")[2] or 0) for x in every)
+    last = max(int(x.partition("c")[2] or 0) for x in every)
+    part, s = int(chunk or 0) * stages + stage, int(slice_id)
 
     def ran(kind: str, s: int, part: int) -> bool:
         name = f"{kind}{micro_batch}.{s}" + (f"c{part // stages}" if chunk else "")
         return not 0 <= part < stages * (last + 1) or name not in every or (part % stages, name) in done
 
-    part, s = c * stages + stage, int(slice_id)
     if kind == "F":
         return ran("F", s - 1, part) and ran("F", s, part - 1)
     if kind == "B":
@@ -242,14 +214,7 @@ SIMULATED = simulate(build("seq1f1b", 2, 2, 2), SlicePlan((3, 1)), UnitCosts(4, 
 MEASURED = Timeline(2, SIMULATED.events, "seq1f1b", (2, 1), (10**9, 2 * 10**9))
 
 
-@cases(150, 5000)
-@given(json_files(json.loads(SIMULATED.to_json())) | json_files(json.loads(MEASURED.to_json())))
-def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed-timeline.json"
-    path.write_bytes(data)
-    timeline = accepted("timeline", TimelineError, lambda: Timeline.load(path), "fuzzed-timeline.json")
-    if timeline is None:
-        return
+def check_timeline(timeline: Timeline, data: bytes) -> None:
     document = no_key_twice(data)
     assert Timeline.from_json(timeline.to_json()) == timeline
     assert json.loads(timeline.to_json())["events"] == document["events"]
@@ -259,8 +224,17 @@ def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
     assert len(list(csv.reader(io.StringIO(events_as_csv(timeline))))) == 1 + len(document["events"])
     comparison = accepted("compare", CompareError, lambda: compare(SIMULATED, timeline))
     if comparison is not None:
-        comparison.render()
-        json.dumps(comparison.to_dict(), allow_nan=False)
+        json.dumps((comparison.render(), comparison.to_dict()), allow_nan=False)
+
+
+@files_of(json.loads(SIMULATED.to_json()), TimelineError, Timeline.load, 75, 2500)
+def test_simulated_timelines(timeline: Timeline, data: bytes) -> None:
+    check_timeline(timeline, data)
+
+
+@files_of(json.loads(MEASURED.to_json()), TimelineError, Timeline.load, 75, 2500)
+def test_measured_timelines(timeline: Timeline, data: bytes) -> None:
+    check_timeline(timeline, data)
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])

@@ -184,9 +184,9 @@ class _Runs:
     """Train cases on all ranks; a stock run that several cases are compared with is made once."""
 
     def __init__(self, control: Any) -> None:
-        from tests.distributed import worker
+        from tests.distributed import harness
 
-        self._control, self._groups = control, worker._process_groups()
+        self._control, self._groups = control, harness._process_groups()
         self._stock: dict[Case, list[Any]] = {}
 
     def of(self, case: Case, system: Any) -> list[Any]:
@@ -195,7 +195,7 @@ class _Runs:
             return self._stock[case]
         from torch import distributed
 
-        from tests.distributed import training, worker
+        from tests.distributed import harness, training
 
         try:
             record: Any = training.train_case(case, system)
@@ -205,7 +205,7 @@ class _Runs:
         distributed.all_gather_object(everyone, record, group=self._control)
         gc.collect()
         distributed.barrier(group=self._control)
-        worker._destroy_process_groups(except_for=self._groups)
+        harness._destroy_process_groups(except_for=self._groups)
         everyone = all_alike(everyone)
         if system == "stock":
             self._stock[case] = everyone
@@ -213,15 +213,15 @@ class _Runs:
 
 
 def _compared(case: Case, runs: _Runs, where: str) -> Check:
-    from tests.distributed import compare
+    from tests.distributed import cases
 
     ours = runs.of(case, "terapipe")
     if case.dtype == "bf16":  # the limits are what bf16 costs the stock engine
         exact = runs.of(replace(case, precision="fp32_zero1").stock(), "stock")
-        limits = compare.bf16_limits(compare.errors(runs.of(case.stock(), "stock"), exact))
-        found = compare.errors(ours, exact)
+        limits = cases.bf16_limits(cases.errors(runs.of(case.stock(), "stock"), exact))
+        found = cases.errors(ours, exact)
     else:
-        limits = compare.contract(case)
-        found = compare.errors(ours, runs.of(case.stock(), "stock"))
+        limits = cases.contract(case)
+        found = cases.errors(ours, runs.of(case.stock(), "stock"))
     share = max(found[kind].error / limit for kind, limit in limits.items() if limit)
     return at_most(f"{where}: {case}, error over what is allowed", share, 1.0)

@@ -16,20 +16,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.upstream.ranks import STOCK
-
 TESTS = ("unit/runtime/pipe", "unit/pipe", "unit/checkpoint/test_pipeline.py")  # under the checkout's tests/
 ROOT = Path(__file__).resolve().parents[2]
 MOST_RANKS = 4
+STOCK = "TERAPIPE_UPSTREAM_STOCK"  # an environment variable; where it is set, the ranks run the stock engine
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tests and return pytest's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.upstream.deepspeed_tests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument("--stock", action="store_true", help="with the stock engine")
     options, for_pytest = parser.parse_known_args(arguments)
@@ -39,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{options.source}/tests has no {', '.join(missing)}: give a checkout of DeepSpeed")
     with tempfile.TemporaryDirectory(prefix="terapipe-upstream-") as folder:
         command = [
-            sys.executable, "-m", "pytest", "-p", "tests.upstream.plugin", "-p", "no:cacheprovider",
+            sys.executable, "-m", "pytest", "-p", "tests.upstream.ranks", "-p", "no:cacheprovider",
             "-c", str(tests / "pytest.ini"), "--rootdir", str(tests), "--basetemp", f"{folder}/files", "-rs",
             *for_pytest, *(str(tests / name) for name in TESTS),
         ]  # fmt: skip

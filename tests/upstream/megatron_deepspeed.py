@@ -27,29 +27,35 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "megatron_deepspeed.patch"
 NEEDED = ("transformers", "six", "regex", "nltk", "pybind11")
-STEPS, SAVED = 9, 6
-LENGTH = 64
-TIMEOUT_S = 600
-LEAST_DIFFERENCE = 1e-4  # between the losses of any two steps of a run, relative
+STEPS, SAVED, LENGTH, TIMEOUT_S = 9, 6, 64, 600
+LEAST_DIFFERENCE = (
+    1e-4  # between the losses of any two steps of a run, relative: a step too many would not be seen else
+)
 SECTION = {"enabled": True, "schedule": "seq1f1b", "slices": [20, 7, 24, 13], "sequence_dim": 1}
-
-
-class CannotRun(Exception):
-    """Say what is missing here, and what to do."""
+# Adam's epsilon: a bias of keys has a gradient of rounding alone, which Adam would divide by its own size
+ARGUMENTS = f"""
+    --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length {LENGTH}
+    --max-position-embeddings {LENGTH} --micro-batch-size 1 --global-batch-size 4 --train-iters {STEPS} --lr 1e-2
+    --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 0.0 --init-method-std 0.1
+    --adam-eps 1e-4 --attention-dropout 0.0 --hidden-dropout 0.0 --log-interval 1 --eval-interval 1000 --eval-iters 1
+    --split 90,5,5 --num-workers 0 --seed 11 --save-interval 1000 --make-vocab-size-divisible-by 8
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --no-async-tensor-model-parallel-allreduce --distributed-backend gloo --zero-stage 0 --deepspeed
+"""
 
 
 class Failed(Exception):
-    """Report that a program of upstream ended with an error."""
+    """Say what is missing here, or how a program of upstream ended."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Case:
     """
 
     name: str
-    limit: float
+    limit: float = 2e-6
     tensor: int = 1
     step: float = 0.0
     arguments: tuple[str, ...] = ()
@@ -72,56 +78,41 @@ class Case:
     section: dict[str, Any] = field(default_factory=lambda: SECTION)
 
 
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
 CASES = (
-    Case("fp32", 2e-6),
-    Case("fp32, 4 equal slices", 2e-6, section={**SECTION, "slices": 4}),
-    Case(
-        "bf16, ZeRO-1", 2e-3, step=2**-7, arguments=("--bf16", "--zero-stage", "1"),
-        config={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-                "data_types": {"grad_accum_dtype": "fp32"}},
-    ),
-    Case("fp32, 2 tensor-parallel ranks", 2e-6, tensor=2),
-)  # fmt: skip
+    Case("fp32"),
+    Case("fp32, 4 equal slices", section={**SECTION, "slices": 4}),
+    Case("bf16, ZeRO-1", 2e-3, step=2**-7, arguments=("--bf16", "--zero-stage", "1"), config=BF16),
+    Case("fp32, 2 tensor-parallel ranks", tensor=2),
+)
 
 
 # -- what is trained -----------------------------------------------------------------------------------------------
 
 
 def copy_patched(source: Path, folder: Path) -> None:
-    """Copy the commit that `patches/README.md` names, not the work tree of `source`, and apply the patch."""
-    found = re.search(r"`deepspeedai/Megatron-DeepSpeed` ([0-9a-f]{40})", (PATCH.parent / "README.md").read_text())
-    assert found is not None, "patches/README.md names no commit"
-    git = ["git", "-C", str(source), "archive", "--format=tar", found[1]]
+    """Copy the commit that `patches/README.md` names, not the work tree of `source`, and apply the patch.
+
+    Upstream imports its vision models with everything else. A wheel of torchvision for CUDA fails to import beside a
+    torch for CPUs: a stand-in takes its place where none can be imported.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Failed(f"upstream needs packages that are not here: {sys.executable} -m pip install {' '.join(missing)}")
+    (commit,) = re.findall(r"`deepspeedai/Megatron-DeepSpeed` ([0-9a-f]{40})", (PATCH.parent / "README.md").read_text())
+    git = ["git", "-C", str(source), "archive", "--format=tar", commit]
     archive = subprocess.run(git, capture_output=True)
     if archive.returncode:
-        raise CannotRun(
-            f"{source} is no git repository with the commit {found[1]} of deepspeedai/Megatron-DeepSpeed: "
-            f"{archive.stderr.decode().strip()}"
-        )
+        wanted = f"no git repository with the commit {commit} of deepspeedai/Megatron-DeepSpeed"
+        raise Failed(f"{source} is {wanted}: {archive.stderr.decode().strip()}")
     folder.mkdir()
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     apply = ["git", "-c", "core.autocrlf=false", "apply", "--unidiff-zero", str(PATCH)]
     subprocess.run(apply, cwd=folder, check=True, env={**os.environ, "GIT_DIR": "/nowhere"})
     shutil.copy(PATCH.with_name("terapipe_patch.py"), folder)
-
-
-def require_packages(upstream: Path) -> None:
-    """Require the packages that upstream imports, and put a stand-in for `torchvision` where none can be imported.
-
-    Upstream imports its vision models with everything else. A wheel of torchvision for CUDA fails to import beside a
-    torch for CPUs.
-
-    Raises:
-        CannotRun: other packages are missing.
-    """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        install = f"{sys.executable} -m pip install {' '.join(missing)}"
-        raise CannotRun(f"upstream needs packages that are not here: {install}")
-    works = subprocess.run([sys.executable, "-c", "import torchvision.datasets"], capture_output=True)
-    if works.returncode:
-        shutil.copy(Path(__file__).parent / "stand_ins" / "torchvision.py", upstream)
+    if subprocess.run([sys.executable, "-c", "import torchvision.datasets"], capture_output=True).returncode:
+        shutil.copy(Path(__file__).parent / "stand_ins" / "torchvision.py", folder)
 
 
 def make_data(upstream: Path, folder: Path) -> list[str]:
@@ -134,33 +125,27 @@ def make_data(upstream: Path, folder: Path) -> list[str]:
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     draw = random.Random(7)
     words = ["the", *("".join(draw.choices(letters, k=draw.randint(2, 7))) for _ in range(40))]
-    with (folder / "text.jsonl").open("w") as lines:
-        for _ in range(60):
-            lines.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(5, 60))) + "."}) + "\n")
-    tokenizer = [
-        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/vocab.json",
-        "--merge-file", f"{folder}/merges.txt",
-    ]  # fmt: skip
-    tool = [
-        sys.executable, str(upstream / "tools/preprocess_data.py"), "--input", f"{folder}/text.jsonl",
-        "--output-prefix", f"{folder}/data", "--append-eod", "--workers", "1", *tokenizer,
-    ]  # fmt: skip
+    lines = [{"text": " ".join(draw.choices(words, k=draw.randint(5, 60))) + "."} for _ in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", *files]
+    output = ["--output-prefix", f"{folder}/data", "--append-eod", "--workers", "1", *tokenizer]
+    tool = [str(upstream / "tools/preprocess_data.py"), "--input", f"{folder}/text.jsonl", *output]
     run(tool, folder, "preprocess", upstream)
     return ["--data-path", f"{folder}/data_text_document", *tokenizer]
 
 
-def run(command: Sequence[str], folder: Path, name: str, upstream: Path) -> None:
-    """Run `command` with its output in a file of `folder`; the end of the output is shown where it fails."""
-    paths = [str(upstream), str(ROOT), os.environ.get("PYTHONPATH", "")]
+def run(words: Sequence[str], folder: Path, name: str, upstream: Path) -> None:
+    """Run Python with `words`, its output in a file of `folder`; the error has the end of it."""
     environment = {
         **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([str(upstream), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         # upstream's Makefile asks `python3` for pybind11
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }  # fmt: skip
-    log = folder / f"{name}.log"
+    log, both = folder / f"{name}.log", subprocess.STDOUT
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=upstream)
+        process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=both, env=environment, cwd=upstream)
         try:
             code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -168,15 +153,13 @@ def run(command: Sequence[str], folder: Path, name: str, upstream: Path) -> None
             code = process.wait()
     if code:
         said, _, _ = log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing/api.py")
-        told = "\n".join(said.splitlines()[-40:])
-        raise Failed(f"{name} ended with {code}:\n{told}")
+        raise Failed("\n".join([f"{name} ended with {code}:", *said.splitlines()[-40:]]))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """Hold a run: the engine that trained, the loss of each step, and the last parameters by file and name."""
 
     engine: str
@@ -184,145 +167,81 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Make the runs of one case."""
-
-    case: Case
-    upstream: Path
-    folder: Path
-    data: Sequence[str]
-
-    def train(self, name: str, sliced: bool, load: str | None = None, until: int = STEPS) -> Trained:
-        """Start `pretrain_gpt.py` once, from what the run `load` saved, until step `until`, at which it saves."""
-        folder, tensor = self.folder / name, self.case.tensor
-        folder.mkdir(parents=True)
-        config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 100}
-        # clipping is 1.0 unless set, and DeepSpeed's own fp32 norm leaves out later stages
-        config |= {"gradient_clipping": 0.0, **self.case.config}
-        if sliced:
-            config["terapipe"] = self.case.section
-        (folder / "config.json").write_text(json.dumps(config))
-        arguments = [
-            *self.data, "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", "2",
-            "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(LENGTH),
-            "--max-position-embeddings", str(LENGTH), "--micro-batch-size", "1", "--global-batch-size", "4",
-            "--train-iters", str(STEPS), "--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "cosine",
-            "--lr-warmup-iters", "2", "--weight-decay", "0.1", "--clip-grad", "0.0", "--init-method-std", "0.1",
-            # a bias of keys has a gradient of rounding alone, which Adam would divide by its own size
-            "--adam-eps", "1e-4",
-            "--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--log-interval", "1", "--eval-interval", "1000",
-            "--eval-iters", "1", "--split", "90,5,5", "--num-workers", "0", "--seed", "11", "--save-interval", "1000",
-            "--make-vocab-size-divisible-by", "8", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion",
-            "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-async-tensor-model-parallel-allreduce",
-            "--distributed-backend", "gloo", "--save", f"{folder}/saved", "--zero-stage", "0", *self.case.arguments,
-            "--deepspeed", "--deepspeed_config", f"{folder}/config.json",
-        ]  # fmt: skip
-        if load is not None:
-            arguments += ["--load", f"{self.folder / load}/saved"]
-        if until != STEPS:
-            arguments += ["--exit-interval", str(until)]
-        losses = folder / "losses.json"
-        launch = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * tensor),
-            str(Path(__file__).with_name("megatron_deepspeed_rank.py")), str(losses),
-            str(self.upstream / "pretrain_gpt.py"),
-        ]  # fmt: skip
-        run([*launch, *arguments], self.folder, name, self.upstream)
-        told = json.loads(losses.read_text())
-        return Trained(
-            told["engine"], {int(step): loss for step, loss in told["losses"].items()}, dict(_parameters(folder))
-        )
+def train(case: Case, upstream: Path, folder: Path, data: Sequence[str], sliced: bool, *more: str) -> Trained:
+    """Run `pretrain_gpt.py` once, which saves in the new `folder` at its end."""
+    folder.mkdir(parents=True)
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 100}
+    # clipping is 1.0 unless set, and DeepSpeed's own fp32 norm leaves out later stages
+    config |= {"gradient_clipping": 0.0, **case.config, **({"terapipe": case.section} if sliced else {})}
+    (folder / "config.json").write_text(json.dumps(config))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * case.tensor)]
+    losses, rank = folder / "losses.json", Path(__file__).with_name("megatron_deepspeed_rank.py")
+    program = [str(rank), str(losses), str(upstream / "pretrain_gpt.py")]
+    tensor = ["--tensor-model-parallel-size", str(case.tensor)]
+    files = ["--deepspeed_config", f"{folder}/config.json", "--save", f"{folder}/saved"]
+    arguments = [*data, *ARGUMENTS.split(), *tensor, *files, *case.arguments, *more]
+    run([*launch, *program, *arguments], folder.parent, folder.name, upstream)
+    told = json.loads(losses.read_text())
+    parameters = {
+        f"{path.name}/{name}": value.double()
+        for path in sorted(folder.glob("saved/global_step*/layer_*.pt"))
+        for name, value in torch.load(path, map_location="cpu", weights_only=False).items()
+        if torch.is_tensor(value)
+    }
+    return Trained(told["engine"], {int(step): loss for step, loss in told["losses"].items()}, parameters)
 
 
-def _parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("saved/global_step*/layer_*.pt")):
-        for name, value in torch.load(path, map_location="cpu", weights_only=False).items():
-            if torch.is_tensor(value):
-                yield f"{path.name}/{name}", value.double()
-
-
-# -- comparisons ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Hold the largest relative differences of two runs and what is allowed; 0 means equal in every bit."""
-
-    what: str
-    losses: float
-    parameters: float
-    limit: float
-    parameter_limit: float
-
-    @property
-    def holds(self) -> bool:
-        return self.losses <= self.limit and self.parameters <= self.parameter_limit
-
-    def __str__(self) -> str:
-        verdict = "equal" if self.holds else "DIFFERENT"
-        allowed = f"allowed {self.limit:.0e} and {self.parameter_limit:.0e}"
-        return f"  {self.what:<44} losses {self.losses:.1e}   parameters {self.parameters:.1e}   {allowed}   {verdict}"
-
-
-def compare(
-    what: str, run: Trained, reference: Trained, limit: float, ended: bool = True, step: float = 0.0
-) -> Comparison:
-    """Compare `run` with the same steps of `reference`; with `ended`, at the same step, the parameters as well."""
-    losses = max(_relative(loss, reference.losses.get(step, math.nan)) for step, loss in run.losses.items())
-    parameters = 0.0
+def compare(what: str, run: Trained, reference: Trained, limit: float, step: float = 0.0, ended: bool = True) -> bool:
+    """Compare `run` with the same steps of `reference`, with `ended` the last parameters too; say how far they are."""
+    losses = [abs(loss / reference.losses.get(step, math.nan) - 1) for step, loss in run.losses.items()]
+    parameters = [0.0]
     if ended:
         assert run.parameters.keys() == reference.parameters.keys(), (what, list(run.parameters)[:3])
         largest = max(float(value.abs().max()) for value in reference.parameters.values())
-        errors = [float((run.parameters[name] - value).abs().max()) for name, value in reference.parameters.items()]
-        parameters = max(errors) / largest
-    return Comparison(what, losses, parameters, limit, max(limit, 2 * step))
-
-
-def _relative(value: float, reference: float) -> float:
-    """Return the relative difference; infinity where one of them is no finite number, so that the check fails."""
-    difference = abs(value - reference) / abs(reference)
-    return difference if math.isfinite(difference) else math.inf
+        parameters = [float((run.parameters[n] - v).abs().max()) / largest for n, v in reference.parameters.items()]
+    most = max(limit, 2 * step)
+    holds = all(each <= limit for each in losses) and all(each <= most for each in parameters)  # no number holds not
+    verdict = f"allowed {limit:.0e} and {most:.0e}   {'equal' if holds else 'DIFFERENT'}"
+    print(f"  {what:<44} losses {max(losses):.1e}   parameters {max(parameters):.1e}   {verdict}", flush=True)
+    return holds
 
 
 def check(case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> bool:
     """Make all runs of a case, print their differences, and return whether all are within the limits."""
-    runs = Runs(case, upstream, folder, data)
+
+    def runs(name: str, sliced: bool, *more: str) -> Trained:
+        return train(case, upstream, folder / name, data, sliced, *more)
+
+    load = "--load", f"{folder}/saved/saved"
     everyone = {
-        "stock": runs.train("stock", sliced=False),
-        "sliced": runs.train("sliced", sliced=True),
-        "saved at 6": runs.train("saved", sliced=True, until=SAVED),
-        "sliced from 6": runs.train("saved-sliced", sliced=True, load="saved"),
-        "stock from 6": runs.train("saved-stock", sliced=False, load="saved"),
+        "stock": (stock := runs("stock", False)),
+        "sliced": (sliced := runs("sliced", True)),
+        "saved at 6": (saved := runs("saved", True, "--exit-interval", str(SAVED))),
+        "sliced from 6": (with_slices := runs("saved-sliced", True, *load)),
+        "stock from 6": (without := runs("saved-stock", False, *load)),
     }
-    stock, sliced, saved, with_slices, without = everyone.values()
     print(f"{case.name}: slices {case.section['slices']}, {2 * case.tensor} ranks")
     for name, run in everyone.items():
         steps = " ".join(f"{run.losses[step]:.7f}" if step in run.losses else " " * 9 for step in range(1, STEPS + 1))
         print(f"  {name:<14} {run.engine:<15} {steps}")
-    comparisons = [
-        compare("9 steps with slices / 9 of stock", sliced, stock, case.limit, step=case.step),
+    equal = [
+        compare("9 steps with slices / 9 of stock", sliced, stock, case.limit, case.step),
         compare("the first 6 / those of 9, with slices", saved, sliced, 0.0, ended=False),
         compare("resumed with slices / 9 steps with slices", with_slices, sliced, 0.0),
-        compare("resumed with stock / 9 steps of stock", without, stock, case.limit, step=case.step),
+        compare("resumed with stock / 9 steps of stock", without, stock, case.limit, case.step),
     ]
-    print(*comparisons, sep="\n", flush=True)
-    return all(comparison.holds for comparison in comparisons) & _means_something(everyone)
+    return all(equal) & means_something(everyone)
 
 
-def _means_something(runs: Mapping[str, Trained]) -> bool:
-    """Return whether the runs can be compared, and say what is wrong with them.
-
-    Each run must be of the expected engine and have taken the expected steps. No two steps may have about the same
-    loss, because a step too many or too few would not be seen then."""
-    steps = {"at": range(1, SAVED + 1), "from": range(SAVED + 1, STEPS + 1)}
-    wrong = []
+def means_something(runs: dict[str, Trained]) -> bool:
+    """Return whether each run is of the expected engine and steps, and no two steps have about the same loss."""
+    wrong = False
     for name, run in runs.items():
         engine = "PipelineEngine" if name.startswith("stock") else "TeraPipeEngine"
-        expected = next((steps[word] for word in steps if f" {word} " in name), range(1, STEPS + 1))
-        if (run.engine, sorted(run.losses)) != (engine, list(expected)):
+        first, last = SAVED + 1 if "from" in name else 1, SAVED if "at" in name else STEPS
+        if (run.engine, sorted(run.losses)) != (engine, list(range(first, last + 1))):
             print(f"  {name}: {run.engine} took the steps {sorted(run.losses)}: WRONG")
-            wrong.append(name)
+            wrong = True
     losses = sorted(runs["stock"].losses.values())
     alike = [low for low, high in itertools.pairwise(losses) if high - low < LEAST_DIFFERENCE * high]
     if alike:
@@ -343,9 +262,8 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=options.keep is None)
             upstream = folder / "upstream"
             copy_patched(options.source, upstream)
-            require_packages(upstream)
             data = make_data(upstream, folder)
-        except (CannotRun, Failed, OSError) as error:
+        except (Failed, OSError) as error:
             print(error, file=sys.stderr)
             return 2
         equal = []

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as captured_attenti
 
 from terapipe_ds.attention import active_slice
 from tests.distributed.engines import VOCAB_SIZE
-from tests.zoo.layers import (
+from tests.small_models.parts import (
     HEADS,
     LONG,
     WIDTH,
@@ -18,11 +18,11 @@ from tests.zoo.layers import (
     Embedding,
     Head,
     Mlp,
-    Weighted,
     causal,
     later,
     scores_of,
     sliced_attention,
+    using,
 )
 from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, add, attend, layer, update
 
@@ -84,22 +84,18 @@ def attention_over_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].unflatten(1, (rows, tokens)).transpose(0, 1)
 
 
-@layer(PLAIN)
-class MultiheadLayer(Weighted, attention=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)):
-    """torch's own, with a causal mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, attn_mask=later(x.shape[1]), need_weights=False)[0]
-
-
-@layer(PLAIN)
-class TransformerLayer(
-    Weighted, layer=lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
-):
-    """torch's own encoder layer, which looks both ways."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+layer(PLAIN)(
+    # torch's own, with a causal mask.
+    MultiheadLayer=using(
+        lambda it, x: x + it.attention(x, x, x, attn_mask=later(x.shape[1]), need_weights=False)[0],
+        attention=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+    ),
+    # torch's own encoder layer, which looks both ways.
+    TransformerLayer=using(
+        lambda it, x: it.layer(x),
+        layer=lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True),
+    ),
+)
 
 
 @layer(PLAIN)
@@ -192,10 +188,7 @@ class SlicedBackwards(Attention):
 # -- positions, scales and tables by the length of what a layer is given ---------------------------------------------
 
 
-@layer(AFTER)
-class LearnedPositions(Weighted, table=(LONG, WIDTH, 10)):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table[torch.arange(x.size(1))]
+layer(AFTER)(LearnedPositions=using(lambda it, x: x + it.table[torch.arange(x.size(1))], table=(LONG, WIDTH, 10)))
 
 
 class PositionedEmbedding(Embedding, positions=(LONG, WIDTH, 11)):

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-from tests.distributed.faulty_layers import AddAuxiliary, GradientByTokens
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded
+from tests.small_models.faulty import AddAuxiliary, GradientByTokens
+from tests.small_models.parts import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded, using
 from tests.zoo.members import ADDED, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
 
-
-@layer("gain differs")
-class MeanGradient(Weighted, gain=(WIDTH, 100)):
-    def forward(self, x: Tensor) -> Tensor:
-        return GradientByTokens.apply(x, self.gain)
+layer("gain differs")(MeanGradient=using(lambda it, x: GradientByTokens.apply(x, it.gain), gain=(WIDTH, 100)))
 
 
 @update("input gradient")
@@ -78,14 +74,11 @@ class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
 add("ScaledByLengthAndRecomputed", [Embedding, Mlp, Recomputed, Head], EARLY, engine=checkpointed(Recomputed))
 
 
-class FrequencyEmbedding(Weighted, words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, scale_grad_by_freq=True)):
-    """The gradient of a word is divided by how often it comes in the call."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens)
-
-
-add("FrequencyEmbedding", [FrequencyEmbedding, *stack()[1:]], "words.weight differs")
+# The gradient of a word is divided by how often it comes in the call.
+by_frequency = using(
+    lambda it, tokens: it.words(tokens), words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, scale_grad_by_freq=True)
+)
+add("FrequencyEmbedding", [by_frequency, *stack()[1:]], "words.weight differs")
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

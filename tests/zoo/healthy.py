@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -11,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import allow_attention_within_slice, carry
 from tests.distributed.engines import LENGTH, VOCAB_SIZE, gpt_layers, micro_batch
-from tests.distributed.faulty_layers import AddAuxiliary
-from tests.zoo.attentions import SLICED, Sliced
-from tests.zoo.backwards import Experts
-from tests.zoo.layers import (
+from tests.small_models.faulty import AddAuxiliary
+from tests.small_models.parts import (
     HEADS,
     WIDTH,
     Embedding,
@@ -25,7 +25,10 @@ from tests.zoo.layers import (
     scores_of,
     seeded,
     sliced_attention,
+    using,
 )
+from tests.zoo.attentions import SLICED, Sliced
+from tests.zoo.backwards import Experts
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
 
 attention = adding(lambda kind: {"layers": stack(LayerSpec(kind, 0), Mlp, LayerSpec(kind, 1))})
@@ -113,7 +116,7 @@ add("ReachesRecomputed", REACHES, engine=checkpointed(SinksAndCaps, Windows))
 for schedule in ("seq1f1b-zb", "zbv", "chimera-seq"):
     add(f"Reaches {schedule}", REACHES, terapipe={"schedule": schedule})
 add("Checkpointed", stack(SLICED, LayerSpec(Sliced, 1)), engine=checkpointed(Sliced, Mlp))
-add("WholeDecoder", gpt_layers())
+add("WholeDecoder", gpt_layers(bias=True))
 add("OwnCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)))
 add("OwnReentrantCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)))
 add("AttentionOverHeads", stack(AttentionOverHeads))
@@ -151,10 +154,10 @@ class GatedMlp(
 @beside()
 class InPlace(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.up
+        y = self.up(x)
         y += 0.5
         y[:, -1:] *= 1.0
-        return y.tanh_() @ self.down
+        return self.down(y.tanh_())
 
 
 class BiasesInPlace(Weighted, up=lambda: nn.Linear(WIDTH, 20), down=lambda: nn.Linear(20, WIDTH)):
@@ -198,12 +201,41 @@ add("BiasesInPlaceOffloaded", stack(BiasesInPlace, RowsInPlace), terapipe={"offl
 add("StateInPlace", [Embedding, Mlp, StateInPlace, Head])
 
 
-@beside()
-class NarrowConvolution(Weighted, inner=lambda: nn.Conv1d(WIDTH, WIDTH, 1)):
-    """Convolutions of width one are linear layers."""
+class SideScale(Weighted, side=(1, 60)):
+    """x -> (x, one number), whose gradient is a sum over all tokens that all but cancels out."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.side.expand(1)
+
+
+def scaled_by_side(it: Any, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    x, side = inputs
+    return it.inner(torch.tanh_(x * (1 + side) + x * (1 - 0.99 * side)))
+
+
+add(
+    "SideGradientCancelsInBf16",
+    [Embedding, SideScale, using(scaled_by_side, inner=lambda: nn.Linear(WIDTH, WIDTH)), Head],
+    engine={"bf16": {"enabled": True}},
+    limit=0.5,  # what is left of the gradient that cancels is mostly rounding
+)
+
+
+beside()(
+    # Convolutions of width one are linear layers.
+    NarrowConvolution=using(
+        lambda it, x: x + it.inner(x.transpose(1, 2)).transpose(1, 2), inner=lambda: nn.Conv1d(WIDTH, WIDTH, 1)
+    ),
+    # Six features, as many as a slice has tokens.
+    WideAsSlices=using(
+        lambda it, x: x + (x @ it.down - (x @ it.down).mean(-1, keepdim=True)).softmax(-1) @ it.up,
+        down=(WIDTH, 6, 113),
+        up=(6, WIDTH, 114),
+    ),
+    # Attention of each token to learned slots: a softmax over keys that are no tokens.
+    LearnedSlots=using(lambda it, x: x + scores_of(x, it.slots).softmax(-1) @ it.slots, slots=(6, WIDTH, 124)),
+    NormedWeights=using(lambda it, x: x + it.inner(x), inner=lambda: weight_norm(seeded(nn.Linear(WIDTH, WIDTH)))),
+)
 
 
 @beside()
@@ -214,23 +246,6 @@ class FeatureConvolution(Weighted, inner=lambda: nn.Conv1d(1, 1, 3, padding=1)):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x.flatten(0, 1).unsqueeze(1)).view_as(x)
-
-
-@beside()
-class WideAsSlices(Weighted, down=(WIDTH, 6, 113), up=(6, WIDTH, 114)):
-    """Six features, as many as a slice has tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.down
-        return x + (y - y.mean(-1, keepdim=True)).softmax(-1) @ self.up
-
-
-@beside()
-class LearnedSlots(Weighted, slots=(6, WIDTH, 124)):
-    """Attention of each token to learned slots: a softmax over keys that are no tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + scores_of(x, self.slots).softmax(-1) @ self.slots
 
 
 @update()
@@ -247,24 +262,15 @@ def over_features(x: Tensor) -> Tensor:
     return x.cumsum(-1) + x.roll(1, -1) * x.softmax(-1) + chosen + torch.fft.fft(x, dim=-1).real + x.sort(-1).values
 
 
-class WidthOfTheText(Weighted, up=(WIDTH, LENGTH, 115), down=(LENGTH, WIDTH, 116)):
-    """As many features as a sequence has tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (x @ self.up).tanh() @ self.down
-
-
-class Widened(Weighted, up=(WIDTH, LENGTH, 117)):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.up
-
-
-class Narrowed(Weighted, down=(LENGTH, WIDTH, 118)):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x / x.norm(dim=-1, keepdim=True)) @ self.down
-
-
-add("AsWideAsLong", stack(Widened, Narrowed, WidthOfTheText))
+# As many features as a sequence has tokens.
+add(
+    "AsWideAsLong",
+    stack(
+        using(lambda it, x: x @ it.up, up=(WIDTH, LENGTH, 117)),
+        using(lambda it, x: (x / x.norm(dim=-1, keepdim=True)) @ it.down, down=(LENGTH, WIDTH, 118)),
+        using(lambda it, x: x + (x @ it.up).tanh() @ it.down, up=(WIDTH, LENGTH, 115), down=(LENGTH, WIDTH, 116)),
+    ),
+)
 for name, rows in (("AsManyRowsAsTokens", LENGTH), ("AsManyRowsAsASlice", 6), ("OneRow", 1)):
     add(
         name,
@@ -297,13 +303,6 @@ class CountedTokens(Mlp):
         return super().forward(x)
 
 
-class BlocksOfFour(Weighted, inner=(4, 4, 125)):
-    """Four tokens that stand together are mixed; slices hold whole blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2)
-
-
 class AttentionInBlocks(Sliced):
     """Attention among four tokens that stand together, which is meant so."""
 
@@ -315,7 +314,9 @@ class AttentionInBlocks(Sliced):
 
 whole_blocks = adding(lambda kind: {"layers": stack(kind, LayerSpec(Sliced, 1))})
 whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})(
-    BlocksOfFour=BlocksOfFour, AttentionInBlocks=AttentionInBlocks
+    # Four tokens that stand together are mixed; slices hold whole blocks.
+    BlocksOfFour=using(lambda it, x: x + (it.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2), inner=(4, 4, 125)),
+    AttentionInBlocks=AttentionInBlocks,
 )
 
 # -- shared, frozen and otherwise treated weights --------------------------------------------------------------------
@@ -325,13 +326,6 @@ class FrozenEmbedding(Embedding):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
-
-
-class NormedEmbedding(Weighted, words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)):
-    """Words are brought to a length when they are read."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens)
 
 
 class SparseEmbedding(nn.Module):
@@ -360,18 +354,12 @@ class UsedTwice(Mlp):
 
 
 @beside()
-class NormedWeights(Weighted, inner=lambda: weight_norm(seeded(nn.Linear(WIDTH, WIDTH)))):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-@beside()
 class MaskedWeights(Mlp):
     """A hook keeps some weights as they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up.register_hook(lambda grad: grad * (torch.arange(2 * WIDTH) % 2))
+        self.up.weight.register_hook(lambda grad: grad * (torch.arange(WIDTH) % 2))
 
 
 @beside()
@@ -394,8 +382,12 @@ add("TiedEmbedding", [TIED[0], SLICED, Mlp, TIED[1]])
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 for bag in (False, True):
     add(f"Sparse{'Bag' * bag or 'Embedding'}", [LayerSpec(SparseEmbedding, bag), *stack(SLICED)[1:]], engine=SGD)
-for kind in (FrozenEmbedding, NormedEmbedding):
-    add(kind.__name__, [kind, *stack(SLICED)[1:]])
+add("FrozenEmbedding", [FrozenEmbedding, *stack(SLICED)[1:]])
+# Words are brought to a length when they are read.
+normed = using(
+    lambda it, tokens: it.words(tokens), words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)
+)
+add("NormedEmbedding", [normed, *stack(SLICED)[1:]])
 ZOO["PlainFunctions"] = Member(
     "PlainFunctions", [LayerSpec(Embedding), activation, SLICED, torch.tanh, LayerSpec(Head)]
 )

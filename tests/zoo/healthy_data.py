@@ -8,8 +8,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, MicroBatch, micro_batch
+from tests.small_models.parts import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed, using
 from tests.zoo.attentions import SLICED, Sliced
-from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, Weighted, cross_entropy, fixed
 from tests.zoo.losses import (
     CLASS_WEIGHTS,
     PAD,
@@ -28,7 +28,7 @@ from tests.zoo.losses import (
     without_padding,
 )
 from tests.zoo.members import add, loss, stack
-from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
+from tests.zoo.shapes import reading, reads_memory, tuples, with_input
 
 
 class FusedMemory(Weighted, inner=(WIDTH, WIDTH, 120)):
@@ -40,23 +40,14 @@ class FusedMemory(Weighted, inner=(WIDTH, WIDTH, 120)):
         return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
 
 
-class PositionIds(Weighted, table=(LONG, WIDTH, 121)):
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0] + self.table[inputs[1]]
+POSITION_IDS = using(lambda it, inputs: inputs[0] + it.table[inputs[1]], table=(LONG, WIDTH, 121))
+CONDITIONED = using(lambda it, inputs: inputs[0] * (1 + inputs[1] @ it.inner), inner=(WIDTH, WIDTH, 122))
+"""(x, one vector for each row)."""
 
 
-class Weighed(nn.Module):
+def weighed(inputs: tuple[Tensor, ...]) -> Tensor:
     """(x, a number or a mask for each token)."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0] * inputs[1][..., None]
-
-
-class Conditioned(Weighted, inner=(WIDTH, WIDTH, 122)):
-    """(x, one vector for each row)."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0] * (1 + inputs[1] @ self.inner)
+    return inputs[0] * inputs[1][..., None]
 
 
 class Guided(nn.Module):
@@ -64,17 +55,10 @@ class Guided(nn.Module):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.positions, self.attention = PositionIds(), Sliced(index)
+        self.positions, self.attention = POSITION_IDS.build(), Sliced(index)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.attention(self.positions(inputs)), inputs[1]
-
-
-class Projection(Weighted, inner=(7, WIDTH, 123)):
-    """Of continuous inputs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.inner
 
 
 def memory(seed: int) -> MicroBatch:
@@ -94,22 +78,22 @@ def features(seed: int) -> MicroBatch:
 
 
 for name, kind, data in (
-    ("MemoryByHand", ReadsMemory, memory),
+    ("MemoryByHand", reads_memory, memory),
     ("MemoryByTorch", FusedMemory, memory),
-    ("PositionIds", PositionIds, position_ids),
-    ("PositionIdsOfOneRow", PositionIds, lambda seed: with_input(seed, torch.arange(LENGTH)[None])),
-    ("PaddingMask", Weighed, padding),
-    ("ConditionOfEachRow", Conditioned, lambda seed: with_input(seed, fixed(2, 1, WIDTH, seed=seed))),
+    ("PositionIds", POSITION_IDS, position_ids),
+    ("PositionIdsOfOneRow", POSITION_IDS, lambda seed: with_input(seed, torch.arange(LENGTH)[None])),
+    ("PaddingMask", weighed, padding),
+    ("ConditionOfEachRow", CONDITIONED, lambda seed: with_input(seed, fixed(2, 1, WIDTH, seed=seed))),
 ):
     add(name, reading(kind, SLICED), data=data)
 add(
     "NumberOfEachToken",
-    reading(Weighed, SLICED),
+    reading(weighed, SLICED),
     data=lambda seed: with_input(seed, fixed(2, LENGTH, seed=seed)),
     terapipe={"sliced_inputs": [0, 1]},
 )
 add("PositionIdsForEveryLayer", tuples(LayerSpec(Guided, 0), LayerSpec(Guided, 1)), data=position_ids)
-add("ContinuousInputs", [Projection, SLICED, Mlp, Head], data=features)
+add("ContinuousInputs", [using(lambda it, x: x @ it.inner, inner=(7, WIDTH, 123)), SLICED, Mlp, Head], data=features)
 
 # -- losses ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from tests.distributed.engines import MicroBatch, micro_batch
-from tests.zoo.layers import LONG, fixed
+from tests.small_models.parts import LONG, fixed
 from tests.zoo.members import ZOO, add, stack
 
 

@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-from tests.zoo.layers import Embedding, Head, Mlp, cross_entropy, fixed
+from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy, fixed
 from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import FirstOf
 

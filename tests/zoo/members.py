@@ -9,8 +9,8 @@ from typing import Any
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.distributed.engines import MicroBatch, micro_batch
-from tests.zoo.layers import Attention, Calls, Embedding, Head, Mlp, Residual, cross_entropy
+from tests.distributed.engines import EXACT, MicroBatch, micro_batch
+from tests.small_models.parts import Attention, Calls, Embedding, Head, Mlp, Residual, cross_entropy
 
 EARLY = "early outputs change with later tokens, with how many there are, or from call to call"
 AFTER = "slices after the first differ"
@@ -27,6 +27,7 @@ class Member:
     `says`: what the refusal must contain; empty: it trains in slices as in the stock engine.
     `error`: the class of the refusal. `stops`: in slices, without any check, it does not even run.
     `terapipe`, `engine`: keys of the section and options of the engine that the model needs.
+    `limit`: how far slices may be from the stock engine, which is only rounding.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Member:
     terapipe: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     stops: bool = False
+    limit: float = EXACT
 
 
 ZOO: dict[str, Member] = {}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.zoo.layers import LONG, WIDTH, Weighted, fixed, seeded
+from tests.small_models.parts import LONG, WIDTH, Weighted, fixed, seeded, using
 from tests.zoo.members import AFTER, EARLY, FIRST, layer, update
 
 BY_TYPE = "on rank 1: layers that mix the tokens of a sequence"
@@ -74,12 +74,10 @@ update(EARLY)(
 )
 
 
-@layer(EARLY)
-class TokenMixer(Weighted, tokens=(LONG, LONG, 62)):
-    """A linear layer over tokens, as MLP-Mixer has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.tokens[: x.shape[1], : x.shape[1]] @ x
+layer(EARLY)(
+    # A linear layer over tokens, as MLP-Mixer has it.
+    TokenMixer=using(lambda it, x: x + it.tokens[: x.shape[1], : x.shape[1]] @ x, tokens=(LONG, LONG, 62))
+)
 
 
 # -- states that run along the sequence ------------------------------------------------------------------------------

@@ -10,7 +10,19 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
+from tests.small_models.parts import (
+    LONG,
+    WIDTH,
+    Attention,
+    Embedding,
+    Head,
+    Mlp,
+    Weighted,
+    fixed,
+    later,
+    scores_of,
+    using,
+)
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
@@ -36,7 +48,7 @@ def tuples(*layers: Any) -> list[Any]:
     return [LayerSpec(FirstOf, Embedding), *layers, LayerSpec(OnlyFirstOf, Head)]
 
 
-def reading(kind: type[nn.Module], after: Any = Mlp) -> list[Any]:
+def reading(kind: Any, after: Any = Mlp) -> list[Any]:
     """A layer that reads the further inputs and hands its own output on alone."""
     return [LayerSpec(FirstOf, Embedding), kind, after, Head]
 
@@ -69,20 +81,16 @@ for name, mask in (("MaskOfTokensByTokens", later(LENGTH)), ("MaskOfHeads", late
     )
 
 
-class PerSequence(Weighted, inner=(WIDTH, 90)):
-    """(x, table): every token reads the whole table [B, L], which has the length of the labels by chance."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        x, table = inputs
-        return x + table.square().mean(1)[:, None, None] * self.inner
+PER_SEQUENCE = using(
+    lambda it, inputs: inputs[0] + inputs[1].square().mean(1)[:, None, None] * it.inner, inner=(WIDTH, 90)
+)
+"""(x, table): every token reads the whole table [B, L], which has the length of the labels by chance."""
 
 
-class ReadsMemory(nn.Module):
+def reads_memory(inputs: tuple[Tensor, ...]) -> Tensor:
     """(x, memory): attention to another text, which is as long by chance."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        x, memory = inputs
-        return x + scores_of(x, memory).softmax(-1) @ memory
+    x, memory = inputs
+    return x + scores_of(x, memory).softmax(-1) @ memory
 
 
 def table(seed: int) -> MicroBatch:
@@ -93,16 +101,14 @@ def memory_of_the_length(seed: int) -> MicroBatch:
     return with_input(seed, fixed(2, LENGTH, WIDTH, seed=seed, std=1.0))
 
 
-add("TableAsLongAsTheText", reading(PerSequence), "input 1", "sliced_inputs", data=table, error="BatchError")
-add("MemoryAsLongAsTheText", reading(ReadsMemory), EARLY, data=memory_of_the_length)
+add("TableAsLongAsTheText", reading(PER_SEQUENCE), "input 1", "sliced_inputs", data=table, error="BatchError")
+add("MemoryAsLongAsTheText", reading(reads_memory), EARLY, data=memory_of_the_length)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
 
 
-class UsesState(Weighted, inner=(WIDTH, WIDTH, 91)):
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0] + (inputs[1] @ self.inner)[:, None]
+USES_STATE = using(lambda it, inputs: inputs[0] + (inputs[1] @ it.inner)[:, None], inner=(WIDTH, WIDTH, 91))
 
 
 class Distances(nn.Module):
@@ -136,8 +142,8 @@ def class_labels(seed: int) -> MicroBatch:
     return tokens, labels[:, -1].clone()
 
 
-add("PooledState", [Embedding, lambda x: (x, x.mean(1)), UsesState, Head], ONE_VALUE)
-add("LastTokenPooled", [Embedding, lambda x: (x, x[:, -1].clone()), UsesState, Head], ONE_VALUE)
+add("PooledState", [Embedding, lambda x: (x, x.mean(1)), USES_STATE, Head], ONE_VALUE)
+add("LastTokenPooled", [Embedding, lambda x: (x, x[:, -1].clone()), USES_STATE, Head], ONE_VALUE)
 add("ProductsHandedOn", [Embedding, Distances, uses_distances, Head], "layer 1 (Distances)")
 add("LastTokenClassifies", [Embedding, Mlp, Mlp, Classifier], "layer 3 (Classifier)", EARLY)
 add(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.zoo.layers import WIDTH, Weighted, scores_of
+from tests.small_models.parts import WIDTH, Weighted, scores_of
 from tests.zoo.members import AFTER, BACKWARD, EARLY, layer
 
 RARE = 1e-13  # such a share of dropout draws its random numbers and drops none

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terapipe_ds.attention import SliceStore, push_slice
 from terapipe_ds.attention.documents import Starts
-from tests.auxiliary_layers import ExpertsLayer, plain_experts
+from tests.small_models.experts import ExpertsLayer, plain_experts
 
 ROWS, LENGTH, WIDTH = 2, 11, 6
 EDGES = st.sets(st.integers(1, LENGTH - 1), max_size=4).map(sorted)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 __version__ = "0.5.0"  # the oldest that the tests take
 datasets = transforms = sys.modules[__name__]
@@ -18,12 +16,7 @@ class FakeData(torch.utils.data.Dataset):
     """Give noise of `image_size` with random labels, each from a generator that is seeded by its index."""
 
     def __init__(
-        self,
-        size: int,
-        image_size: tuple[int, ...],
-        num_classes: int,
-        transform: Callable[[Tensor], Tensor],
-        random_offset: int = 0,
+        self, size: int, image_size: tuple[int, ...], num_classes: int, transform: Any, random_offset: int = 0
     ) -> None:
         self.size, self.image_size, self.num_classes = size, image_size, num_classes
         self.transform, self.random_offset = transform, random_offset
@@ -40,24 +33,19 @@ class FakeData(torch.utils.data.Dataset):
 
 
 VisionDataset = FakeData  # Megatron-DeepSpeed imports its vision models with everything else
-
-
-class Compose(torch.nn.Sequential):
-    """Apply one transform after the other."""
-
-    def __init__(self, steps: Sequence[torch.nn.Module]) -> None:
-        super().__init__(*steps)
-
-
 ToTensor = torch.nn.Identity  # an image is a tensor already
+
+
+def Compose(steps: list[Any]) -> Any:
+    return torch.nn.Sequential(*steps)
 
 
 class Normalize(torch.nn.Module):
     """Give (image - mean) / std, by channel."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
         return (image - self.mean) / self.std

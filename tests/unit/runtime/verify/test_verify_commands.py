@@ -25,13 +25,13 @@ SCRIPT = """
 import os, sys
 import deepspeed, torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from tests.distributed import faulty_layers
+from tests.small_models import faulty
 from terapipe_ds.models import gpt
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 layers = gpt.gpt_layers(gpt.GPTConfig(vocab_size=19, hidden_size=16, num_layers=1, num_heads=2))
-layers.insert(2, LayerSpec(faulty_layers.RunningSum))
+layers.insert(2, LayerSpec(faulty.RunningSum))
 model = PipelineModule(layers, num_stages=1, loss_fn=gpt.gpt_loss)
 config = {"train_micro_batch_size_per_gpu": 1, "terapipe": {"enabled": True, "slices": 2, "granularity_tokens": 1},
           "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}

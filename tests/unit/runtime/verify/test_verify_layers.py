@@ -24,8 +24,8 @@ from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
-from tests.distributed import faulty_layers
-from tests.distributed.faulty_layers import LAYERS, WIDTH
+from tests.small_models import faulty
+from tests.small_models.faulty import LAYERS, WIDTH
 
 PLAN = SlicePlan((8, 5, 7))
 GPT3 = {"positions": "learned", "bias": True, "gated_mlp": False}
@@ -83,7 +83,7 @@ def verify_gpt(dtype: str = "float64", loss_fn: Any = gpt.gpt_loss, **changes: A
 @pytest.mark.parametrize("fault", LAYERS, ids=lambda f: f.__name__)
 def test_a_fault_is_found_and_told(fault: type[nn.Module], dtype: torch.dtype) -> None:
     what, shows = LAYERS[fault]
-    found = verify([faulty_layers.Base(0).to(dtype), fault().to(dtype), faulty_layers.Base(1).to(dtype)])
+    found = verify([faulty.Base(0).to(dtype), fault().to(dtype), faulty.Base(1).to(dtype)])
     text = str(found.findings[0])
     assert text.startswith(f"layer 1 ({fault.__name__}): {what}") and shows in text, text
 
@@ -97,7 +97,7 @@ def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any
     assert (found.num_layers, found.num_losses) == (6 if changes else 5, 1)
 
 
-class NormInFp32(faulty_layers.Base):
+class NormInFp32(faulty.Base):
     """As Gemma's: the gradient of its weight is summed in fp32, over other tokens in slices than in the whole."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class FaultyInFp32(NormInFp32):
         return super().update(x) * (1.0 + 1e-3 * (x.shape[1] < LENGTH))
 
 
-class FaultyByLittle(faulty_layers.Base):
+class FaultyByLittle(faulty.Base):
     """Its slices differ by as much as rounding in fp32, and it computes nothing in fp32."""
 
     def update(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_healthy_with_checkpointing_and_dropout(checkpoint: Any) -> None:
     assert (found.findings, found.notes, found.without_dropout) == ([], [], 3)
 
 
-class FaintlyBalanced(faulty_layers.BalancedExperts):
+class FaintlyBalanced(faulty.BalancedExperts):
     """Its auxiliary loss counts so little that its gradient drowns in the others, as they come from a random loss."""
 
     def __init__(self, by_tokens: bool) -> None:
@@ -154,7 +154,7 @@ class FaintlyBalanced(faulty_layers.BalancedExperts):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
         share = 1e-5 / (x.shape[0] * (LENGTH if self.by_tokens else x.shape[1]))
-        return faulty_layers.AddAuxiliary.apply(x * logits.softmax(-1)[..., :1], share * logits.square().sum())
+        return faulty.AddAuxiliary.apply(x * logits.softmax(-1)[..., :1], share * logits.square().sum())
 
 
 def _reentrant_checkpoint(function: Any, *inputs: Any) -> Any:
@@ -171,8 +171,8 @@ def test_a_faint_loss_that_a_layer_adds_is_compared_by_itself(dtype: torch.dtype
 
 
 def test_a_faint_loss_that_megatron_adds_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    megatrons = type("MoEAuxLossAutoScaler", (faulty_layers.AddAuxiliary,), {"__module__": "megatron.core.moe"})
-    monkeypatch.setattr(faulty_layers, "AddAuxiliary", megatrons)
+    megatrons = type("MoEAuxLossAutoScaler", (faulty.AddAuxiliary,), {"__module__": "megatron.core.moe"})
+    monkeypatch.setattr(faulty, "AddAuxiliary", megatrons)
     [found] = verify([FaintlyBalanced(by_tokens=False).bfloat16()]).findings
     assert "adds a loss of its own in the backward" in found.problem
 
@@ -184,7 +184,7 @@ class AlwaysNoisy(nn.Module):
         return x + torch.nn.functional.rrelu(x, training=True)
 
 
-class TooLarge(faulty_layers.Base):
+class TooLarge(faulty.Base):
     """Fits without its graph only."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class TooLarge(faulty_layers.Base):
     [(AlwaysNoisy(), "draws random numbers in evaluation mode as well"), (TooLarge(1), "there is not enough memory")],
 )
 def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Module, note: str) -> None:
-    found = verify([faulty_layers.Base(0), layer, faulty_layers.Bidirectional()])
+    found = verify([faulty.Base(0), layer, faulty.Bidirectional()])
     assert len(found.notes) == 1 and note in found.notes[0]
     assert found.notes[0].startswith(f"layer 1 ({type(layer).__name__}): not checked: ")
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
@@ -209,15 +209,15 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_what_the_guard_refuses_is_refused_still() -> None:
-    layer = faulty_layers.Base()
+    layer = faulty.Base()
     layer.attend = _plain  # type: ignore[method-assign]
-    [finding] = verify([faulty_layers.Base(0), layer, faulty_layers.Base(2)]).findings
+    [finding] = verify([faulty.Base(0), layer, faulty.Base(2)]).findings
     assert str(finding).startswith("layer 1 (Base): raised PlainAttentionError: plain attention was called")
     assert not finding.is_of_the_cut
 
 
 def test_two_layers_with_one_name_for_keys_and_values() -> None:
-    [finding] = verify([nn.Sequential(faulty_layers.Base(3), faulty_layers.Base(3))]).findings
+    [finding] = verify([nn.Sequential(faulty.Base(3), faulty.Base(3))]).findings
     assert "share the name 3" in str(finding) and finding.is_of_the_cut
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.verify import compare
-from tests.distributed.faulty_layers import WIDTH
+from tests.small_models.faulty import WIDTH
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.distributed import faulty_layers
+from tests.small_models import faulty
+from tests.small_models.parts import WIDTH
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, Findings, _checkpoint, verify
 from tests.zoo import ZOO
-from tests.zoo.layers import WIDTH
 from tests.zoo.members import BACKWARD
 from tests.zoo.training import COUNTED, DRAWN, ONCE, ZERO, Keeping, clipped, generator, keeping, then
 
@@ -105,9 +105,9 @@ def test_a_healthy_layer_passes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_attention_dropout_is_compared_with_every_key() -> None:
-    class Dropping(faulty_layers.Base):
+    class Dropping(faulty.Base):
         def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return faulty_layers.sliced_attention(q, k, v, self.index, dropout_p=0.2)
+            return faulty.sliced_attention(q, k, v, self.index, dropout_p=0.2)
 
     found = verify([Dropping(1).double()])
     assert (found.findings, found.notes, found.without_dropout) == ([], [], 1)

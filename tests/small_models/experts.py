@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-PAGE = Path(__file__).parents[1] / "docs" / "auxiliary_losses.md"
+PAGE = Path(__file__).parents[2] / "docs" / "auxiliary_losses.md"
 
 
 def _code_of_the_page() -> dict[str, Any]:

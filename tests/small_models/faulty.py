@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, sliced_attention
+from tests.small_models.parts import causal, scores_of
 
 WIDTH, HEADS = 16, 2
 
@@ -52,16 +52,6 @@ class Base(nn.Module):
         return sliced_attention(q, k, v, self.index)
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Queries are the last tokens of the keys'."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        tokens, keys = scores.shape[-2:]
-        later = torch.ones(tokens, keys, dtype=torch.bool).triu(1 + keys - tokens)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1) @ v
-
-
 class OwnLengthTable(Base):
     """Learned positions [:T]."""
 
@@ -75,12 +65,12 @@ class OwnLengthTable(Base):
 
 class HiddenPlainAttention(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softmax_attention(q, k, v)
+        return causal(q, k, v)
 
 
 class Bidirectional(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softmax_attention(q, k, v, causal=False)
+        return scores_of(q, k).softmax(-1) @ v
 
 
 class RunningSum(Base):
@@ -119,13 +109,13 @@ class DetachedPrefix(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         active = active_slice()
         if active is None or active.is_whole:
-            return softmax_attention(q, k, v)
+            return causal(q, k, v)
         if active.start == 0:
             self.kept: list[tuple[Tensor, Tensor]] = []
         keys, values = (torch.cat([*(pair[i].detach() for pair in self.kept), own], 2) for i, own in ((0, k), (1, v)))
         if len(self.kept) == active.slice_id:
             self.kept.append((k, v))
-        return softmax_attention(q, keys, values)
+        return causal(q, keys, values)
 
 
 class _Dropped(torch.autograd.Function):

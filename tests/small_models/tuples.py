@@ -10,21 +10,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
-from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-
-HIDDEN_SIZE = 16
-
-
-def weight(*shape: int, seed: int) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(seed)
-    return nn.Parameter(0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64))
-
-
-def decoder(index: int) -> gpt.DecoderLayer:
-    config = gpt.GPTConfig(
-        hidden_size=HIDDEN_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, init_std=0.3, dtype="float64"
-    )
-    return gpt.DecoderLayer(config, index)
+from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
+from tests.small_models import parts
+from tests.small_models.parts import IGNORE_INDEX, VOCAB_SIZE, WIDTH, weight
 
 
 def unpacked(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -32,33 +20,29 @@ def unpacked(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
-class Embedding(nn.Module):
+class Embedding(parts.Embedding):
     """(tokens, *passengers) -> (hidden, *passengers)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
-
-    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]
         tokens, *passengers = unpacked(inputs)
-        return self.weight[tokens], *passengers
+        return super().forward(tokens), *passengers
 
 
-class Head(nn.Module):
+class Head(parts.Head):
     """(hidden, *passengers) -> logits."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=2)
-
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
-        return unpacked(inputs)[0] @ self.weight.T
+        return super().forward(unpacked(inputs)[0])
 
 
 class DecoderInside(nn.Module):
+    """A decoder layer, and an MLP that works in place."""
+
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.decoder = decoder(index)
+        sizes = {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 24}
+        config = gpt.GPTConfig(**sizes, bias=True, init_std=0.3, dtype="float64")
+        self.decoder = nn.Sequential(gpt.DecoderLayer(config, index), parts.Mlp())
 
 
 # -- passengers of all kinds ---------------------------------------------------------------------------------
@@ -69,7 +53,7 @@ class GuidedDecoder(DecoderInside):
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.positions = weight(LENGTH, HIDDEN_SIZE, seed=10 + index)
+        self.positions = weight(LENGTH, WIDTH, seed=10 + index)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, position_ids, mask, scale, *memory = inputs
@@ -94,11 +78,11 @@ def guided_micro_batch(seed: int, memory: bool = False) -> MicroBatch:
     inputs = [
         tokens,
         torch.stack([torch.randperm(LENGTH, generator=generator) for _ in range(rows)]),
-        torch.rand(rows, 1, 1, HIDDEN_SIZE, generator=generator) < 0.7,
+        torch.rand(rows, 1, 1, WIDTH, generator=generator) < 0.7,
         torch.rand(rows, 1, 1, generator=generator, dtype=torch.float64) + 0.5,
     ]
     if memory:
-        inputs.append(torch.randn(rows, LENGTH, HIDDEN_SIZE, generator=generator, dtype=torch.float64))
+        inputs.append(torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64))
     return tuple(inputs), labels
 
 
@@ -107,7 +91,7 @@ class TrainedScale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = weight(1, 1, HIDDEN_SIZE, seed=5)
+        self.scale = weight(1, 1, WIDTH, seed=5)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         [hidden] = unpacked(inputs)

@@ -1,22 +1,23 @@
-"""What the models of the zoo are made of: layers of hidden size 12 in fp64 whose weights follow from seeds."""
+"""What most small models are made of: layers of hidden size 12 in fp64 whose weights follow from seeds.
+
+Attention and MLP have biases and work in place, as the models of users do. A bias of keys has a gradient of zero, whose
+rounding Adam would make a step of: there is none.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds import attention as terapipe_attention
-from tests.distributed.engines import IGNORE_INDEX, VOCAB_SIZE
-from tests.mixers import attention_by_hand
 
-WIDTH, HEADS = 12, 2
+WIDTH, HEADS, VOCAB_SIZE, IGNORE_INDEX = 12, 2, 31, -100
 LONG = 200  # tokens of a long text
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -57,6 +58,21 @@ class Weighted(nn.Module):
             setattr(self, name, module)
 
 
+class Uses(Weighted):
+    """inputs -> use(layer, inputs), with weights and modules by name as `Weighted` takes them."""
+
+    def __init__(self, use: Callable[[Any, Any], Any], **made: Any) -> None:
+        self.made = made
+        super().__init__()
+        self.use = use
+
+    def forward(self, inputs: Any) -> Any:
+        return self.use(self, inputs)
+
+
+using = functools.partial(LayerSpec, Uses)
+
+
 class Calls(nn.Module):
     """A layer without weights: a function."""
 
@@ -82,11 +98,13 @@ class Head(Weighted, weight=(VOCAB_SIZE, WIDTH, 2)):
         return x @ self.weight.T
 
 
-class Mlp(Weighted, up=(WIDTH, 2 * WIDTH, 3), down=(2 * WIDTH, WIDTH, 4)):
+class Mlp(Weighted, up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH)):
     """Each token for itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(x @ self.up) @ self.down
+        y = self.down(F.silu(self.up(x), inplace=True))
+        y += x
+        return y
 
 
 class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
@@ -100,7 +118,7 @@ class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
         return x + self.update(x @ self.inner) @ self.outer
 
 
-class Attention(Weighted, qkv=(WIDTH, 3 * WIDTH, 7), outer=(WIDTH, WIDTH, 8)):
+class Attention(Weighted, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH, bias=False), outer=lambda: nn.Linear(WIDTH, WIDTH)):
     """Multi-head attention around `attend`, which is a method where it is not given."""
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
@@ -109,8 +127,10 @@ class Attention(Weighted, qkv=(WIDTH, 3 * WIDTH, 7), outer=(WIDTH, WIDTH, 8)):
             self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (x @ self.qkv).chunk(3, -1))
-        return x + self.attend(q, k, v).transpose(1, 2).flatten(2) @ self.outer
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = self.outer(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        y += x
+        return y
 
 
 def later(tokens: int, keys: int | None = None) -> Tensor:
@@ -134,23 +154,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
-# -- attention of the healthy ones -----------------------------------------------------------------------------------
-
-
 def sliced_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any) -> Tensor:
     return _attention(q, k, v, layer, **options)
 
 
-def _torch_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None, **more: Any) -> Tensor:
-    if more:
-        return attention_by_hand(q, k, v, **more)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
 _attention: Callable[..., Tensor] = terapipe_attention.sliced_attention
-
-
-def torch_attention() -> contextlib.AbstractContextManager[Any]:
-    """For stock runs: `sliced_attention` is torch's own meanwhile."""
-    return mock.patch.object(sys.modules[__name__], "_attention", _torch_attention)
+"""What `engines.torch_attention` replaces in stock runs, however a model has imported it."""

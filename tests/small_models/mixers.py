@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import carry, sliced_attention
 
-PAGE = Path(__file__).parents[1] / "docs" / "carried_states.md"
+PAGE = Path(__file__).parents[2] / "docs" / "carried_states.md"
 
 
 def _layers_of_the_page() -> dict[str, Any]:
@@ -42,9 +42,9 @@ class GatedDeltaRule(nn.Module):
     def __init__(self, layer: int, width: int, heads: int) -> None:
         super().__init__()
         self.layer, self.heads = layer, heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width)
         self.gates = nn.Linear(width, 2 * heads)
-        self.out = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in self.qkv(x).chunk(3, -1))
@@ -108,8 +108,8 @@ class Attends(nn.Module):
         self.layer, self.options, dim = layer, options, width // heads
         self.heads = heads, kv_heads or heads, kv_heads or heads
         self.sizes = [n * d for n, d in zip(self.heads, (dim, dim, value_dim or dim), strict=True)]
-        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
-        self.out = nn.Linear(heads * (value_dim or dim), width, bias=False)
+        self.qkv = nn.Linear(width, sum(self.sizes))
+        self.out = nn.Linear(heads * (value_dim or dim), width)
         self.sinks = nn.Parameter(torch.zeros(heads)) if with_sinks else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,4 +163,5 @@ class MixerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.mixer(self.norm(x))
-        return x + mixed
+        mixed += x
+        return mixed

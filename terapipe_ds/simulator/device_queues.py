@@ -238,31 +238,3 @@ def shortened(schedule: Schedule) -> Schedule:
         return build(schedule.name, schedule.num_stages, count, slices, chunks_per_stage=schedule.chunks_per_stage)
     except ScheduleError:
         return schedule
-
-
-def main() -> None:
-    """Print, for each schedule, whether one queue hangs, and how many of 60 draws of 8 and 32 queues do."""
-    for name, chunks, one_slice in TABLE:
-        for num_stages, num_micro_batches, num_slices in ((2, 4, 4), (4, 8, 4), (8, 8, 8)):
-            slices = 1 if one_slice else num_slices
-            schedule = build(name, num_stages, num_micro_batches, slices, chunks_per_stage=chunks)
-            words = []
-            for limit in (None, 1):
-                programs = programs_of(schedule, limit)
-                by_chance = [sum(hangs(programs, size, seed) for seed in range(60)) for size in (8, 32)]
-                one = "hangs" if hangs(programs, 1) else "runs"
-                words.append(f"one queue {one}, 8 queues {by_chance[0]}/60 hang, 32 queues {by_chance[1]}/60")
-            print(f"{name:20} K={num_stages} m={num_micro_batches} s={slices}: {words[0]} | one receive: {words[1]}")
-
-
-TABLE = [
-    ("1f1b", 1, True), ("dapple", 1, True), ("gpipe", 1, True), ("zb-h1", 1, True), ("interleaved", 2, True),
-    ("terapipe", 1, False),
-    ("seq1f1b", 1, False), ("seq1f1b-zb", 1, False), ("seq1f1b-interleaved", 2, False), ("zbv", 2, False),
-    ("chimera", 2, True), ("chimera-seq", 2, False),
-]  # fmt: skip
-"""Schedules that send between stages: name, chunks per stage, whether sequences stay whole."""
-
-
-if __name__ == "__main__":
-    main()

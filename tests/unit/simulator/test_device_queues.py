@@ -6,12 +6,12 @@ from time import process_time
 
 import pytest
 
+from studies.device_queues import TABLE, main, rows
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
-from terapipe_ds.simulator import device_queues
 from terapipe_ds.simulator.device_queues import MOST_ACTIONS, hangs, mappings_that_hang, programs_of, shortened
 
-CHUNKS = {name: chunks for name, chunks, _ in device_queues.TABLE}
-WHOLE = {name for name, _, one_slice in device_queues.TABLE if one_slice}
+CHUNKS = {name: chunks for name, chunks, _ in TABLE}
+WHOLE = {name for name, _, one_slice in TABLE if one_slice}
 SIZES = [(2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 8, 2)]
 # in one queue each direction of a bidirectional pipeline may stand before the other, whatever is posted ahead
 HANG_IN_ONE_QUEUE = {("chimera-seq", 2, 2, 4), ("chimera-seq", 2, 4, 4)}
@@ -20,6 +20,14 @@ HANG_IN_ONE_QUEUE = {("chimera-seq", 2, 2, 4), ("chimera-seq", 2, 4, 4)}
 def built(name: str, num_stages: int, num_micro_batches: int, num_slices: int):  # type: ignore[no-untyped-def]
     slices = 1 if name in WHOLE else num_slices
     return build(name, num_stages, num_micro_batches, slices, chunks_per_stage=CHUNKS.get(name, 1))
+
+
+def test_the_study(capsys: pytest.CaptureFixture[str]) -> None:
+    table = list(rows(1, [(2, 2, 4)]))
+    assert len(table) == 2 * len(TABLE)
+    assert [row.schedule for row in table if row.one_receive and row.one_queue_hangs] == ["chimera-seq"]
+    main(["--tries", "1"])
+    assert "zbv                  K=8 m=8 s=8 one receive per wire  one queue hangs" in capsys.readouterr().out
 
 
 def test_the_table_has_every_schedule() -> None:

@@ -99,7 +99,7 @@ class _ChainLayers(Layers):
         return tuple(parts)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Count seven numbers per parameter: Adam reads gradient, parameter and two states and writes the last three."""
+        """Count seven numbers per parameter: Adam reads gradient, parameter, two states and writes the last three."""
         divided = setting.data if setting.zero_stage else 1
         return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 

@@ -41,7 +41,7 @@ class Layer:
     step_s: float | None = None  # its share of the optimizer's step, by trained parameters
 
     def kept_bytes(self, is_whole: bool) -> float:
-        """Return the bytes per token that it keeps for a live slice, with keys and values where the slice `is_whole`."""
+        """Return the bytes per token of a live slice; a slice that `is_whole` keeps its keys and values itself."""
         if self.memory is None:
             return 0.0
         return self.memory.slice_bytes_per_token + (self.whole_bytes if is_whole else 0.0)

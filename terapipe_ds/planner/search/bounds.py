@@ -1,4 +1,4 @@
-"""What no plan can beat, whichever of the schedules runs it, and the plans that come close to it.
+"""Bound the time of every plan from below, whichever of these schedules runs it, and meet plans close to the bound.
 
 In `gpipe`, `1f1b`, `terapipe` and `seq1f1b` every stage begins with the forwards of micro-batch 0, slice by
 slice, and ends with the backward of one micro-batch, slice by slice in reverse, after all of its other work. Take

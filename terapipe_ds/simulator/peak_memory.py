@@ -97,7 +97,7 @@ def _changes(
 
 
 def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:
-    """Return the messages of a stage, each with the computation of its order that sends it and the one that frees it.
+    """Return a stage's messages, each with the index in its order that sends it and the index after which it is freed.
 
     A later message from the other end, sent after that end has taken the message, frees it before the stage computes.
     So does the stage's own wait for the oldest of more than `outstanding` on a link. The last computation frees the

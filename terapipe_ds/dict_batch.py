@@ -14,7 +14,7 @@ from terapipe_ds.messages import show_key, show_value
 _POSITION_IDS = "position_ids"
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
-_BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # besides the position ids
+_BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # in addition to the position ids
 _OTHERS = (*_BY_TOKEN, *_CUMULATIVE, *_LONGEST)
 
 

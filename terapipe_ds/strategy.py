@@ -187,7 +187,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Strategy:
-        """Read what `to_json` wrote. Raises StrategyError for anything else, or parts that do not fit one another."""
+        """Read the text of `to_json`. Raises StrategyError for anything else, or parts that do not fit one another."""
         try:
             strategy = parse_as(cls, text)
         except JsonError as error:

@@ -90,8 +90,8 @@ def option(
 
     Args:
         group: the title under which the help lists it, or a key of `Options.exclusive`.
-        flags: what the user writes where that is not the name of the field, without dashes for a positional argument.
-        more: limits (`ge`, `gt`, `le`); what `add_argument` of argparse takes.
+        flags: the user's spelling where it differs from the field's name, without dashes for a positional argument.
+        more: limits (`ge`, `gt`, `le`); keywords of argparse's `add_argument`.
     """
     limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
     more |= {"help": help} | ({"metavar": metavar} if metavar else {})

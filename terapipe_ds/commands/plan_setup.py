@@ -137,7 +137,7 @@ class PlanSetup:
 
     options: PlanOptions
     subject: str  # of the heading: model, dtype, devices
-    costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut into so many parts
+    costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
     memory_of: PartsOf | None
     both_ways_s_of: SecondsOf  # seconds of bidirectional schedules on top of their makespan
     notes: str = ""

@@ -99,7 +99,7 @@ def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None
 def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
     """Return the name of the step (the wanted one, or the last that all ranks have) and its pipeline's timeline.
 
-    A single file with a name of its own is a whole timeline, of a step without a number.
+    A single file that does not have the name of a rank's file is a whole timeline, of a step without a number.
     """
     from terapipe_ds.timeline import Timeline, parse_file_name
 

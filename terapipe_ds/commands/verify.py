@@ -91,7 +91,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
 
 
 def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:
-    """Return the given slices, the config's, or four equal ones."""
+    """Return the user's slices, the config's, or four equal ones."""
     from terapipe_ds.plan import SlicePlan
 
     if lengths is not None:

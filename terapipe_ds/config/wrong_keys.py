@@ -28,7 +28,7 @@ def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
 
 @functools.cache
 def models_of(root: type[BaseModel]) -> Models:
-    """Return the model of the section and those of its objects, by the path of their key."""
+    """Return the models of the section and of its objects, by the path of their key."""
     objects = {(name,): field.annotation for name, field in root.model_fields.items()}
     inner = {path: type_ for path, type_ in objects.items() if isinstance(type_, type) and issubclass(type_, BaseModel)}
     return {(): root} | inner

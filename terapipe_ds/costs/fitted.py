@@ -1,6 +1,6 @@
 """Fit the seconds of a slice, as a function of its tokens and its prefix, to measured samples.
 
-The form is that of Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
+The form is from Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
 tokens after j, with t_ctx(i, j) = a0 + a1 i + a2 j + a3 i j for j > 0. Without a prefix t_ctx is exactly zero, and
 a0 + a1 i stay as a jump from j = 0 to j > 0. That jump is real: any prefix costs one more kernel call and the merging
 of two partial results.

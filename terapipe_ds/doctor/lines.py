@@ -48,7 +48,7 @@ def look(check: Check) -> list[Line]:
         verb = "are" if missing[1:] else "is"
         return [Line("note", check.name, f"not looked at: {' and '.join(missing)} {verb} not installed")]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints as it is imported
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints during its import
             warnings.simplefilter("ignore")
             return list(check.look())
     except Exception as error:

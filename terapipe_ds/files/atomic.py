@@ -91,7 +91,7 @@ def _take_after(descriptor: int, old: os.stat_result) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path is no file, or a name of what this process has open (`/dev/stdout`, `/dev/fd/3`)."""
+    """Return whether a path is no file, or names an open file of this process (`/dev/stdout`, `/dev/fd/3`)."""
     is_open = str(path.absolute()).startswith(("/dev/fd/", "/dev/std"))
     return is_open or (path.exists() and not path.is_file())
 

@@ -1,4 +1,4 @@
-"""Count the bytes that a stage needs: lasting ones, those of each live slice, and the peak of a schedule.
+"""Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
 part is fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule

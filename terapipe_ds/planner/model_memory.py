@@ -22,14 +22,14 @@ On top of the kept tensors, while a slice runs (peaks in its backward, in which 
   a layer       begins with its MLP: the gradients of gate and up (GELU: of the product), and of the residual stream.
                 Attention comes when the tensors of MLP and its norm are gone; only its need beyond them counts
   head          begins with the gradients of log-probabilities and logits; the layers come when its tensors are gone
-  links         gradients or activations of two computations ahead, and a message on its way; gradients that were
-                sent, until the stage hears from the other end or waits for it (the budget of sends)
+  links         gradients or activations of two computations ahead, and a message in flight; sent gradients, until
+                the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
 input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
-alone, and one layer at a time is whole in its backward. Tensor parallelism divides what Megatron divides: q, kv, f, V
-and their weights; norms, residual stream and messages only with sequence parallelism.
+alone, and one layer at a time is whole in its backward. Tensor parallelism divides the same as in Megatron: q, kv, f,
+V and their weights; norms, residual stream and messages only with sequence parallelism.
 
 This count is 0 to 2 % above exact peaks of steps in fp32 on a CPU (`studies.memory`) on two stages. The largest error
 is 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
@@ -188,7 +188,7 @@ class Setup:
 
         fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
         has a buffer that accumulates the gradients as well (`data_types.grad_accum_dtype`), and its optimizer
-        (bf16_optimizer.py) always divides. What lives in the optimizer step alone is not counted: no slice is live.
+        (bf16_optimizer.py) always divides. Tensors that live only in the optimizer step do not count: no slice is live.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]

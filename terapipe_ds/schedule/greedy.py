@@ -226,7 +226,7 @@ def _play_slots(
 def _lanes(
     placement: Placement, num_slices: Sequence[int], directions: Sequence[int] | None
 ) -> list[list[Lane[SliceKey]]]:
-    """Return the lanes of each stage, those of earlier parts first."""
+    """Return the lanes of each stage, earlier parts first."""
     lanes: list[list[Lane[SliceKey]]] = [[] for _ in range(1 + max(stage_id for stage_id, _ in placement))]
     places: dict[tuple[int, int], Lane[SliceKey]] = {}
     for (stage_id, chunk_id), part_id in sorted(placement.items(), key=lambda place: place[1]):

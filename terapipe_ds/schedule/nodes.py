@@ -97,7 +97,7 @@ class Nodes:
         )
 
     def run_order(self) -> list[int]:
-        """Return the nodes, those of a stage in its order, each after the node whose result it takes.
+        """Return the nodes, with each stage's in its order, each after the node whose result it takes.
 
         Where stages wait for one another for ever, it omits the nodes behind that wait.
         """

@@ -40,7 +40,7 @@ class HostCopies:
     def __init__(
         self, actions: Sequence[Action], stages: Sequence[int], seconds_of: Callable[[int, SliceKey], float]
     ) -> None:
-        """Take the computations in the order of the later calls; those of a stage are in its order."""
+        """Take the computations in the order of the later calls; each stage's are in its order."""
         self._free: dict[int, float] = defaultdict(float)
         self._out: dict[int, float] = {}  # computation -> seconds of the copy out after it
         self._back: dict[int, list[tuple[int, float]]] = defaultdict(list)  # computation -> B and seconds of its copy

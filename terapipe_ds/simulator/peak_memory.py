@@ -51,7 +51,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     gained, after = _changes(order, schedule.forward_only, spans, memory)
     # messages stay until the stage knows that they have arrived
     for index, until, action in _unheard(schedule, stage_id, outstanding):
-        if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it is sent
+        if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it receives
             start, stop = spans[action.micro_batch_id][action.slice_id]
             size = memory.sent_bytes(action.part_id + (action.kind is Kind.FORWARD), stop - start)
             after[index] += size

@@ -109,7 +109,7 @@ class Replay:
         _, _, seconds, sends = self._durations(plan, costs)
         last = [0.0] * self.schedule.num_stages
         for stage_id, end_s in zip(self._stages, self._pass(seconds, sends, True).ends, strict=True):
-            last[stage_id] = end_s  # those of a stage are in its order
+            last[stage_id] = end_s  # the computations of a stage are in its order
         return last
 
     def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class Replay:
         raise SimulationError(f"schedule {self.schedule.name!r} cannot be replayed: check it with validate()")
 
     def _find_nodes(self) -> None:
-        """Find all computations, those of a stage in its order, each after those that it needs; and per node: its
+        """Find all computations, with each stage's in its order and each after those that it needs; and per node: its
         stage, part, unit, row of the table, and the node of another part that it needs (or a last one, done at 0)."""
         nodes = self.schedule.nodes
         order = np.array(nodes.run_order(), np.int64)
@@ -188,7 +188,7 @@ class Replay:
     # --- one replay
 
     def _durations(self, plan: Plans, costs: Any) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
-        """Return the plans, and per node: whether messages of its part take time, its seconds, those of its message."""
+        """Return the plans, and per node: whether its part's messages take time, its seconds, its message's seconds."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         parts = costs_per_part(costs, self._num_parts)
         numbers: dict[Span, int] = {}

@@ -61,7 +61,7 @@ class Comparison:
     actions: tuple[Quantity, ...]
 
     def of_actions(self, what: str, kind: str | None = None) -> list[Quantity]:
-        """Return the rows of one quantity of all computations, or of those of one kind."""
+        """Return the rows of one quantity for all computations, or for one kind of them."""
         return [row for row in self.actions if row.what == what and kind in (None, row.kind)]
 
     def median_ratio(self, kind: str | None = None) -> float | None:

@@ -183,7 +183,7 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
-        """Return one timeline from those of the ranks of one pipeline, each with its own stage's events.
+        """Merge the timelines of the ranks of one pipeline, each with its own stage's events, into one.
 
         Their clocks must agree. Peaks are the largest per stage, where all timelines have them. Raise
         `TimelineError` if the timelines differ in their stages, or if two of them have the same stage.

@@ -60,7 +60,7 @@ class MeasuredLayers(Layers):
     """Hold the layers of a model, with costs from profiles of it, for sequences of one length.
 
     Raises:
-        PlannerError: profiles of different models or devices, of shorter sequences, or that lack what strategies need.
+        PlannerError: profiles of different models or devices, of shorter sequences, or without numbers for strategies.
     """
 
     is_sliceable, whole_is_least = True, False
@@ -158,7 +158,7 @@ def measured_cluster(
     """Return a cluster of the device that a profile measured, with its link between stages.
 
     Args:
-        card: the device's memory and its bandwidth; times of layers are those of the profile.
+        card: the device's memory and its bandwidth; times of layers come from the profile.
         links: rates and latencies of `Cluster` that replace the measured link, between nodes above all.
 
     Raises:

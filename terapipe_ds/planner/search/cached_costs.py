@@ -41,7 +41,7 @@ class CachedCosts:
         return self._ask("backward_s", tokens, prefix)
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
-        """Return forward, backward and send seconds of slices given as arrays."""
+        """Return forward, backward and send seconds of slices in arrays."""
         sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
         return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
 

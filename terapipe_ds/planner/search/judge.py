@@ -232,7 +232,7 @@ def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats | None, n
 
     All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage runs
     all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
-    before the last one has run all forwards, so the time is that of two flow shops, one after the other.
+    before the last one has run all forwards, so the time is the sum of two flow shops, one after the other.
     """
     ahead = _makespan(forward_s, None if send_s is None else send_s[:-1], num_micro_batches)
     back = _makespan(backward_s[::-1, ::-1], None if send_s is None else send_s[:0:-1, ::-1], num_micro_batches)

@@ -200,7 +200,7 @@ class Problem:
         counts = [math.comb(self.num_granules - 1, count - 1) for count in range(1, self.max_slices + 1)]
         return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
 
-    # --- what the schedules share
+    # --- shared by the schedules
 
     def sure_starts(self) -> Iterator[Lengths]:
         """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them."""

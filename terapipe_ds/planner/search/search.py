@@ -73,7 +73,7 @@ def plan_slices(
     shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
-    # one schedule, all of them, or an order of its own
+    # one schedule, all of them, or a searched order
     if schedule == SEARCH:
         return problem.best_with_order(budget)
     if schedule == "auto":

@@ -42,7 +42,7 @@ ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by
 BATCH_SIZE = 16  # boxes per call of the program
 SMALL_GRANULES = 64  # up to here, search until proven
 MAX_WORK = 2_000_000_000  # array elements of programs; some ten seconds
-WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
+WORK_PER_ROW = 128  # cost of a row of a program, beyond its elements
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Band:
         return int(self.total.shape[1])
 
     def keep(self, allowed: Bools) -> Band:
-        """Return a copy with only the `allowed` [n, w] slices, as narrow as they are."""
+        """Return a copy with only the `allowed` [n, w] slices, and no more columns than they need."""
         columns = np.flatnonzero(allowed.any(axis=0))
         first, stop = (int(columns[0]), int(columns[-1]) + 1) if columns.size else (0, 1)
         total = np.where(allowed[:, first:stop], self.total[:, first:stop], np.inf)

@@ -28,7 +28,7 @@ from terapipe_ds.timeline import Timeline
 
 
 def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
-    """Return the best strategy that the search finds; the arguments are those of `rank_strategies`."""
+    """Return the best strategy that the search finds, with the arguments of `rank_strategies`."""
     return rank_strategies(model, cluster, **question)[0]
 
 

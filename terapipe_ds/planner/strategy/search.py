@@ -201,7 +201,7 @@ class Search:
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""
         owners = owners_of(score.schedule, priced.num_stages, score.chunks_per_stage)
-        filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches, and what drains
+        filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(
                 priced.parts(score.bounds, score.recompute, owners),

@@ -27,7 +27,7 @@ class InFlightError(RuntimeError):
 
 
 class OrderIndex:
-    """Index each computation in the order of its stage. It does not hold the schedule itself, and is dropped with it."""
+    """Index each computation in the order of its stage. It holds no schedule itself, and is dropped with it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._orders = schedule.orders

@@ -210,7 +210,7 @@ class BatchSource:
         return self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :])
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
-        """Return labels to cut; in DeepSpeed's own order those without `sequence_dim` (a class per image) stay whole."""
+        """Return labels to cut. In DeepSpeed's order, labels without `sequence_dim` (a class per image) are whole."""
         dim = self._config.sequence_dim
         if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0

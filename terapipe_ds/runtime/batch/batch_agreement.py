@@ -203,7 +203,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         first = report.shapes[0]
         is_uniform = all(shape == first for shape in report.shapes)
         header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
-    # ranks compare their calls and configs with all others, and what they drew with their peers
+    # ranks compare their calls and configs with all others, and their data with their peers
     call, data, peers = share(digest(report.training, report.agreement), rank, num_ranks), 0, place.peers
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)

@@ -37,7 +37,7 @@ class ChosenCheckpoint:
     read_as: str | None  # the tag by which DeepSpeed finds its files; not `tag` if a kill came before they were named
     manifest: Manifest | None = None  # None for checkpoints of DeepSpeed's own engine, and of its converter
     note: str | None = None  # an unexpected fact about the choice
-    pickled: str | None = None  # a file that only runs as a program, where this is allowed
+    pickled: str | None = None  # a file that can only be read as a program, if this is allowed
 
 
 def find_checkpoint(

@@ -1,4 +1,4 @@
-"""Save and load checkpoints of an engine around DeepSpeed's own methods, and refuse what does not fit the engine.
+"""Save and load checkpoints of an engine by DeepSpeed's own methods, and refuse checkpoints that do not fit.
 
 The plan and the schedule may differ from the checkpoint's; TP x PP x DP may not. DeepSpeed (0.19.8) fails with another
 tensor-parallel size. With another number of stages it fills optimizers with states of other layers, or with zeros. So
@@ -135,7 +135,7 @@ class SafeCheckpoints:
             )
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
 def refuse_what_does_not_fit(

@@ -120,6 +120,6 @@ class Manifest(BaseModel):
 
 
 def in_short(problems: list[str]) -> str | None:
-    """Return the first few of `problems` as one text; None where there are none."""
+    """Return the first few of `problems` as one text; None if there are none."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return ", ".join(problems[:_SHOWN]) + more if problems else None

@@ -225,7 +225,7 @@ class Shard:
                 raise StateError(f"{name} is at {there.get(name)} where {here.get(name)} was to be")
 
     def _listed(self, state: State) -> dict[str, Any]:
-        """Return where parameters are, as DeepSpeed lists it."""
+        """Return the places of parameters in the form of DeepSpeed's list."""
         is_last = self.partition == self.form.num_partitions - 1
         paddings, mappings = [], []
         for (vector,) in self._vectors:
@@ -249,7 +249,7 @@ def form_of(optimizer: Any) -> StateForm | None:
         if not is_zero and not optimizer.using_real_optimizer:
             return None
         inner, masters = constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS
-        count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
+        count = int(optimizer.partition_count[0])  # the same for each group, if there are no experts
         alignment = optimizer.nccl_start_alignment_factor * count
         return StateForm(inner, masters, True, count, alignment, lists_pieces=True, strips=is_zero)
     if isinstance(optimizer, FP16_Optimizer):

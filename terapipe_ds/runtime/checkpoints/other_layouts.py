@@ -120,7 +120,7 @@ class OptimizerStates:
         load, replica = self.engine.optimizer.load_state_dict, self.engine.grid.get_data_parallel_id()
 
         def load_in_order(whole: Any = None, *args: Any, **kwargs: Any) -> Any:
-            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's, of which a rank reads its own
+            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's; a rank reads its own
             state = whole if by_replica is None else by_replica[replica]
             state = state[ENVELOPE] if in_envelope else state
             if orders != self.orders:

@@ -170,7 +170,7 @@ def _refuse_endless(file: io.BufferedReader) -> None:
         if name == "MARK":
             marks.append(len(stack))
             continue
-        # Take the operands off the stack: everything above a mark where the operation takes a mark
+        # Take the operands off the stack: everything above a mark if the operation takes a mark
         is_marked = pickletools.markobject in takes
         first = marks.pop() - takes.index(pickletools.markobject) if is_marked else len(stack) - len(takes)
         items = sum(stack[first:])

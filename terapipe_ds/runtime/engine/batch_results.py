@@ -1,4 +1,4 @@
-"""Combine the losses and outputs of slices into those of their batch."""
+"""Combine the losses and outputs of slices into the losses and outputs of their batch."""
 
 from __future__ import annotations
 

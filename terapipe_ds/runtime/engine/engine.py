@@ -190,7 +190,7 @@ class TeraPipeEngine(ModelEndsEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Load a checkpoint; the plan and the schedule are those of this engine.
+        """Load a checkpoint; this engine keeps its own plan and schedule.
 
         If `latest` names a checkpoint that is not whole, load the newest whole one, with a warning.
 
@@ -352,7 +352,7 @@ class TeraPipeEngine(ModelEndsEngine):
     steps_per_print = steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does where no optimizer of its own clips; tied weights count once."""
+        """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once."""
         with tied_copies_left_out(self.module):
             super().clip_fp32_gradients()
 

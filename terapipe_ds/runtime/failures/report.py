@@ -134,7 +134,7 @@ class RankState:
     stack: Lines = ""  # the innermost calls of the main thread; "" while nothing takes long
     recent: Annotated[tuple[PastAction, ...], Field(max_length=KEPT_ACTIONS)] = ()  # the oldest first, if it takes long
     ended: Line = ""  # why it has left the job; "" while it runs
-    silent: bool = False  # it gives no sign of life; the rest is what it published last
+    silent: bool = False  # it gives no sign of life; the rest is its last published state
     silent_s: float = 0.0  # for at least this time, if it was measured
 
     def describe(self) -> str:

@@ -129,7 +129,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
         if _as_they_are:
             return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
         own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
-        # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
+        # numbers of a layer are constants of its graph in the end, and torch takes half the time if it knows
         wanted = settings if case in traced else {**settings, "specialize_float": True}
         tracing = of_compiler.patch(**wanted) if wanted else nullcontext()
         # hooks run around it as usual: torch's own call does the rest

@@ -182,7 +182,7 @@ class ActivationOffload:
             for (_, version), (memory, tensor) in made.items():
                 _check_version(tensor, version)
                 memory.leave()
-            made.clear()  # autograd keeps `pack` with what it has made
+            made.clear()  # autograd keeps `pack` and all that it has made
         # early enough that this computation hides the copy back
         for key in self._due.get(self._step, ()):
             for reference in self._away.pop(key, ()):

@@ -207,7 +207,7 @@ def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerNam
     specs = module._layer_specs
     for name in built:
         module._modules.pop(str(name), None)
-    # a built layer takes the place of its spec while DeepSpeed builds what is new
+    # a built layer replaces its spec while DeepSpeed builds the new layers
     module._layer_specs = [
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]

@@ -63,7 +63,7 @@ def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
 def described(thing: Any) -> str:
     """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
 
-    A function is told from others of its name by the names and constants in its code. No address is in the text.
+    The names and constants in a function's code distinguish it from others of its name. The text has no address.
     """
     if isinstance(thing, LayerSpec):
         tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""

@@ -223,10 +223,10 @@ def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object])
 def sum_over_places(
     booked: tuple[Any, ...], layout: Layout, stage_id: int, ranks: Sequence[int], control: Any, device: Any
 ) -> tuple[Any, ...]:
-    """Return, on the stage that tells all ranks of the loss, the sums over the places of the last part.
+    """Return, on the stage that sends the loss to all ranks, the sums over the places of the last part.
 
-    Any other stage gets back what it has booked: of each kind of loss None, a loss, a list of losses, or a dict of
-    them. `ranks` are those of the stages, `control` their group on the CPU.
+    Any other stage gets back its own bookings: for each kind of loss None, a loss, a list of losses, or a dict of them.
+    `ranks` are the ranks of the stages, `control` is their group on the CPU.
     """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
     # the loss of a batch is known where its last part ran, in either direction

@@ -234,11 +234,11 @@ class ReceiveChannel(_Channel):
             self._started += 1
 
     def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
-        """Return the message of `unit`, which must be the next one of the schedule, once it is here."""
+        """Return the message of `unit`, which must be the next one of the schedule, once it has arrived."""
         if not self._posted or self._posted[0].unit != unit:
             expected = self._posted[0].unit if self._posted else "nothing"
             raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
-        # What came since the post may have made the shape known, and else the announcement is waited for
+        # Messages since the post may have made the shape known; otherwise wait for the announcement
         self._start_posted()
         if not self._started:
             self._learn(unit)

@@ -155,7 +155,7 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
-    # Every rank makes all groups in the same order, also those that it is not in: torch requires it
+    # Every rank makes all groups in the same order, even those that it is not in: torch requires it
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
     if (of_replica := peers_of(grid)) is not None:
         replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()

@@ -83,7 +83,7 @@ class KeptState:
         return [(_inner(name, key), child) for key, child in inner.items() if child is not None]
 
     def renew(self) -> None:
-        """Replace the kept state by fresh copies, and rewind all generators."""
+        """Put fresh copies in the place of what is kept, and rewind all generators."""
         memo: dict[int, Any] = {}
         self._generators, self._states = [*_GLOBAL_GENERATORS], self._states[: len(_GLOBAL_GENERATORS)]
         for name, held, before in self._scopes:
@@ -95,11 +95,11 @@ class KeptState:
         self.rewind_generators()
 
     def _copied(self, name: str, value: Any, memo: dict[int, Any]) -> Any:
-        """Return a copy; `memo` keeps an object that several attributes share a single object in the copies."""
+        """Return a copy; `memo` lets what several attributes share be one thing in the copies as well."""
         if isinstance(value, _PLAIN) or id(value) in self._shared:
             return value
         if not _is_large(value):
-            trial = ChainMap({}, memo, self._shared)  # a copy that fails leaves nothing behind
+            trial = ChainMap({}, memo, self._shared)  # of a copy that fails nothing remains
             try:
                 result = copy.deepcopy(value, trial)  # type: ignore[arg-type]
             except Exception:  # methods of the user's may do anything

@@ -1,9 +1,9 @@
-"""Let ranks tell one another values, results and errors: the few functions that everything uses.
+"""Exchange values, results and errors between ranks: the few functions that everything uses.
 
 `gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
-`group`. None stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since
-DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one
-that has left.
+`group`. None stands for all ranks. If their backend works on devices, the functions then make a group on the CPU for
+the one call, since DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no
+rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
-PATIENCE_S = 60.0  # the shortest wait for ranks that come late: they may still load a model
-REMIND_S = 30.0  # after which a rank says once for whom it waits
+PATIENCE_S = 60.0  # the shortest wait for late ranks, which may still load a model
+REMIND_S = 30.0  # after this time a rank logs once which ranks it waits for
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
 
-# What decides the order and the size of collectives and messages. Monitors and printing may differ.
+# Keys that decide the order and the size of collectives and messages. Monitors and printing may differ.
 COMPARED_SECTIONS = (
     "terapipe", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
     "activation_checkpointing", "communication_data_type",
 )  # fmt: skip
-_FILES = {"schedule": ".csv", "strategy": ".json"}  # keys of the section that may name a file, which all ranks read
+_FILES = {"schedule": ".csv", "strategy": ".json"}  # keys of the section that may name a file; all ranks read it
 VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")
 
 
@@ -58,7 +58,7 @@ class RaisedEverywhere(Exception):
 
 
 class ErrorsUnwrapped(AbstractContextManager[None]):
-    """Raise the error that a `RaisedEverywhere` carries in its place: what a user calls raises ordinary errors."""
+    """Replace a `RaisedEverywhere` by the error that it carries, so that users see ordinary errors."""
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, RaisedEverywhere):
@@ -78,9 +78,9 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | None]:
-    """Return what `act` gives on each rank of the group, in the order of the ranks; None where a rank gives no `act`.
+    """Return the result of `act` on each rank of the group, in the order of the ranks; None for a rank without `act`.
 
-    What `act` raised on the first rank where it did is raised on every rank, of whatever class it is.
+    If `act` fails, every rank raises the error of the first rank that failed, whatever its class.
     """
     value, own, problem = None, None, None
     try:
@@ -99,14 +99,14 @@ def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | N
 
 
 def everywhere(act: Callable[[], T], group: Any = None) -> T:
-    """Return this rank's result of `act`; an exception on one rank is raised on all. A collective."""
+    """Return this rank's result of `act`; all ranks raise an exception that one rank raises. A collective."""
     kept: list[T] = []
     gather_results(lambda: kept.append(act()), group)
     return kept[0]
 
 
 def from_rank_0(ask: Callable[[], T], group: Any = None) -> T:
-    """Return what `ask` gives on the first rank of the group. Only this rank calls it; its error is raised on all."""
+    """Return the result of `ask` on the first rank of the group. Only that rank calls it; all ranks raise its error."""
     return cast(T, gather_results(ask if torch_dist.get_rank(group) == 0 else None, group)[0])
 
 
@@ -140,10 +140,11 @@ def digest(*parts: object) -> int:
 
 
 def share(number: int, index: int, count: int) -> int:
-    """Return what a rank adds to a sum that tells whether `count` ranks have the same digest.
+    """Return the number that a rank adds to a sum that tells whether `count` ranks have the same digest.
 
-    The first rank adds its digest for each of the others, which subtract their own. Equal digests sum up to 0, others
-    by a chance of 1 in 2^40. Several sets of ranks may use one sum if each set's digests hold its name.
+    The first rank adds its digest once for each other rank, and each other rank subtracts its own. Equal digests sum up
+    to 0. Different ones do so with a probability of 1 in 2^40. Several sets of ranks may use one sum if each set's
+    digests hold its name.
     """
     return number * (count - 1) if index == 0 else -number
 
@@ -156,7 +157,7 @@ def on_any_rank(flag: bool, group: Any) -> bool:
 
 
 def by_text(texts: dict[int, str], places: str) -> str:
-    """Return which places say what, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+    """Group places by their text, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}
     for place, text in texts.items():
         sides.setdefault(text, []).append(place)
@@ -164,7 +165,7 @@ def by_text(texts: dict[int, str], places: str) -> str:
 
 
 def default_store() -> Any:
-    """Return the store by which the ranks of the default group have found one another."""
+    """Return the store through which the ranks of the default group connected."""
     return torch_dist.distributed_c10d._get_default_store()
 
 
@@ -176,14 +177,14 @@ def meet(
     late: Callable[[float, Callable[[], list[int]]], None],
     store: Any = None,
 ) -> dict[int, str]:
-    """Tell `ranks` a text and return what each of them told, once all have.
+    """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 
-    This is no collective: a collective would wait for a missing rank until its group's timeout, and name no rank.
+    This is no collective. A collective would wait for a missing rank until its group's timeout, and name no rank.
 
     Args:
         name: the same on all ranks, and used once.
-        late: called again and again while ranks are missing, with the seconds waited and a function that gives the
-            missing ranks. It may raise.
+        late: called repeatedly while ranks are missing, with the seconds waited and a function that returns the missing
+            ranks. It may raise.
     """
     store = default_store() if store is None else store
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
@@ -200,9 +201,8 @@ def meet(
 def require_equal_configs(raw: Mapping[str, Any]) -> None:
     """Raise `TeraPipeConfigError` on every rank when the configs or the versions of ranks differ.
 
-    A collective over all ranks. A rank that does not come, because `register()` was not called there, is an error on
-    the others after `stall_timeout_s` (a minute at least). Ranks may differ where none has an enabled `terapipe`
-    section.
+    A collective over all ranks. A rank does not arrive if `register()` was not called there: the others then raise
+    after `stall_timeout_s` (a minute at least). Ranks may differ if none of them has an enabled `terapipe` section.
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
@@ -229,7 +229,7 @@ def _section(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return as text what must be equal on all ranks. Patch releases of Python may differ."""
+    """Return all values that must be equal on all ranks, as text. Patch releases of Python may differ."""
     sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
     python = ".".join(platform.python_version_tuple()[:2])
     installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}
@@ -240,7 +240,7 @@ def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checksum(name: Any, end: str) -> str:
-    """Return a checksum of the file that a key names; "" where it names none."""
+    """Return a checksum of the file that a key names; "" if it names none."""
     if not isinstance(name, str) or not name.endswith(end):
         return ""
     try:
@@ -250,7 +250,7 @@ def _checksum(name: Any, end: str) -> str:
 
 
 def _remind_then_raise(rank: int, timeout_s: float) -> Callable[[float, Callable[[], list[int]]], None]:
-    """Return what a rank does while others are missing: it says so once, and gives up after `timeout_s`."""
+    """Return a function to call while ranks are missing: it logs them once, and raises after `timeout_s`."""
     next_s = min(REMIND_S, timeout_s)
 
     def late(waited_s: float, missing_ranks: Callable[[], list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""The log of the package, shown where the program shows none."""
+"""Show the log of the package if the program shows none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def first_line(error: BaseException) -> str:
 
 
 class Diagnostic:
-    """Let what only observes a training fail without ending it: the first failure is a warning.
+    """Let code that only observes a training fail without ending it: the first failure is a warning.
 
     Args:
-        place: names the key of the config, and the folder or file that is written.
+        place: names the key of the config, and the folder or file to write.
     """
 
     def __init__(self, place: str) -> None:
@@ -29,7 +29,7 @@ class Diagnostic:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run what is inside; an error ends that alone."""
+        """Run the block; an error ends only the block."""
         try:
             yield
         except Exception as error:
@@ -40,7 +40,7 @@ class Diagnostic:
 
 
 def show_log(rank: int) -> None:
-    """Print what the package logs: information on rank 0, warnings on every rank.
+    """Print the log of the package: information on rank 0, warnings on every rank.
 
     The choice of the attention kernel and the slice plan belong in a run's output. A program that configures logging
     itself keeps its own handlers and levels.

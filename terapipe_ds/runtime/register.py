@@ -1,7 +1,7 @@
-"""Make `deepspeed.initialize` build a `TeraPipeEngine` where the config asks for one.
+"""Make `deepspeed.initialize` build a `TeraPipeEngine` if the config enables it.
 
-`deepspeed.initialize` looks its pipeline engines up as globals of the package `deepspeed` at each call. While
-registered, these names are bound to stand-ins. Their metaclass sends the *call* to the right engine class, and
+`deepspeed.initialize` looks up its pipeline engines as globals of the package `deepspeed` at each call. After
+`register`, these names are bound to stand-ins. Their metaclass sends the *call* to the right engine class, and
 `isinstance`/`issubclass` to DeepSpeed's own class, so that existing checks and subclasses keep working.
 """
 
@@ -26,14 +26,14 @@ _verify_only = False
 
 
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
-    """Validate the section of a DeepSpeed config, after all ranks were seen to have the same one."""
+    """Validate the section of a DeepSpeed config, after checking that all ranks have the same one."""
     require_equal_configs(raw)
-    read = functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))  # files, too, where all ranks must agree
+    read = functools.partial(TeraPipeConfig.from_deepspeed, dict(raw))  # files, too; all ranks must agree
     return everywhere(read) if torch_dist.is_initialized() and is_enabled(raw) else read()
 
 
 def _is_enabled(config_class: Any = None, **_: Any) -> bool:
-    """Look into the config that an engine is built with: DeepSpeed keeps unknown sections in `_param_dict`."""
+    """Read the config that an engine is built with: DeepSpeed keeps unknown sections in `_param_dict`."""
     return _section(getattr(config_class, "_param_dict", None) or {}).enabled
 
 
@@ -83,14 +83,14 @@ def _stand_in(stock: type, build: Any) -> type:
 def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
 
-    Our `PipelineModule._partition_layers` writes down the partition method, by which layers are cut anew if stages
-    hold several parts; it also refuses what the rest of that constructor would wait for without end. Our
-    `DeepSpeedConfig._configure_train_batch_size` sees what a strategy says of a batch before DeepSpeed computes what
-    the config leaves open; `_initialize_params` sees what Trainer would fill in. `DeepSpeedEngine.__init__` sees
-    engines that read no section. Our `build_shm_op` compiles nothing when a script on a CPU starts, and our
-    `FileBaton.wait` names the lock of a build that was killed. Call `compat.require_hooks` first.
+    Our `PipelineModule._partition_layers` records the partition method, by which layers are cut anew if stages hold
+    several parts; it also refuses modules for which the rest of that constructor would wait without end. Our
+    `DeepSpeedConfig._configure_train_batch_size` applies a strategy's batch sizes before DeepSpeed computes the sizes
+    that the config leaves open; `_initialize_params` sees the values that Trainer would fill in.
+    `DeepSpeedEngine.__init__` sees engines that read no section. Our `build_shm_op` compiles nothing when a script on a
+    CPU starts, and our `FileBaton.wait` names the lock of a build that was killed. Call `compat.require_hooks` first.
     """
-    import deepspeed  # not at the top: compat says what is wrong with it
+    import deepspeed  # not at the top: compat reports problems with it
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -105,7 +105,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
     guard_unregistered()  # stays after `unregister`
     stock_params = DeepSpeedConfig._initialize_params
-    comm = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm has torch itself by this name
+    comm = importlib.import_module("deepspeed.comm.torch")  # in deepspeed.comm this name is torch itself
     stock_shm = comm.build_shm_op
 
     @functools.wraps(stock_shm)
@@ -155,8 +155,8 @@ def _bind(ours: bool) -> None:
 def register(verify_only: bool = False) -> None:
     """Let `deepspeed.initialize` return a `TeraPipeEngine` for configs with an enabled `terapipe` section.
 
-    The model must be a `PipelineModule`; in every other case DeepSpeed's own engine is returned. Calling it again
-    changes nothing but `verify_only`; `unregister` takes it back. With `verify_only` the first `train_batch` compares
+    The model must be a `PipelineModule`; in every other case `deepspeed.initialize` returns DeepSpeed's own engine.
+    Another call changes only `verify_only`; `unregister` undoes it. With `verify_only` the first `train_batch` compares
     slices with whole sequences, prints the report and ends the process with 0, or with 1 after a difference.
 
     Raises:
@@ -171,7 +171,7 @@ def register(verify_only: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Take `register` back. Engines that exist already go on."""
+    """Undo `register`. Existing engines keep working."""
     global _verify_only
     _verify_only = False
     if _registered:
@@ -184,12 +184,12 @@ def is_registered() -> bool:
 
 
 def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
-    """Bring the layers of a `PipelineModule` to the stages that hold them under `ds_config`. Every rank must call.
+    """Move the layers of a `PipelineModule` to the stages that hold them under `ds_config`. Every rank must call it.
 
-    `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
-    optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
-    A layout that the module cannot have is a TeraPipeConfigError on every rank. A stage where nothing is trained gets a
-    number, which belongs to no layer, since optimizers take no empty list.
+    `deepspeed.initialize` does this itself. Call this function before, right after the module is built, if you make
+    parameter groups or an optimizer from the module's parameters and stages hold several parts. `ds_config` may be the
+    path of a JSON file. If the module cannot have the layout, every rank raises TeraPipeConfigError. A stage where
+    nothing is trained gets a number, which belongs to no layer, since optimizers accept no empty list.
     """
     from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import parse_json

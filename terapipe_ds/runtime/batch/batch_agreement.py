@@ -2,8 +2,8 @@
 
 DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
 one fixed-size tensor on the CPU. The sums tell every rank how long each micro-batch is, and whether all ranks have
-drawn their data and are about to do the same. Where they are not, they gather what each has to say, and the same
-problem is raised on every rank.
+drawn their data and are about to do the same. If they are not, they gather the reports of all ranks, and every rank
+raises the same error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _SAME_SAMPLES = (
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What every stage must know of a micro-batch: its label rows (all dimensions but the sequence) and its tokens.
+    """Hold the shape of a micro-batch for every stage: its label rows (all dimensions but the sequence) and its tokens.
 
-    `starts` says where documents start in its rows; None where each is one. The stage of the first part finds it.
+    `starts` says where documents start in its rows; None if each row is one document. The stage of the first part
+    determines it.
     """
 
     rows: int
@@ -56,7 +57,7 @@ Shapes = tuple[MicroBatchShape, ...]
 
 
 class DataSums(NamedTuple):
-    """Checksums of what a rank has drawn of a batch; None for what it does not draw."""
+    """Hold the checksums of the data that a rank has drawn of a batch; None for data that it does not draw."""
 
     inputs: int | None = None
     labels: int | None = None
@@ -64,7 +65,7 @@ class DataSums(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPeers:
-    """The ranks of one stage and one replica, which hold parts of the same layers (tensor parallelism) or slices."""
+    """Name the ranks of one stage and one replica that hold parts of the same layers (tensor parallelism) or slices."""
 
     ranks: tuple[int, ...]
     stage_id: int
@@ -75,7 +76,7 @@ class TensorPeers:
 
 @dataclass(frozen=True)
 class PlaceInJob:
-    """Where a rank is among those that agree on a batch. A tensor-parallel rank is in a pipeline of its own.
+    """Describe the place of a rank among those that agree on a batch. A tensor-parallel rank has a pipeline of its own.
 
     Attributes:
         drawing: the stages that draw data.
@@ -99,13 +100,13 @@ class PlaceInJob:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one rank has to say of a batch.
+    """Report the view that one rank has of a batch.
 
-    `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are those of the
-    micro-batches, None on stages that draw no labels; `seen` are those of all labels that this rank was given.
-    `starts` are where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of
-    the token ids of dict batches, which are the same on each stage that draws, and `contents` one of the labels of
-    tuple batches; 0: there are none, or they stand in for labels that this stage does not need.
+    `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are the shapes of the
+    micro-batches, None on stages that draw no labels. `seen` are the shapes of all labels that this rank got. `starts`
+    says where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of the token
+    ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
+    batches; 0 means that there are none, or that they stand in for labels that this stage does not need.
     """
 
     training: bool
@@ -121,14 +122,14 @@ class StageReport:
 
 
 class _Header(NamedTuple):
-    """What the stages of a pipeline add up. The loss stage alone gives what follows `edges`."""
+    """Hold the numbers that the stages of a pipeline add up. Only the loss stage sets the fields after `edges`."""
 
     other_counts: int  # 0: all stages have the same number of micro-batches
-    other_labels: int  # 0: the stages that draw were given labels of the same shapes
+    other_labels: int  # 0: the stages that draw got labels of the same shapes
     other_dicts: int  # 0: and dicts with the same token ids, or none
     other_contents: int  # 0: and the same labels in tuples
-    without_contents: int  # stages that draw, and have no such labels to compare
-    without_labels: int  # stages that draw, and were given no labels
+    without_contents: int  # stages that draw but have no such labels to compare
+    without_labels: int  # stages that draw but got no labels
     edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
     is_uniform: int = 0  # all micro-batches have the shape that follows
     rows: int = 0
@@ -141,24 +142,24 @@ _SHARED = 3  # the numbers before the headers: failed ranks, other calls, other 
 def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
     """Return the shapes of this pipeline's micro-batches, as the stage that knows the loss sees them.
 
-    A collective over all ranks. Replicas whose data end at different steps all stop at the first end.
+    A collective over all ranks. If the data of replicas end at different steps, all replicas stop at the first end.
 
-    Where a stage that draws was given no labels, `check` looks at its inputs once the shapes are known.
+    If a stage that draws got no labels, `check` checks its inputs once the shapes are known.
 
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
     """
-    # one sum over all ranks tells whether anything is wrong, and the shapes where nothing is
+    # one sum over all ranks tells whether anything is wrong, and if not, the shapes
     sums = _numbers(report, place)
     if place.world is not None:
         torch_dist.all_reduce(sums, group=place.world)
     headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
-    # labels are compared only where all stages that draw were given some
+    # compare labels only if all stages that draw got some
     other_labels = [each.other_labels and not each.without_labels for each in headers]
     other_contents = any(each.other_contents and not each.without_contents for each in headers)
-    if other_labels[place.pipeline_id]:  # errors in them come of that
+    if other_labels[place.pipeline_id]:  # different labels cause errors in them
         report = replace(report, error=None)
-    # then all ranks tell each other what they have, and each raises the same
+    # then all ranks exchange their reports, and all raise the same error
     if (
         any(other_labels)
         or other_contents
@@ -180,14 +181,14 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
 
 
 def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
-    """Return what this rank adds to the sums over all ranks."""
+    """Return the numbers that this rank adds to the sums over all ranks."""
     rank, num_ranks = (0, 1) if place.world is None else (torch_dist.get_rank(), torch_dist.get_world_size())
     draws = place.stage_id in place.drawing
 
     def of_drawing(number: int) -> int:
         return share(number, place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0
 
-    # shares of a checksum sum up to 0 where all ranks have the same
+    # shares of a checksum sum up to 0 if all ranks have the same one
     header = _Header(
         share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
         of_drawing(digest(report.seen)),
@@ -197,12 +198,12 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         draws and not report.seen,
         len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
     )
-    # one shape is enough where micro-batches are alike; else a second message has all of them
+    # one shape is enough if micro-batches are alike; otherwise a second message has all shapes
     if place.stage_id == place.loss_stage and report.shapes:
         first = report.shapes[0]
         is_uniform = all(shape == first for shape in report.shapes)
         header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
-    # ranks compare their calls and configs with all others, and what they drew with their peers
+    # ranks compare their calls and configs with all others, and their data with their peers
     call, data, peers = share(digest(report.training, report.agreement), rank, num_ranks), 0, place.peers
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
@@ -234,7 +235,7 @@ def _sizes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
 
 
 class _Message(NamedTuple):
-    """What a rank tells the others once something is wrong; its error as text, "" without one."""
+    """Tell the other ranks what is wrong; the error of this rank is text, "" without one."""
 
     report: StageReport
     place: PlaceInJob
@@ -243,7 +244,7 @@ class _Message(NamedTuple):
 
 
 def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
-    """Return what this rank raises: its own error, or the problem of the others."""
+    """Return the exception that this rank raises: its own error, or the problem of the others."""
     error, own = report.error, _Message(replace(report, error=None), replace(place, control=None, world=None))
     if error is not None:
         what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
@@ -255,7 +256,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     failed = [message for message in messages if message.problem]
     if not failed:
         return _disagreement(messages)
-    # an end of the data is an error only where not all stages of a pipeline have come to it
+    # an end of the data is an error only if not all stages of a pipeline have reached it
     ended = {(message.place.pipeline_id, message.place.stage_id) for message in failed if message.is_at_end}
     texts = [message.problem for message in failed if not message.is_at_end] + [
         f"the data iterator of stage {at.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
@@ -276,7 +277,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         texts = {rank: text(messages[rank].report) for rank in ranks}
         return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
 
-    # another call or config explains all that follows
+    # a different call or config explains all differences that follow
     everyone = range(len(messages))
     lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
     lines += differing("config and plans", everyone, lambda one: one.agreement)
@@ -291,7 +292,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         ]
     if lines:
         return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
-    # else the first and the last stage of a pipeline have drawn other micro-batches
+    # otherwise the first and the last stage of a pipeline have drawn different micro-batches
     cause = _SAME_CALLS
     for pipeline_id in range(messages[0].place.num_pipelines):
         stages = [rank for rank in everyone if messages[rank].place.pipeline_id == pipeline_id]

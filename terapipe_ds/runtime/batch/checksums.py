@@ -1,4 +1,4 @@
-"""Checksums by which ranks find out that they have drawn different data."""
+"""Compute checksums that show whether ranks have drawn different data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-SAMPLE = 1 << 16  # of the labels that stages compare, so many elements at least, where there are more
+SAMPLE = 1 << 16  # stages compare at least this many elements of labels, if there are more
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -23,10 +23,10 @@ def checksum(value: Any) -> int:
 
 
 def contents_of(labels: Any) -> int:
-    """Return a checksum of the first tensor of labels, of a sample where it is large; 0 where it says nothing.
+    """Return a checksum of the first tensor of labels, or of a sample if it is large; 0 if it cannot be compared.
 
-    A stage without the loss may be given labels of one value in place of those it does not need, and other tensors
-    beside them. Whole numbers count by their values: a sample shows a shuffle as well as the whole does.
+    A stage without the loss may get labels of one value in place of the labels that it does not need, and other tensors
+    beside them. Whole numbers count by their values: a sample shows a shuffle as well as the whole tensor does.
     """
     tensors = [each for each in (labels if isinstance(labels, (tuple, list)) else (labels,)) if torch.is_tensor(each)]
     if not tensors or not tensors[0].numel():
@@ -38,7 +38,7 @@ def contents_of(labels: Any) -> int:
 
 
 def _content(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a value, however deep. An object of an unknown kind counts by its type: a text may vary."""
+    """Yield the bytes of a value, however deep. An object of unknown kind counts by its type: its text may vary."""
     if torch.is_tensor(value):
         yield f"{list(value.shape)} {value.dtype};".encode()
         yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

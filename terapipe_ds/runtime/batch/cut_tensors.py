@@ -2,7 +2,7 @@
 
 A batch is `(inputs, labels)`, each a tensor or a tuple of tensors. The sequence length L is the size of the labels in
 `sequence_dim`. A tensor is sliced where that dimension has size L; every other tensor goes whole with each slice.
-Where the size alone may deceive, the batch is refused until the config names what to slice.
+If the size alone may deceive, the engine refuses the batch until the config names the tensors to slice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _size(tensor: torch.Tensor, dim: int) -> int | None:
-    """Return the size of `tensor` in a dimension; None where it does not have it."""
+    """Return the size of `tensor` in a dimension; None if it does not have the dimension."""
     return int(tensor.size(dim)) if -tensor.dim() <= dim < tensor.dim() else None
 
 
@@ -50,9 +50,9 @@ def _named(index: int, tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SliceableTensors:
-    """The inputs or the labels of one micro-batch, on this rank.
+    """Hold the inputs or the labels of one micro-batch, on this rank.
 
-    `sliced[i]` tells whether `tensors[i]` is cut along `dim`; the others are handed whole to each slice.
+    `sliced[i]` tells whether `tensors[i]` is cut along `dim`; each slice gets the others whole.
     """
 
     tensors: Tensors
@@ -62,31 +62,31 @@ class SliceableTensors:
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether there is one tensor, and it is cut: most inputs and labels are."""
+        """Tell whether there is one tensor, and it is cut: most inputs and labels are like this."""
         return self.sliced == (True,)
 
     @property
     def deciding(self) -> torch.Tensor:
-        """The first tensor that is sliced; of labels, the one whose valid entries weight the slices."""
+        """Return the first tensor that is sliced. In labels, its valid entries weight the slices."""
         return next(t for t, cut in zip(self.tensors, self.sliced, strict=True) if cut)
 
     @property
     def length(self) -> int:
-        """L, the size of the sliced tensors in `dim`."""
+        """Return L, the size of the sliced tensors in `dim`."""
         return int(self.deciding.size(self.dim))
 
     @property
     def rows(self) -> int:
-        """All dimensions but the sequence."""
+        """Return the product of all dimensions but the sequence."""
         return self.deciding.numel() // max(self.length, 1)
 
     @classmethod
     def of_inputs(
         cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None, is_whole: bool = False
     ) -> SliceableTensors:
-        """Return the inputs; those with the size `length` in `dim`, or the indices `sliced_inputs`, are sliced.
+        """Return the inputs. Tensors with the size `length` in `dim`, or the indices `sliced_inputs`, are sliced.
 
-        With `is_whole` they go in one slice, and none of them need have the labels' length (images, say).
+        With `is_whole` they go in one slice, and none of them needs the labels' length (images, for example).
         """
         tensors = as_tuple(inputs, "the inputs")
         if sliced_inputs is not None:
@@ -103,7 +103,7 @@ class SliceableTensors:
 
     @classmethod
     def of_labels(cls, labels: Any, dim: int) -> SliceableTensors:
-        """Return the labels. The first that has `dim` gives the sequence length; those of that length are sliced."""
+        """Return the labels. The first that has `dim` gives the sequence length; tensors of this length are sliced."""
         # the labels decide how long the sequences are
         tensors = as_tuple(labels, "the labels")
         sizes = [_size(t, dim) for t in tensors]
@@ -116,7 +116,7 @@ class SliceableTensors:
         return cls(tensors, tuple(size == length for size in sizes), dim, not torch.is_tensor(labels))
 
     def describe(self) -> str:
-        """Say what is cut, and what is not, for a log."""
+        """Say for a log which tensors are cut and which are not."""
         cut = [_named(i, t) for i, t in enumerate(self.tensors) if self.sliced[i]]
         whole = [_named(i, t) for i, t in enumerate(self.tensors) if not self.sliced[i]]
         told = f"cut in slices, in dimension {self.dim}: {', '.join(cut)}"
@@ -127,7 +127,7 @@ class SliceableTensors:
         return replace(self, tensors=tuple(t.detach().to(device, non_blocking=True) for t in self.tensors))
 
     def span(self, start: int, stop: int) -> Tensors:
-        """Return tokens [start, stop): views of the sliced tensors, the others whole."""
+        """Return tokens [start, stop): views of the sliced tensors, and the other tensors whole."""
         if self.is_one:
             return (self.tensors[0].narrow(self.dim, start, stop - start),)
         both = zip(self.tensors, self.sliced, strict=True)
@@ -150,7 +150,7 @@ class SliceableTensors:
 
 @dataclass(frozen=True)
 class UncutLabels(SliceableTensors):
-    """Labels in DeepSpeed's own order that have no dimension to cut: `loss_fn` gets them as they are."""
+    """Hold labels in DeepSpeed's own order that have no dimension to cut: `loss_fn` gets them unchanged."""
 
     value: Any
     whole_length: int
@@ -169,7 +169,7 @@ class UncutLabels(SliceableTensors):
         return 1
 
     def to(self, device: torch.device) -> UncutLabels:
-        """Bring a tensor, or a tuple of them, to the device; all else stays where it is, as in the stock engine."""
+        """Bring a tensor, or a tuple of them, to the device; nothing else moves, as in the stock engine."""
         if torch.is_tensor(self.value):
             return replace(self, value=self.value.detach().to(device))
         if isinstance(self.value, tuple) and all(torch.is_tensor(t) for t in self.value):
@@ -198,11 +198,11 @@ def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
     """Raise BatchError for inputs whose sizes alone do not tell whether they are cut.
 
     These are masks that have the sequence's length in two dimensions, and tensors whose numbers may belong to tokens or
-    be features of the rows. `length` is that of the sequences, `rows` are those of the labels.
+    be features of the rows. `length` is the sequence length, `rows` is the number of label rows.
     """
     problems: dict[int, str] = {}
     for index, tensor in enumerate(inputs.tensors):
-        # rows may be as many as tokens by chance: that dimension says nothing
+        # the number of rows may equal the number of tokens by chance, so that dimension does not decide
         sizes, row_dim = list(tensor.shape), 1 if inputs.dim == 0 else 0
         if len(sizes) > row_dim and sizes[row_dim] == length and rows % length == 0:  # as many rows as tokens
             del sizes[row_dim]
@@ -222,7 +222,7 @@ def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
 
 
 def _ways_out(inputs: SliceableTensors, doubtful: Sequence[int]) -> str:
-    """Say which config lets the doubtful inputs be cut, where they can be, and which keeps them whole."""
+    """Say which config cuts the doubtful inputs, if they can be cut, and which config keeps them whole."""
     # without the doubtful inputs they go whole; with them they are cut
     cut = [index for index, is_cut in enumerate(inputs.sliced) if is_cut]
     sure = [index for index in cut if index not in doubtful]

@@ -1,9 +1,9 @@
-"""Hand layers what their part received, or copies of it where they work in place.
+"""Hand layers the tensors that their part received, or copies if the layers work in place.
 
 A received tensor that needs a gradient is a leaf of its slice's graph, and torch lets no layer write to a leaf. Layers
-that do get copies: a hidden state more of memory for each live slice, and the time of the copy and its backward. The
-forwards of the first micro-batch in training run on copies, whose versions tell whether layers write to them; some do
-from the second slice on, where there is a state to add.
+that write to their inputs get copies. A copy takes the memory of one more hidden state for each live slice, and the
+time of the copy and its backward. The forwards of the first micro-batch in training run on copies, whose versions tell
+whether layers write to them. Some layers do so from the second slice on, when there is a state to add.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from terapipe_ds.runtime.batch.cut_tensors import Tensors
 
 
 class WrittenInputError(RuntimeError):
-    """A layer works in place on its input, and did not in the first micro-batch."""
+    """Say that a layer works in place on its input, which it did not do in the first micro-batch."""
 
 
 class HandedInputs:
     """Decide, for each input of a part, whether its layers get the leaf itself.
 
-    Leaves that need no gradient are copied always: nothing would be said of a layer that writes to them.
+    Leaves that need no gradient are always copied: torch raises no error for a layer that writes to them.
 
     Args:
-        may_hand: the leaves are this part's alone. Where the part before on the same stage, a batch or another owner
+        may_hand: the leaves belong to this part alone. If the part before on the same stage, a batch or another owner
             has the same memory, layers get copies.
     """
 
@@ -32,7 +32,7 @@ class HandedInputs:
         self._written: set[int] = set()
 
     def inputs(self, leaves: Tensors) -> Tensors:
-        """Return what the layers get for the leaves of a slice."""
+        """Return the tensors that the layers get for the leaves of a slice."""
         if not self._handed:
             return tuple([leaf.clone() for leaf in leaves])
         return tuple(
@@ -40,7 +40,7 @@ class HandedInputs:
         )
 
     def look(self, leaves: Tensors, inputs: Tensors, is_last: bool = True) -> None:
-        """See, after a forward with a graph, which `inputs` the layers have written to, up to the call that `is_last`.
+        """Learn after a forward with a graph which `inputs` the layers have written to, up to the call that `is_last`.
 
         A tensor whose memory was exchanged (`.data`, as DeepSpeed's checkpointing does to divide or to offload inputs)
         counts as written.
@@ -55,7 +55,7 @@ class HandedInputs:
             self._handed = frozenset(i for i, (leaf, _) in both if i not in self._written and leaf.requires_grad)
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise WrittenInputError where layers have failed with `error` because they have no copy."""
+        """Raise WrittenInputError if layers have failed with `error` because they have no copy."""
         if self._handed and "leaf Variable that requires grad" in text_of(error):
             raise WrittenInputError(
                 "a layer changes its input in place, and did not in the first training forwards, so that it got "

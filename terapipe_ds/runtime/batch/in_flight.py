@@ -1,4 +1,4 @@
-"""Keep what one stage holds of the batch that is running, by part, micro-batch and slice, never by order."""
+"""Keep the data of one stage for the running batch, by part, micro-batch and slice, never by order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Key = tuple[int, int, int]
 
 
 class InFlightError(RuntimeError):
-    """The stage's books do not add up: a bug in the engine, never a wrong gradient."""
+    """Say that the stage's books do not add up: a bug in the engine, never a wrong gradient."""
 
 
 class OrderIndex:
-    """The index of each computation in the order of its stage. It holds no schedule, and is dropped with it."""
+    """Index each computation in the order of its stage. It holds no schedule itself, and is dropped with it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._orders = schedule.orders
@@ -43,7 +43,7 @@ class OrderIndex:
 
 @dataclass
 class SliceInFlight:
-    """A slice between its F and its B: the leaves that went in, what came out, and on the last part its loss."""
+    """Hold a slice between its F and its B: its input leaves, its outputs, and on the last part its loss."""
 
     inputs: Tensors
     outputs: Any
@@ -52,10 +52,10 @@ class SliceInFlight:
 
 @dataclass
 class MicroBatchInFlight:
-    """A micro-batch on this stage. Inputs and labels are there only on the first and the last part.
+    """Hold a micro-batch on this stage. Inputs and labels exist only on the first and the last part.
 
-    `weights` has what the loss of each slice counts with on this rank, `all_weights` that of each share of a slice,
-    where sequence ranks divide it: the shares of all ranks in the order of their tokens.
+    `weights` has the weight of each slice's loss on this rank. `all_weights` has the weight of each share of a slice,
+    if sequence ranks divide it: the shares of all ranks in the order of their tokens.
     """
 
     plan: SlicePlan
@@ -75,7 +75,7 @@ class MicroBatchInFlight:
 
 @dataclass
 class BatchInFlight:
-    """One batch on one stage."""
+    """Hold one batch on one stage."""
 
     schedule: Schedule
     stage_id: int
@@ -87,17 +87,17 @@ class BatchInFlight:
 
     @cached_property
     def split(self) -> frozenset[Key]:
-        """The slices whose weight gradients have an action of their own, W."""
+        """Return the slices whose weight gradients have an action of their own, W."""
         order = self.schedule.orders[self.stage_id] if self.training else ()
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return what decides which kernels run, apart from lengths: mode, schedule, and whether rows are packed."""
+        """Return all that decides on the kernels, apart from lengths: mode, schedule, and whether rows are packed."""
         how = self.training, self.schedule.name
         return frozenset((*how, micro_batch.shape.starts is not None) for micro_batch in self.micro_batches)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
-        """Return what the shapes of activations depend on: (mode, rows, sequence length, slice length)."""
+        """Return the values that decide the shapes of activations: (mode, rows, sequence length, slice length)."""
         micro_batch = self.micro_batches[unit[0]]
         shape = micro_batch.shape
         return self.training, shape.rows, shape.length, micro_batch.plan.lengths[unit[1]]
@@ -121,7 +121,7 @@ class BatchInFlight:
         del self.slices[key]
 
     def assert_done(self, expected_peak: int) -> None:
-        """Check that nothing is left, and that as many slices were live at once as the schedule says."""
+        """Check that nothing is left, and that the peak number of live slices is the one in the schedule."""
         if self.slices:
             raise InFlightError(
                 f"stage {self.stage_id} still holds slices {sorted(self.slices)} (part, micro-batch, slice) at the end "
@@ -134,7 +134,7 @@ class BatchInFlight:
 
 
 class PartInFlight:
-    """The slices of one part in a batch, and the one owner of how long their memory lives.
+    """Hold the slices of one part in a batch, and alone decide how long their memory lives.
 
     | after                       | training                                      | evaluation                    |
     |-----------------------------|-----------------------------------------------|-------------------------------|
@@ -147,7 +147,7 @@ class PartInFlight:
     | W                           | the slice goes                                |                               |
 
     Args:
-        sends_outputs: whether an action of its own sends what F gives; otherwise finishing F finishes its message.
+        sends_outputs: whether an action of its own sends the outputs of F; otherwise finishing F finishes its message.
         sends_gradients: the same for the gradients of B.
     """
 
@@ -166,14 +166,14 @@ class PartInFlight:
         return self.batch.get(self.key(action))
 
     def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
-        """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
+        """Keep the results of F. The logits of the last part live on in the graph of the loss if it holds them."""
         if not self._place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))
         elif self.batch.training:
             self.batch.put(self.key(action), SliceInFlight(inputs, None, loss))
 
     def finish(self, action: Action) -> None:
-        """Give back what no later action needs, now that `action` (F, B, W, or the message of F or B) has run."""
+        """Free all that no later action needs, now that `action` (F, B, W, or the message of F or B) has run."""
         self._FINISH[action.kind](self, action)
 
     def _finish_forward(self, action: Action) -> None:

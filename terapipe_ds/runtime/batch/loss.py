@@ -1,7 +1,7 @@
-"""Weight the losses of slices, so that their sum equals what `loss_fn` gives on the whole sequence.
+"""Weight the losses of slices, so that their sum equals the result of `loss_fn` on the whole sequence.
 
-They weigh by valid labels (`mean_valid`), by tokens (`mean`), not at all (`sum`), or by what
-`loss_fn.slice_weight(labels)` says.
+The weights are the numbers of valid labels (`mean_valid`) or of tokens (`mean`), or all one (`sum`), or the results of
+`loss_fn.slice_weight(labels)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 
 class SliceLossError(ValueError):
-    """The losses of the slices cannot be combined into the loss of the micro-batch."""
+    """Say that the losses of the slices cannot be combined into the loss of the micro-batch."""
 
 
 def slice_weights(
@@ -29,13 +29,13 @@ def slice_weights(
     ignore_index: int,
     slice_weight: Callable[[Any], Any] | None = None,
 ) -> tuple[float, ...]:
-    """Return one factor per slice of `plan`; zeros where no label counts.
+    """Return one factor per slice of `plan`; zeros if no label counts.
 
     Args:
         labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
         loss_reduction: how `loss_fn` reduces: `mean_valid` | `mean` | `sum`.
         slice_weight: `loss_fn.slice_weight`, called with the labels of one slice; replaces `loss_reduction`. A slice's
-            factor is its weight over the sum of all, which is right where `loss_fn` is a sum divided by that weight.
+            factor is its weight over the sum of all, which is right if `loss_fn` is a sum divided by that weight.
     """
     if isinstance(labels, UncutLabels):
         return (1.0,)
@@ -50,7 +50,7 @@ def slice_weights(
 def weights_of(
     labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
 ) -> tuple[float, ...]:
-    """Return one factor per slice as the config and `loss_fn` say; `reduction` replaces that of the config."""
+    """Return one factor per slice from the config and `loss_fn`; `reduction` replaces the config's reduction."""
     weight = getattr(loss_fn, "slice_weight", None)
     reduction = reduction or config.loss_reduction
     return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
@@ -59,7 +59,7 @@ def weights_of(
 def slice_counts(
     labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
 ) -> list[float]:
-    """Return what of each slice's labels counts: what `slice_weight` says, or the number of valid ones."""
+    """Return how much each slice's labels count: the result of `slice_weight`, or the number of valid labels."""
     if slice_weight is not None:
         weights = [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
         for i, weight in enumerate(weights):
@@ -82,7 +82,7 @@ def counts_any(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig
 
 
 class _ExactZero(torch.autograd.Function):
-    """A zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
+    """Make a zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -98,17 +98,17 @@ class _ExactZero(torch.autograd.Function):
 
 
 def exact_zero(outputs: Any) -> torch.Tensor:
-    """Return a scalar zero that hangs on `outputs`, so that the backward of a slice without valid labels still runs."""
+    """Return a scalar zero that depends on `outputs`: the backward of a slice without valid labels still runs."""
     tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
     return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
 
 
 def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of such.
+    """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of scalars.
 
     Without `loss_fn` outputs are losses.
     """
-    # a mean over no labels is NaN, so the loss function is not asked
+    # a mean over no labels is NaN, so the loss function is not called
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(

@@ -11,11 +11,11 @@ from terapipe_ds.runtime.batch.cut_tensors import as_tuple
 
 
 def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
-    """Return where documents start in the rows of a micro-batch; None where each row is one document.
+    """Return where documents start in the rows of a micro-batch; None if each row is one document.
 
     inputs: as the data iterator gives them. `documents` is the key of the config; `dim` counts tokens.
 
-    Raises BatchError where the entry holds no position ids of whole rows.
+    Raises BatchError if the entry holds no position ids of whole rows.
     """
     # find the entry that the config names
     tensors, what = as_tuple(inputs, "the inputs"), f"terapipe.documents = {documents!r}"
@@ -44,9 +44,9 @@ def find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
 
 
 def to_numbers(micro_batches: Iterable[Starts | None]) -> list[int]:
-    """Write the documents of all micro-batches of a batch as one list; it is empty where no row has two.
+    """Write the documents of all micro-batches of a batch as one list; it is empty if no row has two documents.
 
-    For each micro-batch it has the number of rows, 0 for None, and for each row how many starts there are, and these.
+    For each micro-batch it has the number of rows (0 for None), and for each row the number of starts, then the starts.
     """
     batch = list(micro_batches)
     if not any(batch):
@@ -56,7 +56,7 @@ def to_numbers(micro_batches: Iterable[Starts | None]) -> list[int]:
 
 
 def from_numbers(numbers: Sequence[int]) -> list[Starts | None]:
-    """Read what `to_numbers` has written."""
+    """Read the list that `to_numbers` has written."""
     left, batch = iter(numbers), []
     for rows in left:
         starts = tuple(tuple(next(left) for _ in range(next(left))) for _ in range(rows))

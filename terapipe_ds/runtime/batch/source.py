@@ -32,7 +32,7 @@ logger = logging.getLogger("terapipe_ds")
 
 @dataclass
 class DrawnMicroBatch:
-    """What the data iterator gave: inputs for the first part, labels for the last; `seen`: the labels' shape.
+    """Hold one draw from the data iterator: inputs for the first part, labels for the last; `seen`: the labels' shape.
 
     `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict,
     `contents` one of the labels of a tuple.
@@ -51,14 +51,15 @@ class BatchSource:
 
     Args:
         next_batch: DeepSpeed's `PipelineEngine._next_batch`.
-        is_cut: whether sequences of a length are to be cut in slices.
+        is_cut: whether sequences of a length are to be cut into slices.
         length_multiple: the number of tokens that must divide the length of sequences.
         tells: whether this rank writes to the log which inputs are cut.
-        accept: shown the inputs of each micro-batch and where documents start, where the first part is; it may raise.
-        look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
+        accept: called on the rank of the first part, with the inputs of each micro-batch and the starts of documents;
+            it may raise.
+        look_at: called with the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
-        require: called where the last part is, with the lengths of the micro-batches and whether they are trained on;
-            it raises where nothing can run them.
+        require: called on the rank of the last part, with the lengths of the micro-batches and whether they are trained
+            on; it raises if nothing can run them.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class BatchSource:
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
-        """Add `text` to what ranks compare at the next batch besides the config; an error shows it as `what`."""
+        """Let ranks compare `text` at the next batch, in addition to the config; an error shows it as `what`."""
         self._agreements[what] = text
 
     def draw(
@@ -92,13 +93,13 @@ class BatchSource:
     ) -> tuple[list[DrawnMicroBatch], Shapes]:
         """Draw all micro-batches of a batch. Return them with their shapes. A collective over all ranks.
 
-        Without `needs_labels` no loss is computed, and the inputs tell the length where there are no labels.
+        Without `needs_labels` no loss is computed. If there are no labels, the inputs tell the length.
         """
         drawn: list[DrawnMicroBatch] = []
         shapes: Shapes | None = None
         error: BaseException | None = None
         sums = DataSums()
-        # an error here must not keep the other ranks waiting: they hear of it below
+        # an error here must not keep the other ranks waiting: they learn of it below
         try:
             self._check()
             drawn = [self._draw_one(index, needs_labels) for index in range(num_micro_batches)]
@@ -112,7 +113,7 @@ class BatchSource:
                 sums = self._sums(drawn, labels)
         except Exception as caught:
             error = caught
-        # tell what this rank has, and learn the shapes
+        # report the data of this rank, and learn the shapes
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
         starts = tuple(each.starts for each in drawn)
@@ -122,7 +123,7 @@ class BatchSource:
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
-        """Return the checksums of what this stage uses: the inputs on the first, the labels on the last."""
+        """Return the checksums of the data that this stage uses: the inputs on the first, the labels on the last."""
         values = [each.value if isinstance(each, UncutLabels) else each.tensors for each in labels]
         return DataSums(
             checksum([(as_tuple(each.inputs, "the inputs"), each.starts) for each in drawn])
@@ -132,7 +133,7 @@ class BatchSource:
         )
 
     def _check_inputs(self, drawn: Sequence[DrawnMicroBatch], shapes: Shapes) -> None:
-        """Check the inputs of micro-batches whose labels this stage was not given."""
+        """Check the inputs of micro-batches whose labels this stage did not get."""
         for each, shape in zip(drawn, shapes, strict=True):
             if self._is_first and each.seen is None:
                 self._sliceable(each.inputs, shape, self._is_cut(shape.length))
@@ -146,7 +147,7 @@ class BatchSource:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
-        # stages that draw compare what they were given, though each uses only a part of it
+        # stages that draw compare all data that they got, though each uses only a part of it
         _require_rows(batch, micro_batch_id, row_dim=1 if self._config.sequence_dim == 0 else 0)
         inputs, labels, starts = self._read(batch, needs_labels)
         if len(self._place.drawing) > 1:
@@ -189,7 +190,7 @@ class BatchSource:
         return read
 
     def _tells_nothing(self, labels: Any) -> bool:
-        """Return whether labels say nothing of the sequences. In DeepSpeed's own order they may be of any kind."""
+        """Return whether labels do not show the sequences. In DeepSpeed's own order they may be of any kind."""
         if not self._config.is_stock_order:
             return _is_absent(labels)
         tensors = (labels,) if torch.is_tensor(labels) else labels if isinstance(labels, (tuple, list)) else ()
@@ -209,7 +210,7 @@ class BatchSource:
         return self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :])
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
-        """Return labels to cut; in DeepSpeed's own order those without `sequence_dim` (a class per image) are whole."""
+        """Return labels to cut. In DeepSpeed's order, labels without `sequence_dim` (a class per image) are whole."""
         dim = self._config.sequence_dim
         if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0
@@ -233,7 +234,7 @@ class BatchSource:
         return MicroBatchShape.of(labels)
 
     def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
-        """Return the inputs of a micro-batch, with which of them are cut by `plan`."""
+        """Return the inputs of a micro-batch, marked with which of them `plan` cuts."""
         sliceable = self._sliceable(inputs, shape, plan.num_slices > 1)
         if plan.num_slices > 1 and self._tells:
             self._tells = False
@@ -293,6 +294,6 @@ def _copied(data: Any) -> Any:
 
 
 def _length_of(inputs: Any, dim: int) -> int:
-    """Return the size of the first input that has the dimension; 1 where none has, or its size is 0."""
+    """Return the size of the first input that has the dimension; 1 if none has it, or its size is 0."""
     tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)

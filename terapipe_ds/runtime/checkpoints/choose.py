@@ -26,34 +26,34 @@ from terapipe_ds.runtime.log import first_line
 
 logger = logging.getLogger("terapipe_ds")
 
-Damaged = Mapping[str, str]  # what is wrong with the contents of checkpoints, by `read_as`
+Damaged = Mapping[str, str]  # damage in the contents of checkpoints, by `read_as`
 
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
     """Name a checkpoint to load."""
 
-    tag: str | None  # as it was saved; None: there is none, which DeepSpeed says
-    read_as: str | None  # the tag by which DeepSpeed finds its files; another one if a kill came before they were named
+    tag: str | None  # as it was saved; None: there is none, and DeepSpeed reports this
+    read_as: str | None  # the tag by which DeepSpeed finds its files; not `tag` if a kill came before they were named
     manifest: Manifest | None = None  # None for checkpoints of DeepSpeed's own engine, and of its converter
-    note: str | None = None  # what is unexpected about the choice
-    pickled: str | None = None  # a file that only runs as a program, where this is allowed
+    note: str | None = None  # an unexpected fact about the choice
+    pickled: str | None = None  # a file that can only be read as a program, if this is allowed
 
 
 def find_checkpoint(
     engine: PipelineEngine, world: Any, load_dir: str, tag: str | None, with_optimizer: bool, allow_pickle: bool
 ) -> ChosenCheckpoint:
-    """Choose a checkpoint whose files are what was saved. A collective over all ranks, which share the files to read.
+    """Choose a checkpoint whose files are intact. A collective over all ranks, which share the files to read.
 
     The ranks that name files choose, each for its node.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint that is asked for is not whole, with the files that are missing
-            or damaged; or a file would run code, and `allow_pickle` does not permit it.
+        CheckpointError: on every rank: the requested checkpoint is not whole (the error names the files that are
+            missing or damaged), or a file would run code, and `allow_pickle` does not permit it.
     """
     folder, tag, leads = Path(load_dir), None if tag is None else str(tag), is_leader(engine)
     is_universal, damaged = bool(engine.load_universal_checkpoint()), dict[str, str]()
-    # A node with a disk of its own reads all of its files by one rank: we do not know how many ranks it has
+    # On a node with a disk of its own, one rank reads all files: we do not know how many ranks the node has
     is_own = engine.use_node_local_storage()
     share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
 
@@ -64,13 +64,13 @@ def find_checkpoint(
             raise CheckpointError(str(error)) from error
 
     while True:
-        # Sizes first, which the leaders compare; checksums and contents then, by all ranks
+        # The leaders compare sizes first. Then all ranks compare checksums and contents
         chosen = _same_everywhere(folder, gather_results(choose if leads else None, world), engine.global_rank, world)
         looked = gather_results(partial(look_at_contents, folder, chosen, with_optimizer, allow_pickle, *share), world)
         problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
             break
-        # Another one takes its place only where the user has not named this one
+        # Another one takes its place only if the user has not named this one
         if tag is not None or is_universal:
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
@@ -81,7 +81,7 @@ def find_checkpoint(
 
 
 def _same_everywhere(folder: Path, choices: list[ChosenCheckpoint | None], rank: int, world: Any) -> ChosenCheckpoint:
-    """Return the choice of the node of `rank`, where all nodes have chosen the same and all ranks see it."""
+    """Return the choice of the node of `rank`, if all nodes have chosen the same one and all ranks see it."""
     made = [choice for choice in choices if choice is not None]
     if len(tags := {choice.tag for choice in made}) > 1:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def _same_everywhere(folder: Path, choices: list[ChosenCheckpoint | None], rank:
 
 
 def _notes(chosen: ChosenCheckpoint) -> Iterator[str]:
-    """Yield what the user should know of a checkpoint before it is loaded."""
+    """Yield notes for the user about a checkpoint before it is loaded."""
     if chosen.note:
         yield chosen.note
     if chosen.manifest is not None and not chosen.manifest.checksums:
@@ -107,12 +107,12 @@ def _notes(chosen: ChosenCheckpoint) -> Iterator[str]:
 def look_at_contents(
     folder: Path, chosen: ChosenCheckpoint, with_optimizer: bool, allow_pickle: bool, index: int = 0, count: int = 1
 ) -> tuple[str | None, str | None]:
-    """Compare the checksums of every `count`-th file, and read it strictly: what cannot be read is damaged.
+    """Compare the checksums of every `count`-th file, and read it strictly: an unreadable file is damaged.
 
-    Return what is damaged, and a file that can be read as a program only. With a `count` of 0 nothing is read.
+    Return the damage, and a file that can only be read as a program. With a `count` of 0 nothing is read.
 
     Raises:
-        PickleRefused: a file can be read as a program only, where this is not allowed.
+        PickleRefused: a file can only be read as a program, and this is not allowed.
     """
     if chosen.read_as is None or count == 0:
         return None, None
@@ -169,14 +169,14 @@ def choose_checkpoint(
 ) -> ChosenCheckpoint:
     """Choose the checkpoint `tag`, or the one that `latest` names, or the newest whole one if that one is not whole.
 
-    `latest` is believed if it names an older one: that is how people go back. Nothing changes in `folder`.
+    `latest` counts even if it names an older one: people go back in this way. Nothing changes in `folder`.
 
     Raises:
-        CheckpointError: the checkpoint that is asked for is not whole, with the files that are missing; or none is.
+        CheckpointError: the requested checkpoint is not whole (the error names the missing files), or none is whole.
     """
     if tag is not None:
         return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
-    # `latest` is believed, whatever else is there; only where it leads nowhere is another one looked for
+    # `latest` counts, whatever else is there. Only if it leads nowhere, search for another one
     latest = folder / LATEST
     try:
         if not latest.is_file():
@@ -203,7 +203,7 @@ def _not_whole(path: Path, problem: str) -> str:
 
 
 def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> ChosenCheckpoint:
-    """Choose the checkpoint of a tag, or what a killed save has left of it; refuse one that is not whole."""
+    """Choose the checkpoint of a tag, or the folder that a killed save has left; refuse one that is not whole."""
     if paths.final.exists():
         manifest = Manifest.read(paths.final)
         problem = None if manifest is None else manifest.problem(paths.final, with_optimizer)
@@ -249,9 +249,9 @@ def _loaders(engine: PipelineEngine) -> list[Any]:
 
 
 def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any]) -> Any:
-    """Return what DeepSpeed's method `load` gives on this rank; what it raises on one rank is raised on all.
+    """Return the result of DeepSpeed's method `load` on this rank; all ranks raise an error of one rank.
 
-    The ranks agree before tied weights are sent, or else at the end. A collective over all ranks.
+    The ranks agree before tied weights are sent, or otherwise at the end. A collective over all ranks.
     """
     first, is_told, send_tied_weights = FirstError(), False, engine.module._synchronize_tied_weights
 
@@ -265,7 +265,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         agree()
         send_tied_weights()
 
-    # Ranks whose load failed come to the collective of tied weights too, and leave it together with the others
+    # Ranks whose load failed also enter the collective of tied weights, and leave it together with the others
     with ExitStack() as stack:
         stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
         for owner in _loaders(engine):

@@ -1,7 +1,7 @@
 """Find out whether the machines of a job see the same checkpoints, before somebody relies on one that is in pieces.
 
-Each rank writes the files of its own layers. On machines with disks of their own, a folder that is there on each holds
-a piece of the checkpoint on each. DeepSpeed (0.19.8) writes those without a word, and cannot load them.
+Each rank writes the files of its own layers. If each machine has its own disk, the same folder holds a different piece
+of the checkpoint on each machine. DeepSpeed (0.19.8) writes these pieces without a warning, and cannot load them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terapipe_ds.runtime.agreement import by_text, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 
 T = TypeVar("T")
-PATIENCE_S = 5.0  # until a network file system shows on one machine what another has made
+PATIENCE_S = 5.0  # the time until a network file system shows the files of one machine on another
 _LOOK_S = 0.1
 _SHARE = (
     "Give all machines one folder that they share, by its absolute path (a network file system); for a load, a copy of "
@@ -29,9 +29,9 @@ _SHARE = (
 
 
 def require_shared(folder: Path, world: Any) -> None:
-    """Raise CheckpointError on every rank where some do not see a folder that rank 0 sees. A collective over all ranks.
+    """Raise CheckpointError on every rank if some do not see a folder that rank 0 sees. A collective over all ranks.
 
-    Those that see none look again for a while. A rank that cannot look (no permission, a stale handle) is an error too.
+    Ranks that do not see it retry for a while. It is also an error if a rank cannot look (no permission, stale handle).
     """
     sees = on_each_rank(world, f"look at {folder}", folder.is_dir)
     if all(sees) or not sees[0]:
@@ -47,10 +47,10 @@ def require_shared(folder: Path, world: Any) -> None:
 
 
 def on_each_rank(world: Any, what: str, act: Callable[[], T] | None) -> list[T | None]:
-    """Return what `act` gives on each rank; an error of one rank is a CheckpointError on all of them.
+    """Return the result of `act` on each rank; an error of one rank is a CheckpointError on all of them.
 
-    Every look at a file between two collectives goes through here or `gather_results`: a rank that raises alone leaves
-    the others waiting.
+    Every access to a file between two collectives goes through this function or `gather_results`: a rank that raises
+    alone leaves the others waiting.
     """
 
     def attempt() -> T | None:
@@ -63,21 +63,21 @@ def on_each_rank(world: Any, what: str, act: Callable[[], T] | None) -> list[T |
 
 
 def _appears(folder: Path) -> bool:
-    """Return whether a folder is there, or comes up soon."""
+    """Return whether a folder exists, or appears soon."""
     until_s = time.monotonic() + PATIENCE_S
     while not folder.is_dir():
         if time.monotonic() >= until_s:
             return False
-        # A network file system asks its server what is in a folder that is listed: the nearest one that is there
+        # To list a folder, a network file system asks its server. So list the nearest folder that exists
         os.listdir(next(path for path in folder.absolute().parents if path.is_dir()))
         time.sleep(_LOOK_S)
     return True
 
 
 def problem_of_local_storage(engine: PipelineEngine) -> str | None:
-    """Say why checkpoints on disks of single machines cannot be loaded again; None: they can, or are not asked for.
+    """Say why checkpoints on disks of single machines cannot be loaded again; None: they can, or are not configured.
 
-    DeepSpeed lets one rank of each machine save what is not of single layers, and looks for that of all stages.
+    DeepSpeed lets one rank of each machine save the files that are of no single layer, but loads those of all stages.
     """
     if not engine.use_node_local_storage():
         return None

@@ -1,8 +1,8 @@
-"""Save and load checkpoints of an engine around DeepSpeed's own methods, and refuse what does not fit the engine.
+"""Save and load checkpoints of an engine by DeepSpeed's own methods, and refuse checkpoints that do not fit.
 
-Plan and schedule may differ from those of the checkpoint; TP x PP x DP may not. DeepSpeed (0.19.8) fails with another
-tensor-parallel size, and with another number of stages it fills optimizers with states of other layers, or with zeros.
-So a checkpoint is looked at before DeepSpeed reads it, and refused alike on every rank.
+The plan and the schedule may differ from the checkpoint's; TP x PP x DP may not. DeepSpeed (0.19.8) fails with another
+tensor-parallel size. With another number of stages it fills optimizers with states of other layers, or with zeros. So
+this module checks a checkpoint before DeepSpeed reads it, and every rank refuses it alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONVERT = (
 
 
 class LoadOptions(NamedTuple):
-    """Hold what `load_checkpoint` is asked for besides a folder and a tag, in DeepSpeed's order."""
+    """Hold the arguments of `load_checkpoint` that follow the folder and the tag, in DeepSpeed's order."""
 
     module_strict: bool
     optimizer_states: bool
@@ -51,7 +51,7 @@ class LoadOptions(NamedTuple):
     custom_load_fn: Any
 
     def loaded(self) -> list[str]:
-        """Return what a load sets."""
+        """Return names for all that a load sets."""
         more = ("optimizer states", self.optimizer_states), ("learning rates", self.lr_scheduler_states)
         whole = ["numbers of steps", *(name for name, is_asked in more if is_asked)]
         return ["parameters", *([] if self.module_only else whole)]
@@ -65,7 +65,7 @@ class SafeCheckpoints:
     ) -> None:
         self._engine, self._layout, self._world = engine, layout, world
         self._plans, self._watchdog, self._allow_pickle = plans, watchdog, allow_pickle
-        self._half_loaded: dict[str, str] = {}  # what may be of two checkpoints, and why
+        self._half_loaded: dict[str, str] = {}  # contents that may be of two checkpoints, and the reason
 
     def save(
         self,
@@ -98,20 +98,20 @@ class SafeCheckpoints:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
-            # Before DeepSpeed reads: is a checkpoint whole, and is it one of this engine?
+            # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
                 stack.enter_context(strict_loading())
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
-            # Of another layout, states go to the stages that hold their parameters, the fp32 copies of ZeRO among them
+            # States of another layout go to the stages that hold their parameters. ZeRO's fp32 copies are among them
             has_copies = engine.zero_optimization() and not options.module_only
             if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
                 states = optimizer_states(engine, self._layout, self._world)
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
-            # After an error the parameters may be of two checkpoints, until a load of as much succeeds
+            # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
@@ -121,13 +121,13 @@ class SafeCheckpoints:
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
-            (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
+            (loaded[1] or {}).pop(key, None)  # DeepSpeed takes keys that it does not know for the client's
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
 
     def refuse_half_loaded(self) -> None:
-        """Raise CheckpointError, on every rank alike, where a load has failed after it had begun to set parameters."""
+        """Raise CheckpointError, on every rank alike, if a load has failed after it had begun to set parameters."""
         for why in self._half_loaded.values():
             raise CheckpointError(
                 f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, "
@@ -135,7 +135,7 @@ class SafeCheckpoints:
             )
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
 def refuse_what_does_not_fit(
@@ -144,12 +144,12 @@ def refuse_what_does_not_fit(
     """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
 
     Raises:
-        TeraPipeConfigError: on every rank: what would be loaded wrongly, and what to do.
-        CheckpointError: on every rank: the file to look at cannot be read.
+        TeraPipeConfigError: on every rank: contents that would be loaded wrongly, and the remedy.
+        CheckpointError: on every rank: the file to check cannot be read.
     """
 
     def look() -> str | None:
-        # The file of the first rank tells the sizes of all; DeepSpeed says itself that it is missing
+        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
         problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
         if problem is not None or path is None or not path.is_file():
@@ -171,7 +171,7 @@ def refuse_what_does_not_fit(
 
 
 def warn_of_checkpoints(engine: PipelineEngine) -> None:
-    """Warn before hours of training of checkpoints that cannot be saved, or cannot be loaded whole."""
+    """Warn before hours of training if checkpoints cannot be saved, or cannot be loaded whole."""
     if (problem := problem_of_local_storage(engine)) is not None:
         logger.warning("save_checkpoint will be refused: %s", problem)
     if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
@@ -183,7 +183,7 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
-    """Say why the next step would undo the load: without ZeRO, DeepSpeed may leave the fp32 copies as they were."""
+    """Say why the next step would undo the load: without ZeRO, DeepSpeed may not load the fp32 copies."""
     if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
         return None
     if isinstance(engine.optimizer, BF16_Optimizer):
@@ -206,7 +206,7 @@ def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_opt
     saved_tensor, saved_stages = (dimensions.get(key) for key in (_TP_DEGREE, _PP_DEGREE))
     tensor, stages = engine.grid.get_slice_parallel_world_size(), engine.grid.get_pipe_parallel_world_size()
     alone = "Load the parameters alone, with load_module_only=True. To keep the states: "
-    # those that ZeRO divides states over, the ranks of each slice among them
+    # the ranks that ZeRO divides states over, which include the ranks of each slice
     replicas, saved_replicas = engine.seq_dp_world_size, saved.get("dp_world_size")
     splits, why = with_optimizer and engine.zero_optimization(), f"ZeRO splits optimizer states over them. {alone}"
     for matters, theirs, ours, who, reason in (
@@ -220,7 +220,7 @@ def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_opt
 
 
 def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
-    """Compare sizes that a module writes down beside its parameters: shapes do not tell heads from head size."""
+    """Compare sizes that a module saves beside its parameters: shapes do not tell heads from head size."""
     both = saved.get(constants.UNIVERSAL_CHECKPOINT_INFO), _description(module)
     theirs, ours = (info.get(MODEL_SIZES) if isinstance(info, Mapping) else None for info in both)
     if theirs is None or ours is None:
@@ -235,16 +235,16 @@ def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
 
 
 def _description(module: Any) -> Any:
-    """Return how a module describes its parameters to DeepSpeed's converter: in a dict, by a method, or not at all."""
+    """Return the description of parameters that a module has for DeepSpeed's converter: a dict, a method, or None."""
     info = getattr(module, constants.UNIVERSAL_CHECKPOINT_INFO, None)
     return info() if callable(info) else info
 
 
 def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add to `client_state` what a method of the module says of its parameters.
+    """Add to `client_state` the description of its parameters that a method of the module returns.
 
     DeepSpeed (0.19.8) takes `universal_checkpoint_info` for a dict and would save the method, with the module and its
-    process groups. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
+    process groups. Megatron-DeepSpeed, where it is a method, passes the method's dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
     if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):

@@ -1,7 +1,7 @@
-"""List what a whole checkpoint consists of, with a checksum of each file: damage is seen before anything is loaded.
+"""List the files of a whole checkpoint, with a checksum of each: damage shows before anything is loaded.
 
-The checksums are against damage (a flipped bit, a file of another step), not against somebody who means harm: whoever
-can write the files can write the list.
+The checksums detect damage (a flipped bit, a file of another step). They do not protect against attackers: whoever can
+write the files can write the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_as
 
 MANIFEST = "terapipe_complete.json"
-OPTIMIZER_FILES = "optim_states.pt"  # how the names of files end that only optimizers need
+OPTIMIZER_FILES = "optim_states.pt"  # the end of the names of files that only optimizers need
 _SHOWN = 4  # files in a message
 _READ_BYTES = 2**22
 _LAST_KEY = ',\n "checksum": '  # of a list
@@ -53,7 +53,7 @@ def _within(files: dict[str, int]) -> dict[str, int]:
 
 
 class Manifest(BaseModel):
-    """List the files of a checkpoint, and what it was trained with."""
+    """List the files of a checkpoint, and the settings of its training."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -77,7 +77,8 @@ class Manifest(BaseModel):
         """Read the list of a folder; None: there is none, as in checkpoints of DeepSpeed's own engine.
 
         Raises:
-            CheckpointError: the file is no such list. OSError: it cannot be read, or is too large.
+            CheckpointError: the file is no such list.
+            OSError: it cannot be read, or is too large.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -96,7 +97,7 @@ class Manifest(BaseModel):
         return manifest
 
     def problem(self, folder: Path, with_optimizer: bool = True) -> str | None:
-        """Say which files `folder` lacks or has with another size; None: it has all that are to be loaded."""
+        """Say which files `folder` lacks or has with another size; None: it has all files to load."""
         problems = []
         for name in self.names(with_optimizer):
             path, size = folder / name, self.files[name]
@@ -107,11 +108,11 @@ class Manifest(BaseModel):
         return in_short(problems)
 
     def names(self, with_optimizer: bool = True) -> list[str]:
-        """Return the files that are to be loaded."""
+        """Return the files to load."""
         return sorted(name for name in self.files if with_optimizer or not name.endswith(OPTIMIZER_FILES))
 
     def damage(self, folder: Path, name: str) -> str | None:
-        """Say that a file is not what was saved; None where it is, or where the list does not tell."""
+        """Say that a file differs from the saved one; None if it is equal, or if the list does not tell."""
         expected = self.checksums.get(name)
         if expected is None or checksum_of(folder / name) == expected:
             return None
@@ -119,6 +120,6 @@ class Manifest(BaseModel):
 
 
 def in_short(problems: list[str]) -> str | None:
-    """Return the first few of `problems` as one text; None where there are none."""
+    """Return the first few of `problems` as one text; None if there are none."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return ", ".join(problems[:_SHOWN]) + more if problems else None

@@ -1,7 +1,8 @@
 """Take the saved state of an optimizer apart by parameter, and put one together for other parameters.
 
-An optimizer saves its states in vectors. In torch's own optimizers each parameter is one; in DeepSpeed's ZeRO-1, bf16
-and fused fp16 ones all parameters of a group are one, which may be cut in partitions, one for each replica.
+An optimizer saves its states in vectors. In torch's own optimizers each parameter has its own vector. In DeepSpeed's
+ZeRO-1, bf16 and fused fp16 optimizers all parameters of a group share one vector, which may be cut into partitions, one
+for each replica.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Groups = tuple[tuple[str, ...], ...]
 Shapes = Mapping[str, tuple[int, ...]]
 State = Mapping[str, Any]
 _MASTER = "terapipe fp32 copy"  # key of a parameter's fp32 copy beside those of its optimizer states
-_PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # what has the shape of its parameter
+_PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # states with the shape of their parameter
 
 
 class StateError(ValueError):
-    """Say that a saved state is not of the form, or not of the parameters, that it should be."""
+    """Say that a saved state has an unexpected form, or belongs to other parameters."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,20 @@ class Piece:
     stop: int
 
     def overlap(self, other: Piece) -> tuple[int, int] | None:
-        """Return the first element and the end of what both have; None: nothing."""
+        """Return the first element and the end of the range that both have; None: they share nothing."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return (start, stop) if self.name == other.name and (start < stop or self == other) else None
 
 
 @dataclass(frozen=True)
 class Content:
-    """Hold what an optimizer has of a piece: vectors with a number for each element, and everything else."""
+    """Hold an optimizer's states of a piece: vectors with a number for each element, and everything else."""
 
     vectors: dict[str, Tensor]
     others: dict[str, Any]
 
     def on_cpu(self) -> Content:
-        """Return a copy on the CPU whose tensors are no views: a view would be sent with its whole storage."""
+        """Return a copy on the CPU without views: torch would send a view with its whole storage."""
         vectors, others = (
             {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in values.items()}
             for values in (self.vectors, self.others)
@@ -90,9 +91,9 @@ class StateForm:
     inner: str | None = None  # where a wrapper keeps the state of torch's optimizer
     masters: str | None = None  # where it keeps the fp32 copies of parameters
     is_flat: bool = False  # all parameters of a group make one vector
-    num_partitions: int = 1  # parts of one length that a vector is cut in
+    num_partitions: int = 1  # equally long parts that a vector is cut into
     alignment: int = 1  # the length of a vector is a multiple of it
-    lists_pieces: bool = False  # the state says where parameters are, as those that are cut do
+    lists_pieces: bool = False  # the state says where parameters are, as states in partitions do
     strips: bool = False  # the fp32 copies are saved without the zeros at the end
 
 
@@ -114,16 +115,16 @@ class Shard:
         """Take a saved state apart.
 
         Raises:
-            StateError: the state is not that of these parameters.
+            StateError: the state belongs to other parameters.
         """
-        # What does not fit is an error now, before elements of other parameters are taken for these
+        # Raise now if anything does not fit, before elements of other parameters are taken for these
         counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]
         wanted = [len(vectors) for vectors in self._vectors]
         if counts != wanted:
             raise StateError(f"groups of {counts} parameters where {wanted} were to be")
         if any(any(paddings) for paddings in state.get(constants.PARAM_ALIGNMENT_PADDINGS, ())):
             raise StateError("zero_optimization.parameter_alignment was on")
-        # Every vector is cut at the borders of its parameters; what is not a vector belongs to all of them
+        # Cut every vector at the borders of its parameters; values that are no vectors belong to all of them
         contents = {}
         for index, vectors in enumerate(self._vectors):
             for position, vector in enumerate(vectors):
@@ -137,7 +138,7 @@ class Shard:
         return contents
 
     def put(self, state: State, received: Received) -> dict[str, Any]:
-        """Return a saved state with what was received, which covers these parameters, in place of what it has."""
+        """Return a saved state whose contents are replaced by `received`, which covers these parameters."""
         # Number the parameters anew, group by group, as torch does
         inner = self._inner(state)
         states: dict[int, dict[str, Any]] = {}
@@ -148,7 +149,7 @@ class Shard:
             copies = [of_parameter.pop(_MASTER, None) for of_parameter in filled.values()]
             masters.append(copies[0] if self.form.is_flat else copies)
             states |= {number: of_parameter for number, of_parameter in filled.items() if of_parameter}
-        # Around it goes what the wrapper keeps: all else stays as it was saved
+        # Around it goes the wrapper's state: all else stays as it was saved
         made = {**inner, "state": states, "param_groups": param_groups}
         if self.form.inner is not None:
             made = {**state, self.form.inner: made}
@@ -224,7 +225,7 @@ class Shard:
                 raise StateError(f"{name} is at {there.get(name)} where {here.get(name)} was to be")
 
     def _listed(self, state: State) -> dict[str, Any]:
-        """Return where parameters are, as DeepSpeed lists it."""
+        """Return the places of parameters in the form of DeepSpeed's list."""
         is_last = self.partition == self.form.num_partitions - 1
         paddings, mappings = [], []
         for (vector,) in self._vectors:
@@ -248,7 +249,7 @@ def form_of(optimizer: Any) -> StateForm | None:
         if not is_zero and not optimizer.using_real_optimizer:
             return None
         inner, masters = constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS
-        count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
+        count = int(optimizer.partition_count[0])  # the same for each group, if there are no experts
         alignment = optimizer.nccl_start_alignment_factor * count
         return StateForm(inner, masters, True, count, alignment, lists_pieces=True, strips=is_zero)
     if isinstance(optimizer, FP16_Optimizer):

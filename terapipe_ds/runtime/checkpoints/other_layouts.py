@@ -1,11 +1,11 @@
 """Keep optimizer states in checkpoints as DeepSpeed's own engine would have them, whatever the layout of this one.
 
-A stage that holds several parts has other layers than the same stage in DeepSpeed's own cut. Its states go where
-DeepSpeed has them while a checkpoint is saved, and back on load, by the names of parameters that a checkpoint lists.
-States that cannot be brought there are saved in an envelope that only this package opens.
+A stage that holds several parts has other layers than the same stage in DeepSpeed's own cut. A save moves its states to
+the stages where DeepSpeed has them, and a load moves them back, by the names of parameters that a checkpoint lists.
+States that cannot be moved are saved in an envelope that only this package opens.
 
-DeepSpeed saves optimizer states by stage, and in a stage by number, which another layout gives to another parameter.
-Names stay: they are made of the number of the layer, or of its tied key.
+DeepSpeed saves optimizer states by stage, and in a stage by number. Another layout gives the number to another
+parameter. Names do not change: they contain the number of the layer, or its tied key.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Orders = tuple[Groups, ...]
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """Know which stage of a pipeline holds which optimizer states, in which order, and move them."""
+    """Know which optimizer states each stage of a pipeline holds, in which order, and move them."""
 
     engine: PipelineEngine
     world: Any  # a group of all ranks on the CPU
@@ -67,12 +67,12 @@ class OptimizerStates:
 
     @contextmanager
     def saved_in_stock_order(self) -> Iterator[dict[str, Any]]:
-        """Let the optimizer give its states as DeepSpeed's own engine would, and yield what to save beside them.
+        """Let the optimizer give its states as DeepSpeed's own engine would, and yield the values to save beside them.
 
         A collective over all ranks.
         """
         optimizer, stage_id = self.engine.optimizer, self.engine.stage_id
-        # The layers are where DeepSpeed has them: it saves what it should
+        # The layers are where DeepSpeed has them, so it saves the right states
         if self.stock == self.orders:
             yield {LISTED: self.orders[stage_id]}
             return
@@ -82,8 +82,8 @@ class OptimizerStates:
                 state = self._reordered(state, self.orders, self.stock, self.owners)
             except TeraPipeConfigError as error:  # on every rank
                 problem = str(error)
-        # DeepSpeed asks the optimizer for its state while it saves. What cannot be moved goes into an envelope, which
-        # DeepSpeed's own engine fails to load: it would give these states to other parameters
+        # DeepSpeed asks the optimizer for its state while it saves. States that cannot be moved go into an envelope,
+        # which DeepSpeed's own engine fails to load: it would give these states to other parameters
         with ExitStack() as stack:
             if problem is not None or self.stock is None:
                 state, listed = {ENVELOPE: state, "reason": problem}, {LISTED: self.orders[stage_id], ENVELOPE: problem}
@@ -107,7 +107,7 @@ class OptimizerStates:
         if len(of_ranks) < len(everyone):  # DeepSpeed says which file is missing
             yield
             return
-        # One rank of each stage tells its order; without names it is that of DeepSpeed's own cut
+        # One rank of each stage tells its order; without names, it is the order of DeepSpeed's own cut
         stages = range(self.engine.num_stages)
         saved = [of_ranks[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
         listed = [of_stage.listed for of_stage in saved if of_stage.listed is not None]
@@ -120,7 +120,7 @@ class OptimizerStates:
         load, replica = self.engine.optimizer.load_state_dict, self.engine.grid.get_data_parallel_id()
 
         def load_in_order(whole: Any = None, *args: Any, **kwargs: Any) -> Any:
-            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's, of which a rank reads its own
+            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's; a rank reads its own
             state = whole if by_replica is None else by_replica[replica]
             state = state[ENVELOPE] if in_envelope else state
             if orders != self.orders:
@@ -138,7 +138,7 @@ class OptimizerStates:
     ) -> dict[str, Any]:
         """Bring `state` of this rank into another order, or refuse it on every rank. A collective over all ranks."""
         assert self.form is not None
-        # Without partitions all replicas hold the same, and each brings its own stage's states
+        # Without partitions all replicas hold the same states, and each replica moves its own
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
         sources, targets = (shards_of(self.form, orders, self.shapes) for orders in (before, after))
@@ -215,17 +215,17 @@ class _Saved(NamedTuple):
 
 
 def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> OptimizerStates | None:
-    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks."""
+    """Learn which states the optimizers of all stages hold; None: no optimizer. A collective over all ranks."""
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return None
-    # What keeps states from being moved is the same on all ranks in the end: they decide alike
+    # All ranks end up with the same reasons against moving states, so they decide alike
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
     if engine.has_moe_layers or form is None:
         stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
     here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
-    # The stages tell one another what they hold, in the order of their optimizers
+    # The stages exchange the names of their parameters, in the order of their optimizers
     everyone = gather((here, _groups_of(engine), stuck), world)
     stages = [everyone[grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
     shapes = {name: shape for named, *_ in stages for name, shape in named.items()}
@@ -235,7 +235,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     stuck = stuck or next((problem for *_, problem in everyone if problem is not None), None)
     for name in (name for groups in orders for names in groups for name in names if name.startswith("loss_fn.")):
         stuck = stuck or f"{name} is no parameter of a layer, and some stages have wrong states of it"
-    # DeepSpeed's own order is known where nothing moved, or where the groups follow the module
+    # DeepSpeed's own order is known if nothing moved, or if the groups follow the module
     unknown, owners = None, {}
     as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
     if not as_stock:
@@ -266,7 +266,7 @@ def _problem_of_order(shapes: Shapes, groups: Groups) -> str | None:
     return None if strange is None else f"{strange} is no parameter of a layer"
 
 
-# -- which states go where ---------------------------------------------------------------------------------------------
+# -- routes of states --------------------------------------------------------------------------------------------------
 
 
 class Holder(NamedTuple):
@@ -296,9 +296,9 @@ def moved(
     rank_of: Callable[[Holder], int],
     group: Any,
 ) -> Received:
-    """Send the pieces that this rank has and others need, and return those that it needs. A collective.
+    """Send the pieces that this rank has and others need, and return the pieces that it needs. A collective.
 
-    `owners` are the stages whose states count, for parameters that have copies; `group` is on the CPU.
+    For parameters with copies, `owners` are the stages whose states count. `group` is on the CPU.
     """
     # All ranks go through the routes in one order, so that no two wait for one another
     received: dict[str, list[tuple[Piece, Content]]] = {}
@@ -317,7 +317,7 @@ def moved(
 def routes_between(
     before: Shards, after: Shards, owners: Mapping[str, int]
 ) -> dict[tuple[Holder, Holder], list[Piece]]:
-    """Return which pieces go where: from their owner, else the target's own stage, else the first one that has them."""
+    """Return the routes of pieces: from the owner, else the target's own stage, else the first stage that has them."""
     sources: dict[tuple[str, int], list[tuple[Holder, Piece]]] = {}
     first: dict[str, int] = {}
     for source, shard in before.items():
@@ -337,7 +337,7 @@ def routes_between(
 def stock_orders(module: Any, shapes: Shapes, orders: Orders) -> Orders:
     """Return the orders in DeepSpeed's own engine, which cuts the module as it did at first: tied layers before others.
 
-    `shapes` have the parameters of each layer in the module's order, `orders` of this engine tell their groups.
+    `shapes` has the parameters of each layer in the module's order. `orders` of this engine tells their groups.
     """
     by_layer: dict[LayerName | None, list[str]] = {}
     for name in shapes:

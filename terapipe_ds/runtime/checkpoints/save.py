@@ -1,7 +1,7 @@
 """Save a checkpoint so that a kill at any point leaves the earlier one or this one whole.
 
 DeepSpeed (0.19.8) writes over an older checkpoint of the same tag, and rank 0 writes `latest` before the others have
-their files: a kill leaves a half that looks whole. So a save here takes three steps:
+written their files. A kill leaves an incomplete checkpoint that looks whole. So a save here takes three steps:
 
     prepare   make `.TAG.JOB.saving`, where JOB is the id of the job; tidy up after saves of this tag that were killed
     write     DeepSpeed saves there; each rank waits for the disk and keeps the checksums of its files
@@ -43,7 +43,7 @@ _JOB = secrets.token_hex(4)  # the id of this process as a job; all ranks use th
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Say where the checkpoint `tag` is in `folder`: under its name, while it is saved, while another replaces it."""
+    """Name the paths of the checkpoint `tag` in `folder`: its own, during its save, and while another replaces it."""
 
     folder: Path
     tag: str
@@ -62,7 +62,7 @@ class CheckpointPaths:
         return self.final.with_name(f".{self.final.name}.replaced")
 
     def all_saving(self) -> list[Path]:
-        """Return where jobs save this tag, or have left off: first what has the most steps, then what is not whole."""
+        """Return the folders of saves of this tag, running or killed: by steps, most first; incomplete ones last."""
         name = glob.escape(self.final.name)
         patterns = f".{name}.{'[0-9a-f]' * 8}.saving", f".{name}.saving"  # older versions wrote the latter
         left = {path: _readable(path) for pattern in patterns for path in self.final.parent.glob(pattern)}
@@ -75,7 +75,7 @@ class CheckpointPaths:
         return str(path.relative_to(self.folder))
 
     def prepare(self) -> None:
-        """Make the folder to save in, after tidying up.
+        """Clean up after killed saves, and make the folder to save in.
 
         Raises:
             CheckpointError: the tag is a symbolic link.
@@ -89,7 +89,7 @@ class CheckpointPaths:
         self.saving.mkdir(parents=True)
 
     def settle(self) -> None:
-        """Finish what killed saves have left of this tag, or remove it."""
+        """Finish killed saves of this tag, or remove their files."""
         if self.replaced.exists() and self.final.exists():
             self._drop_replaced()
         # A save that was killed after its list was written is whole: it only lacks its name
@@ -102,8 +102,8 @@ class CheckpointPaths:
             self.replaced.rename(self.final)
 
     def commit(self, saving: Path | None = None) -> None:
-        """Give a whole checkpoint its name. A kill in any line leaves one whole checkpoint of this tag."""
-        # Between these two moves the older one has its name set aside, and the new one is whole under the other name
+        """Give a whole checkpoint its name. A kill at any line leaves one whole checkpoint of this tag."""
+        # Between these two moves the older one is set aside, and the new one is whole under its temporary name
         if self.final.exists():
             self.final.rename(self.replaced)
         (saving or self.saving).rename(self.final)
@@ -112,7 +112,7 @@ class CheckpointPaths:
             self._drop_replaced()
 
     def _drop_replaced(self) -> None:
-        """Remove the older checkpoint, and move over what a user has put beside its files."""
+        """Remove the older checkpoint, but keep the files that a user has put into it."""
         old = _readable(self.replaced)
         listed = {MANIFEST, *(() if old is None else old.files)}
         for entry in self.replaced.iterdir():
@@ -155,10 +155,10 @@ def save_checkpoint(
         world: a group of all ranks on the CPU; None for a single rank.
         save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
         training: for the manifest.
-        allow_pickle: do not warn of files that a load reads with this permission only.
+        allow_pickle: do not warn of files that a load reads only with this permission.
 
     Raises:
-        CheckpointError: on every rank, where one of them cannot go on. An older checkpoint of the tag stays whole.
+        CheckpointError: on every rank, if one of them cannot go on. An older checkpoint of the tag stays whole.
     """
     # DeepSpeed refuses a missing folder itself, and a decoupled writer writes the files later
     if not save_dir or engine.checkpoint_engine.is_decoupled():
@@ -182,7 +182,7 @@ def save_checkpoint(
 
 
 def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> CheckpointPaths:
-    """Agree on where to save, make that folder, and see that every rank finds it there."""
+    """Agree on the folder to save in, make it, and check that every rank sees it."""
     if (problem := problem_of_local_storage(engine)) is not None:
         raise CheckpointError(problem)
     everyone = gather((tag, _JOB), world)
@@ -199,7 +199,7 @@ def write(
     engine: PipelineEngine, world: Any, paths: CheckpointPaths, save: Callable[[str | None, bool], T]
 ) -> tuple[T, dict[str, Written]]:
     """Let DeepSpeed write the files of all ranks; return its result, and the files that this rank may publish."""
-    # An error of one rank waits until DeepSpeed's collectives are over: raised at once, it would leave others waiting
+    # Keep an error of one rank until DeepSpeed's collectives are over: raised at once, it would leave others waiting
     writer = _Writer(engine.checkpoint_engine, paths.saving)
     with ExitStack() as stack:
         for name in _ALONE:
@@ -208,7 +208,7 @@ def write(
         saved = save(paths.tag_of(paths.saving), False)
     with _removed_after_an_error(paths, is_leader(engine)):
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
-        # With a disk in each node, a node lists what it has
+        # If each node has its own disk, a node lists its own files
         if engine.use_node_local_storage():
             there = _on_each_rank(world, lambda: {name for name in files if (paths.saving / name).is_file()})
             files = {name: file for name, file in files.items() if name in (there[torch_dist.get_rank(world)] or ())}
@@ -232,13 +232,13 @@ def publish(engine: PipelineEngine, world: Any, paths: CheckpointPaths, manifest
     leads = is_leader(engine)
     with _removed_after_an_error(paths, leads):
         _on_each_rank(world, complete if leads else None)
-    # From here on what is saved stays after an error, too: a load finds it under the other name
+    # From here on the saved files stay even after an error: a load finds them under the other name
     _on_each_rank(world, give_names if leads else None)
 
 
 @contextmanager
 def _removed_after_an_error(paths: CheckpointPaths, leads: bool) -> Iterator[None]:
-    """Remove what was saved when a rank fails, to make room on a disk that may be full."""
+    """Remove the saved files when a rank fails, to make room on a disk that may be full."""
     try:
         yield
     except CheckpointError:
@@ -270,7 +270,7 @@ def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
     return on_each_rank(world, "save the checkpoint", act)
 
 
-# -- what one rank writes ----------------------------------------------------------------------------------------------
+# -- the files of one rank ---------------------------------------------------------------------------------------------
 
 
 class Written(NamedTuple):
@@ -278,11 +278,11 @@ class Written(NamedTuple):
 
     num_bytes: int
     checksum: str
-    refusal: str | None  # why a load will not read it
+    refusal: str | None  # the reason why a load will not read it
 
 
 def flush(path: Path) -> Written:
-    """Wait until the disk has a file. Meanwhile a thread reads it, from memory, for its checksum."""
+    """Wait until the disk has a file. At the same time a thread reads it, from memory, for its checksum."""
     with ThreadPoolExecutor(1) as thread:
         checksum = thread.submit(checksum_of, path)
         sync(path)
@@ -315,7 +315,7 @@ class FirstError:
 
 
 class _Writer(FirstError):
-    """Stand for DeepSpeed's writer of files during a save: wait for the disk, and remember the files in `folder`."""
+    """Replace DeepSpeed's writer of files during a save: wait for the disk, and remember the files in `folder`."""
 
     def __init__(self, writer: Any, folder: Path) -> None:
         super().__init__()
@@ -336,6 +336,6 @@ class _Writer(FirstError):
         return result
 
     def files(self) -> dict[str, Written]:
-        """Return the files that this rank has written, or raise what stopped it."""
+        """Return the files that this rank has written, or raise the error that stopped it."""
         self.raise_first()
         return self._files

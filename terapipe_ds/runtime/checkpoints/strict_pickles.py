@@ -1,7 +1,7 @@
-"""Read files of states without running what is in them.
+"""Read files of states without running the code in them.
 
-A pickle is a program. torch reads tensors and plain values of it without running it (`weights_only`), and these few
-classes of DeepSpeed are allowed besides, which hold numbers alone. Everything else needs the user's permission.
+A pickle is a program. torch reads tensors and plain values from it without running it (`weights_only`). A few classes
+of DeepSpeed, which hold only numbers, are also allowed. Everything else needs the user's permission.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PickleRefused(CheckpointError):
 
 @contextmanager
 def strict_loading() -> Iterator[None]:
-    """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other threads that run go on as before."""
-    # A data loader's thread may read pickles of its own meanwhile
+    """Let every `torch.load`, DeepSpeed's too, read as `read_strictly` does; other running threads are not affected."""
+    # A data loader's thread may read pickles of its own at the same time
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
     load, allowed = torch.load, set(torch.serialization.get_safe_globals())
 
@@ -60,10 +60,10 @@ def strict_loading() -> Iterator[None]:
 
 
 def read_strictly(path: Path) -> Any:
-    """Return what `torch.save` has written in a file; tensors stay on the disk until they are used.
+    """Return the object that `torch.save` has written to a file; tensors stay on the disk until they are used.
 
     Raises:
-        PickleRefused: the file holds more than tensors, plain values and the classes that are allowed.
+        PickleRefused: the file holds more than tensors, plain values and the allowed classes.
         CheckpointError: the file cannot be read; unpickling raises errors of any kind, without the file's name.
     """
     try:
@@ -103,7 +103,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def refusal(path: Path) -> str | None:
-    """Say why a load will not read a file that was just saved. Large files of torch's old format are not looked at."""
+    """Say why a load will not read a file that was just saved. Large files of torch's old format are not checked."""
     try:
         if zipfile.is_zipfile(path) or path.stat().st_size < 2**26:
             read_strictly(path)
@@ -113,7 +113,7 @@ def refusal(path: Path) -> str | None:
 
 
 def without_numpy(value: Any) -> Any:
-    """Return `value` with Python's numbers in place of equal ones of numpy, which only a program could load again."""
+    """Return `value` with Python's numbers in place of equal ones of numpy: only running code loads those again."""
     if isinstance(value, np.float64) or (isinstance(value, np.generic) and value.dtype.kind in "biu"):
         return value.item()
     if type(value) not in (dict, list, tuple):
@@ -133,7 +133,7 @@ def _load(path: Path) -> Any:
 
 
 def _refuse_bombs(path: Path) -> None:
-    """Refuse a file that would fill the memory or take for ever, though no code in it runs: torch has no limits."""
+    """Refuse a file that would fill the memory or never end, although no code in it runs: torch has no limits."""
     if not path.is_file():  # a pipe would be waited for
         raise OSError("it is no file")
     with path.open("rb") as file:
@@ -154,15 +154,15 @@ def _refuse_bombs(path: Path) -> None:
 def _refuse_endless(file: io.BufferedReader) -> None:
     """Refuse a pickle with too many operations or names that take minutes, or whose tuples take too long to hash.
 
-    A tuple of tuples that are used again and again may stand for 2**60 values, and a key of a dict is hashed. So this
-    follows the stack, on which each value is the number of values in it.
+    A tuple that repeats other tuples may stand for 2**60 values, and Python hashes a key of a dict. So this function
+    follows the stack. In place of each value it keeps the number of values in it.
     """
     stack, marks, memo, work = list[int](), list[int](), dict[Any, int](), 0
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
         name, takes = operation.name, operation.stack_before
         if name == "GLOBAL":
             kind = str(argument).replace(" ", ".")
-            # torch takes minutes over a long name, and a bytearray is as long as a number in the file says
+            # torch takes minutes over a long name, and a number in the file sets the length of a bytearray
             if len(kind) > 200 or not kind.isprintable() or kind.endswith("bytearray"):
                 raise pickle.UnpicklingError(f"GLOBAL {show_key(kind)}")
         if count > _MOST_OPERATIONS or work > _MOST_WORK:
@@ -170,13 +170,13 @@ def _refuse_endless(file: io.BufferedReader) -> None:
         if name == "MARK":
             marks.append(len(stack))
             continue
-        # Take the operands off the stack: everything above a mark where the operation takes a mark
+        # Take the operands off the stack: everything above a mark if the operation takes a mark
         is_marked = pickletools.markobject in takes
         first = marks.pop() - takes.index(pickletools.markobject) if is_marked else len(stack) - len(takes)
         items = sum(stack[first:])
         del stack[first:]
         work += items
-        # Put the result there; only tuples, and what is made of them, are as large as their items
+        # Push the result; only tuples, and values made of them, are as large as their items
         size = memo[argument] if "GET" in name else 1 + items * (name in _HASHED)
         stack += [size] * len(operation.stack_after)
         if "PUT" in name:

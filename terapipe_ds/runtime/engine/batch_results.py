@@ -1,4 +1,4 @@
-"""Combine the losses and outputs of slices into those of their batch."""
+"""Combine the losses and outputs of slices into the losses and outputs of their batch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class LossOfNaN(NamedTuple):
-    """Name a slice whose loss is NaN though it counts; `is_of_loss_fn`: what went into the loss was finite."""
+    """Name a slice whose loss is NaN although it counts; `is_of_loss_fn`: the input of the loss was finite."""
 
     problem: str
     is_of_loss_fn: bool
 
 
 class BatchResults:
-    """The losses and outputs of one batch on one stage; a stage without the last part has none.
+    """Collect the losses and outputs of one batch on one stage; a stage without the last part has none.
 
-    DeepSpeed's attributes get them, without a graph, when a micro-batch is complete: `loss`, `total_loss` and
-    `total_additional_losses` in training, `fwd_outputs` and `outputs`. With `sums_outputs` it keeps one number per
-    slice that tells whether its outputs were finite, for a loss of NaN.
+    When a micro-batch is complete, DeepSpeed's attributes get them without a graph: `loss`, `total_loss` and
+    `total_additional_losses` in training, `fwd_outputs` and `outputs`. With `sums_outputs` this object keeps one number
+    per slice. If a loss is NaN, the number tells whether the slice's outputs were finite.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class BatchResults:
         self._batch = batch
         self._total: Any = None
         self._total_additional: Any = None
-        # of the slices of a training batch that count: the loss, and the sum of the outputs
+        # the loss and the sum of the outputs, for the slices of a training batch that count
         self._counted: list[tuple[ActiveSlice, Any, torch.Tensor | None]] = []
         self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
     def add(self, active: ActiveSlice, outputs: Any) -> Any:
-        """Add what the last part gave for a slice. Return its share of the loss with its graph; None without a loss."""
+        """Add the last part's outputs for a slice. Return its share of the loss with its graph; None without a loss."""
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
-        is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
+        is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # DeepSpeed returns its logits
         if (engine.eval_return_logits and is_last_of_batch) or not engine._compute_loss:
             self._outputs[micro_batch_id] += gathered(outputs, self._sequence)
         loss = self._add_loss(self._batch, active, outputs) if engine._compute_loss else None
@@ -93,7 +93,7 @@ class BatchResults:
             self._total_additional[name] = accumulated(self._total_additional.get(name), share)
 
     def loss_of_nan(self) -> LossOfNaN | None:
-        """Return the first slice whose loss is NaN though it counts; reads one number, and the others only then."""
+        """Return the first slice whose loss is NaN although it counts. Read one number, and the others only then."""
         if self._total is None or not _has_nan(self._total):
             return None
         for active, loss, total in self._counted:
@@ -114,15 +114,15 @@ class BatchResults:
         return None
 
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
-        """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
+        """Add the results of a complete micro-batch to DeepSpeed's attributes."""
         engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
-        # as the stock engine does for a micro-batch: its loss, and the sum of the batch so far
+        # like the stock engine for a micro-batch: its loss, and the sum of the batch so far
         if losses:
             engine.loss = losses[-1]
             engine.fwd_outputs.append(sum_of_slices(losses))
         if batch.training:
             engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
-        # logits of slices, and of the sequence ranks' shares of them, become those of whole sequences
+        # join the logits of slices, and of the sequence ranks' shares of them, to logits of whole sequences
         outputs = self._outputs.pop(micro_batch_id, [])
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]
@@ -136,7 +136,7 @@ class BatchResults:
 
 
 def _sum_of(outputs: Any) -> torch.Tensor:
-    """Return one number that is finite where all floating numbers of `outputs` are."""
+    """Return one number that is finite if all floating numbers of `outputs` are."""
     tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
     sums = [each.detach().sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
     return functools.reduce(torch.add, sums)

@@ -1,4 +1,4 @@
-"""Take one batch after the other: draw it, open it for the actions of a stage, and close it or forget it."""
+"""Process one batch after the other: draw it, open it for the actions of a stage, and close it or forget it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
 class IncomingBatches:
-    """The batches of one stage, up to the point where their actions can run."""
+    """Prepare the batches of one stage, up to the point where their actions can run."""
 
     def __init__(self, to_plan: StageToPlan, plans: Plans, stage: Stage, wires: Wires, verify_only: bool) -> None:
         engine, layout = to_plan.engine, to_plan.layout
@@ -63,7 +63,7 @@ class IncomingBatches:
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
 
     def _next_batch(self) -> Any:
-        """Return what the user's iterator gives, which may take longer than a wait for another rank."""
+        """Return the next batch of the user's iterator, which may take longer than a wait for another rank."""
         with self._drawing():
             return self._engine._next_batch()
 
@@ -73,23 +73,23 @@ class IncomingBatches:
 
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
-        # draw, and agree with all ranks on what was drawn
+        # draw, and agree with all ranks on the data
         engine = self._engine
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
-        # every stage comes to the same slices and the same schedule
+        # every stage computes the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
-        # what was predicted holds for a step as it was planned
+        # the prediction holds for a step that runs as planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
         is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
         predicted = how.predicted if is_planned else None
         return BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
 
     def _check_options(self) -> None:
-        """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
+        """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""
         check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
         problem = problem_of_device_waits(self._wires.post_on_device)
         if problem is not None:
@@ -106,12 +106,12 @@ class IncomingBatches:
                 "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
                 "has no value; stock loss functions give NaN here)"
             )
-        own = tuple(weight * size for weight in weights[rank::size])  # the ranks are averaged, and have to be summed
+        own = tuple(weight * size for weight in weights[rank::size])  # a mean over ranks must be a sum
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
 
 
 class OpenBatch:
-    """The batch of one stage, or none."""
+    """Hold the batch of one stage, or none."""
 
     def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
         self._stage, self._parts, self._intercept = stage, parts, intercept
@@ -134,7 +134,7 @@ class OpenBatch:
 
     @contextmanager
     def observed(self, action: Action) -> Iterator[None]:
-        """Trace, count or time `action`, where somebody asks for it."""
+        """Trace, count or time `action`, if any observer needs it."""
         stage = self._stage
         counting = nullcontext() if stage.flops is None else stage.flops.around(action)
         timing = stage.own_time.around(action) if stage.own_time.is_on else nullcontext()
@@ -144,7 +144,7 @@ class OpenBatch:
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
-        # each collaborator forgets the batch before, and learns of this one
+        # each collaborator drops the previous batch and gets this one
         self._set(batch)
         stage.deepspeed.open_batch()
         stage.links.open_batch(batch)
@@ -170,7 +170,7 @@ class OpenBatch:
         self._modes_run.add(training)
 
     def close(self, peak_live_slices: int, step: int) -> None:
-        """Close the batch, and check that its books are closed: nothing of it is left anywhere."""
+        """Close the batch, and check that nothing of it is left anywhere."""
         stage, batch = self._stage, self.current
         # sends are complete, no weight gradient is left, and no slice is live
         stage.links.close_batch()
@@ -200,12 +200,12 @@ class OpenBatch:
 
 
 class BatchEnd:
-    """What a stage does before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
+    """Act before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
         self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
         self._engine, self._layout, self._stage = engine, layout, stage
-        self._had_nan = False  # a loss of the training batch before
+        self._had_nan = False  # a loss of the previous training batch was NaN
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -217,7 +217,7 @@ class BatchEnd:
     def before_sums(self) -> None:
         """Refuse losses of NaN, let ranks agree that all is finite, and run the module's own hook `before_reduce`.
 
-        The loss is read here, where no receive is on its way that the host could keep waiting.
+        The host reads the loss here, because no receive is pending that would have to wait for the host.
         """
         engine, stage = self._engine, self._stage
         if stage.finite is not None:
@@ -233,10 +233,10 @@ class BatchEnd:
             before_reduce(engine)
 
     def _refuse_losses_of_nan(self, step: int) -> None:
-        """Raise an error for a loss of NaN; warn where a large input may have overflowed in fp16.
+        """Raise an error for a loss of NaN; warn if a large input may have overflowed in fp16.
 
-        The loss scale has no part in a loss. So under a dynamic one as well NaN is an error where `loss_fn` makes it of
-        finite outputs, or where it comes in two steps on end: DeepSpeed would skip all steps without a word.
+        The loss scale does not affect a loss. So NaN is an error even under a dynamic scale if `loss_fn` makes it of
+        finite outputs, or if it comes in two successive steps: DeepSpeed would skip all steps without a warning.
         """
         had_nan, found = self._had_nan, self._stage.results.loss_of_nan()
         self._had_nan = found is not None
@@ -254,6 +254,6 @@ class BatchEnd:
             self._stage.flops.report()
 
     def after_step(self) -> None:
-        """Bring the copies of a part back to one value, where an optimizer may update them differently."""
+        """Make the copies of a part equal again, if an optimizer may update them differently."""
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)

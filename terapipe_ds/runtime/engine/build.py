@@ -1,4 +1,4 @@
-"""Build a `TeraPipeEngine`: what precedes DeepSpeed's own `__init__`, and the collaborators that follow it."""
+"""Build a `TeraPipeEngine`: the setup before DeepSpeed's own `__init__`, and the collaborators after it."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from terapipe_ds.runtime.log import show_log
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What is settled before DeepSpeed builds its engine.
+    """Hold the settings that are final before DeepSpeed builds its engine.
 
-    `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
-    `deepspeed.initialize`, of the layers that this stage holds now. `trained` are these and the tensors that
-    `optimizer` got by hand, complete once it is made. `sequence` are the ranks that divide the tokens of each slice;
-    their number divides `slice_length_multiple`.
+    `config` has a granularity that the layers can be cut by. `parameters` are the `model_parameters` of
+    `deepspeed.initialize`, for the layers that this stage holds now. `trained` are these and the tensors that the user
+    gave `optimizer` directly; the list is complete once the optimizer is made. `sequence` are the ranks that divide the
+    tokens of each slice; their number divides `slice_length_multiple`.
     """
 
     config: TeraPipeConfig
@@ -76,11 +76,11 @@ class EngineSetup:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
-        """Read what `deepspeed.initialize` gives to its engine, and lay the module out. A collective over all ranks."""
+        """Read the engine arguments of `deepspeed.initialize`, and lay the module out. A collective over all ranks."""
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
-        config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # which may read files
+        config = everywhere(lambda: TeraPipeConfig.from_deepspeed(dict(raw)))  # this may read files
         module, optimizer = options["model"], options.get("optimizer")
-        # refuse what does not fit while all layers are where DeepSpeed built them
+        # refuse settings that do not fit while all layers are where DeepSpeed built them
         require_equal_models(module)
 
         def check() -> tuple[int, Layout]:
@@ -97,19 +97,19 @@ class EngineSetup:
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
 
         def fill() -> Any:
-            return never_none_at_all(module, chosen)  # which reads an iterator of the program
+            return never_none_at_all(module, chosen)  # this consumes an iterator of the program
 
         parameters = everywhere(fill)
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)
         optimizer = remembering(optimizer, trained)
-        # only now make groups: a refusal leaves none behind
+        # make groups only now, so that a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, optimizer, trained, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:
-        """Raise TeraPipeConfigError on every rank where the engine cannot train these layers. A collective."""
+        """Raise TeraPipeConfigError on every rank if the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
         shortest = shortest_slice_on(engine.module)
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
@@ -131,13 +131,13 @@ class EngineSetup:
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:
-    """Build what the parts of a stage share. A collective over all ranks.
+    """Build the objects that the parts of a stage share. A collective over all ranks.
 
     From now on the linear layers accumulate their weight gradients in their products, and DeepSpeed counts gradients
-    as it should.
+    correctly.
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
-    # what only some configs ask for
+    # features that only some configs enable
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
@@ -150,7 +150,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
-    # from here on a stage that hangs is reported
+    # from here on the watch-dog reports a stage that hangs
     watchdog = Watchdog(
         engine.global_rank,
         engine.stage_id,

@@ -23,8 +23,8 @@ logger = logging.getLogger("terapipe_ds")
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
 
-    DeepSpeed takes parameters without the mark of model parallelism for replicas over stages, and leaves those of
-    later stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and
+    DeepSpeed takes parameters without the mark of model parallelism for replicas over stages, and leaves the parameters
+    of later stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and
     count on each rank. See `tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
@@ -48,15 +48,15 @@ def tell_of_clipping(engine: PipelineEngine) -> None:
         )
 
 
-_DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes that DeepSpeed's is_model_parallel_parameter reads
 
 
 @contextmanager
 def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
     """Hide tied copies from DeepSpeed's fp32 `clip_grad_norm_`, which does not know `ds_pipe_replicated`.
 
-    A tied weight that is divided over tensor-parallel ranks, as a vocabulary-parallel embedding is, would count on each
-    of its stages. Meanwhile the copies, which are never on the first stage, look like replicated parameters.
+    A tied weight that is divided over tensor-parallel ranks, like a vocabulary-parallel embedding, would count on each
+    of its stages. In this context the copies, which are never on the first stage, look like replicated parameters.
     """
     copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
     with ExitStack() as marks:
@@ -68,9 +68,9 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
 
 
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
-    """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm looks for them.
+    """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm reads them.
 
-    Otherwise tied weights count twice, and of tensor-parallel ranks only the first.
+    Otherwise tied weights count twice, and only the first of the tensor-parallel ranks counts.
     """
     for parameter in module.parameters() if isinstance(optimizer, FP16_UnfusedOptimizer) else ():
         if parameter.grad is not None:
@@ -79,7 +79,7 @@ def mark_gradients(module: nn.Module, optimizer: Any) -> None:
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:
-    """Let `BF16_Optimizer` step, not fail, on a rank where no gradient counts: one with only a tied copy, say."""
+    """Let `BF16_Optimizer` step, not fail, on a rank where no gradient counts (for example with only a tied copy)."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     stock = optimizer.get_grads_for_norm
@@ -94,9 +94,10 @@ def count_nothing_as_zero(optimizer: Any) -> None:
 
 
 def steps_between_prints(engine: PipelineEngine) -> int | None:
-    """Return the config's `steps_per_print`, and a number for the timers, whose steps DeepSpeed divides by it unasked.
+    """Return the config's `steps_per_print`. With timers always return a number: DeepSpeed divides by it unchecked.
 
-    It is 1 where `wall_clock_breakdown` is set, so that the times are seen; the flops profiler alone prints no times.
+    The number is 1 if `wall_clock_breakdown` is set, so that the log shows the times. The flops profiler alone prints
+    no times.
     """
     steps = engine._config.steps_per_print
     if steps or not engine.wall_clock_breakdown():
@@ -114,6 +115,6 @@ def missing_loss_scale(optimizer: Any) -> float:
 
 
 def may_overflow(engine: PipelineEngine) -> bool:
-    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
+    """Return whether overflowing gradients are expected: DeepSpeed then skips the step, and lowers the scale."""
     scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

@@ -1,8 +1,8 @@
 """Make a slice of tokens the unit of work of DeepSpeed's pipeline engine.
 
-DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and
-timers. This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
-more micro-batch that is accumulated. Reduction and step come once per batch.
+DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and timers.
+This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
+micro-batch of gradient accumulation. Reduction and step come once per batch.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
 
 
 class TeraPipeEngine(ModelEndsEngine):
-    """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
+    """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it if the `terapipe` section is enabled.
 
-    Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
+    It offers everything that DeepSpeed's `PipelineEngine` offers, with the same arguments and results: `train_batch`,
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
-    reads_terapipe_section = True  # asked for by `compat.unread_section`
+    reads_terapipe_section = True  # `compat.unread_section` reads it
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     _written: WrittenParameters | None = None  # in the first training batch, as the next one
     _outside: OutsideLayers | None = None
@@ -76,9 +76,9 @@ class TeraPipeEngine(ModelEndsEngine):
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
 
-        The layers move before DeepSpeed reads the module. What is refused is refused before groups are made, and a
-        wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked. With
-        `verify_only` the first batch is checked, and then the process ends.
+        The layers move before DeepSpeed reads the module. The engine refuses configs before it makes groups, and a
+        wrong profile before it makes links. A stage has its watch-dog before slices are planned, measured and checked.
+        With `verify_only` the engine checks the first batch, and then the process ends.
         """
         # lay out the layers and settle the config
         setup = EngineSetup.of(kwargs)
@@ -94,7 +94,7 @@ class TeraPipeEngine(ModelEndsEngine):
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
         wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        # build what the actions work with, then what draws batches for them
+        # build the objects that the actions work with, then those that draw batches for them
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
@@ -102,18 +102,18 @@ class TeraPipeEngine(ModelEndsEngine):
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
         self._batch_end = BatchEnd(self, self._layout, stage)
-        # what reports and saves comes last: it asks all others
+        # reports and checkpoints come last, because they use all other objects
         self._steps = StepReport(self, stage, groups, self.terapipe_config)
         allow_pickle = self.terapipe_config.checkpoints.allow_pickle
         self._checkpoints = SafeCheckpoints(self, self._layout, groups.world, self._plans, stage.watchdog, allow_pickle)
         warn_of_checkpoints(self)
         self._is_built = True
 
-    # -- what a user calls ------------------------------------------------------------------------------------------
+    # -- methods for users ------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
-        if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
+        if not torch.is_grad_enabled():  # refused as in DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._checkpoints.refuse_half_loaded()
         with ErrorsUnwrapped(), self._guarded():
@@ -123,9 +123,9 @@ class TeraPipeEngine(ModelEndsEngine):
             return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices. Only the last stage returns logits: on each rank those that its own layers give.
+        """Evaluate in slices. Only the last stage returns logits: each rank returns the logits of its own layers.
 
-        Where tensor parallelism divides the head, those are of a part of the vocabulary.
+        If tensor parallelism divides the head, these logits cover a part of the vocabulary.
         """
         check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
@@ -137,30 +137,30 @@ class TeraPipeEngine(ModelEndsEngine):
             self.set_dataiterator(training_iterator)
 
     def reset_activation_shape(self) -> None:
-        """Let stages hand on other shapes from the next batch on. As with DeepSpeed's, every rank must call."""
+        """Allow stages to send other shapes from the next batch on. Every rank must call this, as with DeepSpeed's."""
         super().reset_activation_shape()
         self._stage.links.forget_announced()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, where sequences are whole. Raises TeraPipeConfigError where they are cut."""
+        """Compile as DeepSpeed does, if sequences are whole. Raises TeraPipeConfigError if they are cut."""
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 
     def slice_plan(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
-        """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
+        """Return the slices of a sequence of `sequence_length` tokens; the engine keeps them per length.
 
-        With `"slices": "auto"` this is a ValueError until a batch with sequences of that length has come.
+        With `"slices": "auto"` this raises ValueError until a batch with sequences of that length has come.
         """
         return self._plans.plan(sequence_length, micro_batch_id)
 
     def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None = None) -> None:
         """Run sequences of that length with this plan, or with one for each micro-batch, from the next batch on.
 
-        With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; a
-        rank that does not is an error on all. What is planned or configured for other lengths stays as it is.
+        With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; if a
+        rank does not, all ranks raise. Plans for other lengths do not change.
 
         Raises:
-            PlanError: slices that are no multiples of the module's `slice_length_multiple`, or too few plans.
+            PlanError: the slices are no multiples of the module's `slice_length_multiple`, or there are too few plans.
         """
         self._incoming.use_slice_plan(plan, schedule)
 
@@ -172,10 +172,10 @@ class TeraPipeEngine(ModelEndsEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save a checkpoint as a whole or not at all, even if ranks die. A rank that never arrives is reported.
+        """Save a checkpoint as a whole or not at all, even if ranks die. The watch-dog reports missing ranks.
 
         Raises:
-            CheckpointError: on every rank, where one of them cannot write, or another job has begun to save this tag.
+            CheckpointError: on every rank, if one of them cannot write, or another job has begun to save this tag.
         """
         stock = super().save_checkpoint
         return self._checkpoints.save(stock, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -190,22 +190,22 @@ class TeraPipeEngine(ModelEndsEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Load a checkpoint; the plan and the schedule are those of this engine.
+        """Load a checkpoint; this engine keeps its own plan and schedule.
 
         If `latest` names a checkpoint that is not whole, load the newest whole one, with a warning.
 
         Raises:
-            TeraPipeConfigError: on every rank: the checkpoint is of another TP x PP x DP, or its optimizer states
-                cannot be brought to the stages of this engine.
-            CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read, or holds more
-                than tensors and plain values (`checkpoints.allow_pickle`).
+            TeraPipeConfigError: on every rank: the checkpoint has another TP x PP x DP, or its optimizer states
+                cannot be moved to the stages of this engine.
+            CheckpointError: on every rank: `tag` is not whole, or no checkpoint is, or a file cannot be read, or holds
+                more than tensors and plain values (`checkpoints.allow_pickle`).
         """
         states = load_optimizer_states, load_lr_scheduler_states
         options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)
         return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
 
     def destroy(self) -> None:
-        """Stop the watch-dog, then give back what DeepSpeed and the pipeline hold; a RuntimeError within a batch."""
+        """Stop the watch-dog, then free all that DeepSpeed and the pipeline hold; raise RuntimeError within a batch."""
         if "_stage" in vars(self):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
@@ -213,37 +213,37 @@ class TeraPipeEngine(ModelEndsEngine):
         super().destroy()
         if "_groups" in vars(self):
             self._groups.close()
-        for name in _WITH_GROUPS:  # which are open while something refers to them
+        for name in _WITH_GROUPS:  # groups stay open while something refers to them
             self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Say why the engine has none of its collaborators any more; DeepSpeed looks in the module for others."""
+        """Say why the engine has no collaborators any more; DeepSpeed searches the module for other attributes."""
         if name in _WITH_GROUPS:
             raise AttributeError(f"this engine is destroyed, or its start failed, and it has no {name}: build another")
         return super().__getattr__(name)
 
     @property
     def slice_store(self) -> SliceStore:
-        """Where keys, values and their gradients are kept."""
+        """Return the store of keys, values and their gradients."""
         return self._stage.store
 
     @property
     def weight_gradients(self) -> WeightGradients:
-        """The weight gradients that layers compute themselves."""
+        """Return the weight gradients that layers compute themselves."""
         return self._stage.weights
 
     @property
     def closing_s(self) -> float:
-        """Seconds that sums of gradients and optimizer took in the last batch, on this rank."""
+        """Return the seconds that sums of gradients and optimizer took in the last batch, on this rank."""
         return self._batch_end.closing_s
 
     def own_seconds(self) -> dict[int, tuple[float, float]] | None:
-        """Return what the engine itself takes of an F and a B of each part here; None until it has been measured."""
+        """Return the engine's own time in an F and a B of each part here; None until it has been measured."""
         return self._own_time.of_parts()
 
     @property
     def tracer(self) -> ActionTracer:
-        """What is told of each computation of this rank; a benchmark may put one of its own here."""
+        """Return the tracer of this rank's computations; a benchmark may set one of its own."""
         return self._stage.tracer
 
     @tracer.setter
@@ -254,7 +254,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Run a batch so that no stage waits for one that failed, and no state of a failed batch stays."""
+        """Run a batch so that no stage waits for a failed one, and no state of a failed batch remains."""
         self._stage.watchdog.claim("train_batch() or eval_batch()", moves=True)
         try:
             with self._stage.watchdog.batch():
@@ -277,7 +277,7 @@ class TeraPipeEngine(ModelEndsEngine):
         return self._open_batch(micro_batches, training=False)
 
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
-        """Draw a batch, and make ready what its actions work on."""
+        """Draw a batch, and prepare the data that its actions work on."""
         batch = self._incoming.next(num_micro_batches, training)
         self._batch.begin(batch, self.global_steps + 1)
         self._steps.begin(batch)
@@ -285,7 +285,7 @@ class TeraPipeEngine(ModelEndsEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        # the first training batch shows what layers change besides gradients
+        # the first training batch shows which values, except gradients, layers change
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
             is_whole = self.terapipe_config.is_one_slice
@@ -352,7 +352,7 @@ class TeraPipeEngine(ModelEndsEngine):
     steps_per_print = steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does where no optimizer of its own clips; tied weights count once."""
+        """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once."""
         with tied_copies_left_out(self.module):
             super().clip_fp32_gradients()
 

@@ -1,7 +1,7 @@
 """Let DeepSpeed find the ends of the model and sum over sequence ranks.
 
-It asks its first and last stage, and parts may be on others. It knows nothing of ranks that divide the tokens of each
-slice.
+DeepSpeed asks its first and last stage, but the ends may be on others. It does not know ranks that divide the tokens of
+each slice.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class ModelEndsEngine(PipelineEngine):
-    """DeepSpeed's pipeline engine where the first and the last part lie on any stage, and on an axis `sequence`.
+    """Adapt DeepSpeed's pipeline engine to first and last parts on any stage, and to an axis `sequence`.
 
-    Each of N sequence ranks has N times its share of the loss, so that means over them are what the whole slice gives.
+    Each of N sequence ranks has N times its share of the loss, so that means over them equal those of the whole slice.
     """
 
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
@@ -47,7 +47,7 @@ class ModelEndsEngine(PipelineEngine):
         return int(self.grid.stage_to_global(self._layout.loss_stage))
 
     def _aggregate_total_loss(self) -> Any:
-        # stages with copies of the last part have losses of other micro-batches
+        # stages with copies of the last part have the losses of other micro-batches
         if self._layout.has_copies:
             booked = self.total_loss, self.total_additional_losses
             ranks, control = self._groups.ranks, self._groups.control
@@ -69,7 +69,7 @@ class ModelEndsEngine(PipelineEngine):
         return super()._reduce_outputs(outputs, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as DeepSpeed does, the layers by one of the sequence ranks, which all have the same."""
+        """Save as DeepSpeed does. Only one of the sequence ranks, which have the same layers, saves them."""
         with counted_as_replicas(self.grid, self._sequence):
             return super().save_checkpoint(*args, **kwargs)
 
@@ -78,17 +78,17 @@ class ModelEndsEngine(PipelineEngine):
             super()._exec_reduce_grads()
 
     def set_dataloader(self, loader: Any) -> None:
-        """Keep a loader where data is drawn."""
+        """Keep a loader if this stage draws data."""
         if self.stage_id in self._layout.drawing_stages:
             self.training_dataloader, self.data_iterator = loader, iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """Keep an iterator where data is drawn."""
+        """Keep an iterator if this stage draws data."""
         if self.stage_id in self._layout.drawing_stages:
             self.training_dataloader, self.data_iterator = None, iterator
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        """Save the layers, as DeepSpeed does, and on one rank a loss module: on one that has seen all its gradients."""
+        """Save the layers as DeepSpeed does, and a loss module on one rank that has seen all its gradients."""
         saved = super().module_state_dict(*args, exclude_frozen_parameters=exclude_frozen_parameters, **kwargs)
         loss_fn = self.module.loss_fn
         if isinstance(loss_fn, nn.Module) and self.is_last_stage() and self.grid.data_parallel_id == 0:
@@ -103,7 +103,7 @@ class ModelEndsEngine(PipelineEngine):
         """Load a loss module, then the layers; the ranks meet at the end.
 
         Raises:
-            CheckpointError: with `strict`, the checkpoint lacks the loss's trained parameters, as DeepSpeed's own do.
+            CheckpointError: with `strict`, the checkpoint lacks the loss's trained parameters, like DeepSpeed's own.
         """
         loss_fn = self.module.loss_fn
         if isinstance(loss_fn, nn.Module) and loss_fn.state_dict():
@@ -129,7 +129,7 @@ class ModelEndsEngine(PipelineEngine):
         return str(path.with_name(re.sub(r"^layer_\d+", "loss_fn", path.name)))
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """Divide the loss by the number of micro-batches, but not what comes back from other parts."""
+        """Divide the loss by the number of micro-batches, but not gradients that come back from other parts."""
         if self._place is None or self._place.is_last:  # `PipelineEngine` would go by the stage
             return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
         return grad

@@ -1,9 +1,9 @@
-"""Measure the engine's own time in an F and a B: its books, and DeepSpeed's wrappers around layers and autograd.
+"""Measure the engine's own time in an F and a B: its bookkeeping, and DeepSpeed's wrappers around layers and autograd.
 
-A plan is made before the first batch, of costs that a timer has measured with the layers alone. So the engine looks at
-the second training batch (the first one warms up), and the planner adds what was measured there. It is the processor
-time of this thread, in which neither waits nor other programs count. Beside a device it hardly adds: the host prepares
-a slice while the device computes another one.
+The planner makes a plan before the first batch, from costs that a timer has measured with the layers alone. So the
+engine measures its own time in the second training batch (the first one warms up), and the planner adds it. This is the
+processor time of this thread, without waits and other programs. With a device it hardly matters: the host prepares a
+slice while the device computes another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terapipe_ds.schedule.action import Action, Kind
 
 
 class OwnTime:
-    """The own time of one stage, by part. What is between `layers_begin` and `layers_end` is not the engine's."""
+    """Measure the own time of one stage, by part, without the time between `layers_begin` and `layers_end`."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -29,12 +29,12 @@ class OwnTime:
         self._taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
 
     def open_batch(self, training: bool) -> None:
-        """Look at the second training batch."""
+        """Start measuring if this is the second training batch."""
         self._num_batches += training
         self.is_on = training and self._num_batches == 2 and get_accelerator().is_synchronized_device()
 
     def close_batch(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         self.is_on = False
 
     @contextmanager
@@ -47,11 +47,11 @@ class OwnTime:
             self._taken[action.part_id, action.kind].append(time.thread_time() - self._begin_s - self._layers_s)
 
     def input_is_here(self) -> None:
-        """Begin now: the time that a message takes is measured with the links."""
+        """Begin now: the links' measurements cover the time that a message takes."""
         self._begin_s = time.thread_time()
 
     def layers_begin(self) -> None:
-        """Leave out what follows: it belongs to the layers."""
+        """Stop counting: the time from now on belongs to the layers."""
         self._layers_begin_s = time.thread_time()
 
     def layers_end(self) -> None:

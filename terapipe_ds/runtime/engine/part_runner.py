@@ -1,8 +1,8 @@
 """Run one part of a stage: forward of a slice, its loss, its backward, and the messages of the part.
 
 The engine makes one `PartRunner` for each place (chunk) of its stage and hands it the actions of that chunk. A runner
-holds no tensors: those of a batch are in its `PartInFlight`, by micro-batch and slice. `Stage` has what the runners of
-a stage share, and `DeepSpeedCalls` is all that they ask of DeepSpeed's engine (0.19.8).
+holds no tensors: the tensors of a batch are in its `PartInFlight`, by micro-batch and slice. `Stage` has the objects
+that the runners of a stage share. `DeepSpeedCalls` contains all their calls of DeepSpeed's engine (0.19.8).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _NOTHING = nullcontext()
 
 @dataclass
 class Stage:
-    """What the parts of one stage share: all that they may ask, of DeepSpeed's engine only `DeepSpeedCalls`.
+    """Hold all objects that the parts of one stage share; parts reach DeepSpeed's engine only by `DeepSpeedCalls`.
 
-    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, `flops`, which
-    counts operations, and `offload`, which brings saved tensors to the host, are there where the config asks for them.
-    `sequence` are the ranks that divide the tokens of each slice.
+    In `store` each part has names of its own. Only if the config enables them are there `finite`, which searches for
+    numbers that are not finite, `flops`, which counts operations, and `offload`, which brings saved tensors to the
+    host. `sequence` are the ranks that divide the tokens of each slice.
     """
 
     stage_id: int
@@ -82,13 +82,13 @@ class DeepSpeedCalls:
         self.open_batch()
 
     def open_batch(self) -> None:
-        """Look once per batch at what a program may have switched on since the last one."""
+        """Check once per batch which options a program may have switched on since the last one."""
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
         self._checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
-        """Run the layers of the active part, and return what they give."""
+        """Run the layers of the active part, and return their outputs."""
         with checkpointing_with_gradients(self._engine.module) if self._checkpoints else _NOTHING:
             outputs = DeepSpeedEngine.forward(self._engine, inputs)
         if not training:
@@ -101,7 +101,7 @@ class DeepSpeedCalls:
         DeepSpeedEngine.backward(self._engine, loss if scale == 1.0 else loss.float() * scale)
 
     def backward_of_outputs(self, outputs: Any, gradients: Tensors) -> None:
-        """Do for another part what `DeepSpeedEngine.backward` does. Its prologue runs from hooks on the outputs."""
+        """Act for another part as `DeepSpeedEngine.backward` does. Its prologue runs from hooks on the outputs."""
         tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
         if tensors:
             with self._engine_backward():
@@ -116,7 +116,7 @@ class DeepSpeedCalls:
 
     @contextmanager
     def _engine_backward(self) -> Iterator[None]:
-        """Say that this is the engine's backward: the ZeRO optimizers refuse a user's own `tensor.backward()`."""
+        """Mark this as the engine's backward: the ZeRO optimizers refuse a user's own `tensor.backward()`."""
         engine = self._engine
         engine._running_engine_backward = True
         try:
@@ -126,7 +126,7 @@ class DeepSpeedCalls:
             engine._running_engine_backward = False
 
     def timed(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Call, with `wall_clock_breakdown` under one of DeepSpeed's timers. Of a receive the wait is timed."""
+        """Call, with `wall_clock_breakdown` under one of DeepSpeed's timers. For a receive it times the wait."""
         if not self._is_timed:
             return call(*arguments)
         timer = self._engine.timers(name)
@@ -144,7 +144,7 @@ class PartRunner:
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
-        # what comes over a wire is this part's alone; memory that is offloaded goes when nothing else has it
+        # only this part owns what comes over a wire; offloading frees memory once nothing else holds it
         self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
         self.open_batch(None)
 
@@ -152,7 +152,7 @@ class PartRunner:
         """Run actions of `batch` from now on; with None, no batch is open."""
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
-        self._num_weights = self._num_products = 0  # W that ran, and weight gradients that they had
+        self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""
@@ -170,7 +170,7 @@ class PartRunner:
         return self._slices
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
-        """Return what layers may ask of the slice."""
+        """Return the facts about the slice that layers may read."""
         micro_batch = self._open().batch.micro_batches[action.micro_batch_id]
         plan, starts = micro_batch.plan, micro_batch.shape.starts
         start, stop = plan.span(action.slice_id)
@@ -193,10 +193,10 @@ class PartRunner:
         training = slices.batch.training
         active = self._active(action, "train" if training else "eval")
         saving = self._begin(action)
-        # wait for what the part before sends, or cut the micro-batch
+        # wait for the message of the part before, or cut the micro-batch
         leaves, is_tuple = self._leaves(action, active)
         inputs = self._handed.inputs(leaves)
-        # layers see the slice that is active, so that attention reads and writes its keys and values
+        # layers see the active slice, so that attention reads and writes its keys and values
         stage.own_time.layers_begin()
         with push_slice(active), saving:
             try:
@@ -218,7 +218,7 @@ class PartRunner:
         slices.finish(action)
 
     def _begin(self, action: Action) -> AbstractContextManager[Any]:
-        """Let saved tensors leave and come back as of this computation; return where those of an F are saved."""
+        """Start the copies of saved tensors that are due at this computation; return the saving context of an F."""
         offload = self._stage.offload
         if offload is None:
             return _NOTHING
@@ -238,7 +238,7 @@ class PartRunner:
         return leaves, spec.is_tuple
 
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
-        """Return the message that `action` needs, once it is here."""
+        """Return the message that `action` needs, once it has arrived."""
         stage = self._stage
         stage.watchdog.waits(partial(stage.links.describe_wait, action))
         message = stage.deepspeed.timed(timer, receive, action)
@@ -256,7 +256,7 @@ class PartRunner:
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
-        # where the schedule splits backwards, products for weight gradients wait for W
+        # if the schedule splits backwards, products for weight gradients wait for W
         deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
         with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
@@ -274,7 +274,7 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         self._begin(action)
-        # the products that B kept back: what went in, and the gradient of what came out
+        # the factors that B kept: the inputs, and the gradients of the outputs
         with push_slice(self._active(action, "weight")):
             self._num_weights += 1
             self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
@@ -283,7 +283,7 @@ class PartRunner:
         slices.finish(action)
 
     def send_activation(self, action: Action) -> None:
-        """Send what the layers gave."""
+        """Send the outputs of the layers."""
         stage = self._stage
         stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER, stage.links.send_activation, action, *self._outputs(action))
         self._open().finish(action)
@@ -294,12 +294,12 @@ class PartRunner:
         return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
-        """Send the gradients of what this slice received."""
+        """Send the gradients of the tensors that this slice received."""
         stage = self._stage
         stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER, stage.links.send_gradients, action, self._input_gradients(action))
         self._open().finish(action)
 
     def _input_gradients(self, action: Action) -> Tensors:
-        """Return the gradients of what a slice received; zeros where the layers did not use it."""
+        """Return the gradients of the tensors that a slice received; zeros if the layers did not use them."""
         leaves = [leaf for leaf in self._open().get(action).inputs if leaf.requires_grad]
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Refuse calls and settings of DeepSpeed that do not go with slices."""
+"""Refuse calls and settings of DeepSpeed that do not work with slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from terapipe_ds.config import TeraPipeConfigError
 
 
 def check_checkpointing(in_stock_order: bool) -> None:
-    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, where ours differs."""
+    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, if our order differs."""
     is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
     if is_by_order and not in_stock_order:
         raise TeraPipeConfigError(
@@ -42,10 +42,10 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
 
 
 def problem_of_device_waits(receives_on_device: bool) -> str | None:
-    """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
+    """Return the options that would wait for the whole device within a batch; None if none does. Ranks may differ.
 
-    Such a wait ends when every receive that is posted ahead (`Wires.post_on_device`) has its message. That may be a
-    gradient that follows from the very slice that is running.
+    Such a wait ends only when every receive that is posted ahead (`Wires.post_on_device`) has its message. The message
+    may be a gradient that depends on the very slice that is running.
     """
     reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
     if not reasons:

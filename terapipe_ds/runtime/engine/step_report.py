@@ -1,4 +1,4 @@
-"""Tell how fast training steps are: DeepSpeed's monitors after each, the log after the first one and after twenty."""
+"""Report the speed of training steps: to DeepSpeed's monitors after each, to the log after the first and the 20th."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger("terapipe_ds")
 T = TypeVar("T")
 
 PREFIX = "Train/TeraPipe/"
-_STEPS = 20  # after so many the log says how fast they were; the first one, which warms up, does not count
-_FAR = 0.15  # a prediction is off by more: the costs are no longer those that were measured
+_STEPS = 20  # after this many steps the log reports their speed; the first one, which warms up, does not count
+_FAR = 0.15  # if a prediction is off by more, the measured costs no longer hold
 _COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Say what a training step ran: its schedule, the tokens of all replicas, and how long it was to take."""
+    """Describe a training step: its schedule, the tokens of all replicas, and its predicted time."""
 
     schedule: Schedule
     tokens: int
@@ -45,7 +45,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Took:
-    """Say what a step took: seconds of all of it, and of its forwards and backwards."""
+    """Hold the times of a step: the seconds of the whole step, and of its forwards and backwards."""
 
     tokens: int
     predicted: Prediction | None
@@ -56,12 +56,12 @@ class Took:
 def step_figures(
     ran: Ran, step_s: float, timeline: Timeline | None, model_flops: float, peak_flops: float | None
 ) -> dict[str, float]:
-    """Return what monitors are told of a step, by name.
+    """Return the figures of a step for monitors, by name.
 
     Args:
         step_s: from the call of `train_batch` to its end.
-        timeline: of the stages of one pipeline; None where they recorded none.
-        model_flops: that one pipeline needs for the step; 0: not known.
+        timeline: of the stages of one pipeline; None if they recorded none.
+        model_flops: the operations that one pipeline needs for the step; 0: not known.
         peak_flops: of one device, in FLOP/s.
     """
     found = {"step_seconds": step_s, "tokens_per_second": ran.tokens / step_s}
@@ -79,7 +79,7 @@ def step_figures(
 
 
 class StepReport:
-    """Watch the training steps of one rank. Values are those of the pipeline that holds rank 0, and written there."""
+    """Watch the training steps of one rank. Rank 0 writes the values, which are those of its own pipeline."""
 
     def __init__(self, engine: PipelineEngine, stage: Stage, groups: PipelineGroups, config: TeraPipeConfig) -> None:
         self._engine, self._stage, self._groups = engine, stage, groups
@@ -93,7 +93,7 @@ class StepReport:
         self._writing = Diagnostic(f"{PREFIX}: a monitor cannot write")
 
     def begin(self, batch: BatchInFlight) -> None:
-        """Keep what a training batch runs, and say so of the first one."""
+        """Keep the description of a training batch, and log the first one."""
         if not batch.training:
             return
         shapes = [one.shape for one in batch.micro_batches]
@@ -105,7 +105,7 @@ class StepReport:
                 logger.info("monitors: %smfu is left out, the peak is unknown: set terapipe.peak_tflops", PREFIX)
 
     def tell(self, step_s: float) -> None:
-        """Tell how fast the training step was that took `step_s`. A collective where monitors look."""
+        """Report the speed of the training step that took `step_s`. A collective if monitors are enabled."""
         ran, self._ran = self._ran, None  # a schedule is large: none is kept here
         if ran is None:
             return
@@ -130,7 +130,7 @@ class StepReport:
     def _gathered(self, ran: Ran) -> tuple[Timeline | None, float] | None:
         """Bring the times of all stages to rank 0; None elsewhere. A collective over the stages.
 
-        All know the order of all, so that times are enough: of each computation its start and its end.
+        All stages know the orders of all, so the start and the end of each computation are enough.
         """
         # a row for each computation of the longest order, and one for the operations of the model
         orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
@@ -162,7 +162,7 @@ class StepReport:
 
 
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
-    """Return what the log says of the first training step."""
+    """Return the log line about the first training step."""
     schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
     slices = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + " slice" + "s" * (counts[-1] > 1)
     micro_batches = f"{num_micro_batches} micro-batch{'' if num_micro_batches == 1 else 'es'}"
@@ -181,7 +181,7 @@ def _expected(predicted: Prediction | None) -> str:
 
 
 def after_steps(steps: Sequence[Took]) -> str:
-    """Return what the log says after some steps, of which the first was the second of the training."""
+    """Return the log line after some steps; the first of them was the second step of the training."""
     seconds, rate = [step.step_s for step in steps], [step.tokens / step.step_s for step in steps]
     pipeline_s = statistics.median(step.pipeline_s for step in steps)
     text = (
@@ -207,7 +207,7 @@ _FAMILIES = ("v100", "a100", "h100", "h200")
 
 
 def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
-    """Return the peak of one device in FLOP/s: the config's, or that of its card in the dtype of the training."""
+    """Return the peak of one device in FLOP/s: the config's, or its card's peak in the dtype of the training."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
     if torch.device(engine.device).type != "cuda":
@@ -216,9 +216,9 @@ def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
 
 
 def peak_of_card(device: str, dtype: str) -> float | None:
-    """Return the peak of a device by the name that its driver gives; None where no card is surely that one's."""
+    """Return the peak of a device by the name that its driver gives; None if the name does not identify one card."""
     words = device.lower().replace("-", " ").split()
-    if {"pcie", "nvl", "mig"} & set(words):  # with other peaks than those on SXM boards
+    if {"pcie", "nvl", "mig"} & set(words):  # their peaks differ from those on SXM boards
         return None
     family = next((word for word in words if word in _FAMILIES), None)
     peaks: list[Mapping[str, float | None]] = [

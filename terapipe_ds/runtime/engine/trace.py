@@ -1,10 +1,10 @@
-"""Measure timelines: what each stage did when, in seconds of the wall clock, which the ranks of a machine share.
+"""Measure timelines: the actions of each stage in seconds of the wall clock, which the ranks of a machine share.
 
-The wall clock is read once per recorded step, and a clock that cannot be set tells the time from there. A trace that
-cannot be written is a warning: nothing that only observes a training ends it.
+The tracer reads the wall clock once per recorded step, and from there uses a clock that cannot be set. A trace that
+cannot be written causes only a warning: nothing that merely observes a training may end it.
 
-On an accelerator every action is synchronised while its step is traced, which costs some of the overlap. For monitors,
-which look at every step, events of the device tell the time instead, and the host waits once per step.
+On an accelerator the tracer synchronises after every action of a traced step, which costs some of the overlap. For
+monitors, which record every step, events of the device tell the time instead, and the host waits once per step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 def is_traced(step: int) -> bool:
-    """Return whether a training step, counted from 1, is written: the first five are, then each hundredth."""
+    """Return whether a training step, counted from 1, is written: the first five, then each hundredth."""
     return step <= 5 or step % 100 == 0
 
 
 class ActionTracer(Protocol):
-    """The interface of `TeraPipeEngine.tracer`, which is told what a rank computes, and when."""
+    """Define the interface of `TeraPipeEngine.tracer`, which learns of each computation of a rank and its time."""
 
     @property
     def listens(self) -> bool:
-        """Whether actions are recorded now; `measure` is called only then."""
+        """Tell whether actions are recorded now; the engine calls `measure` only then."""
 
     def begin(self, step: int | None) -> None:
         """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
@@ -43,7 +43,7 @@ class ActionTracer(Protocol):
         """Return a context in which `action` runs."""
 
     def input_is_here(self) -> None:
-        """Note that the action in hand has waited for its message, and computes from now on."""
+        """Note that the current action has waited for its message, and computes from now on."""
 
     def write(self, step: int) -> None:
         """End the batch."""
@@ -56,11 +56,11 @@ class HostClock:
         self._waits, self._zero_s = waits, time.time() - time.monotonic()
 
     def now(self) -> float:
-        """Return the mark of a computation that begins: what `seconds` turns into a time."""
+        """Return the mark of a computation that begins, which `seconds` turns into a time."""
         return self._zero_s + time.monotonic()
 
     def mark(self) -> float:
-        """Return the mark of a computation that ends, or whose input has come."""
+        """Return the mark of a computation that ends, or whose input has arrived."""
         if self._waits:
             wait_for_computation()
         return self.now()
@@ -71,10 +71,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Tell the time by events that the device records in its stream as it comes to them; no thread waits.
+    """Tell the time by events that the device records in its stream when it reaches them; no thread waits.
 
     Args:
-        new_event: returns an event with `record`, `synchronize` and `elapsed_time` (milliseconds), as torch's.
+        new_event: returns an event with `record`, `synchronize` and `elapsed_time` (milliseconds), like torch's.
     """
 
     def __init__(self, new_event: Callable[..., Any]) -> None:
@@ -91,7 +91,7 @@ class DeviceClock:
     mark = now
 
     def end(self) -> None:
-        """Wait until the device is here, and read the wall clock: the times of all marks count from this one back."""
+        """Wait until the device is here, and read the wall clock: the times of all marks count back from this one."""
         self._last = self.mark()
         self._last.synchronize()
         self._last_s = time.time()
@@ -102,30 +102,30 @@ class DeviceClock:
 
 
 class Tracer:
-    """Record the computations of one rank: of some steps if a directory is given, of all where they are monitored."""
+    """Record the computations of one rank: some steps if there is a directory, all steps if there are monitors."""
 
     def __init__(
         self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int, is_monitored: bool = False
     ) -> None:
         self._dir, self._is_monitored = Path(trace_dir) if trace_dir else None, is_monitored
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
-        self._clock: HostClock | DeviceClock | None = None  # of a step that is recorded
+        self._clock: HostClock | DeviceClock | None = None  # the clock of a recorded step
         self._marks: list[tuple[Action, Any, Any]] = []
         self._start: Any = None
         self._is_written = False
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
-        self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, where it was recorded
+        self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
 
     @property
     def listens(self) -> bool:
         return self._clock is not None
 
     def begin(self, step: int | None) -> None:
-        """Start recording if `step`, counted from 1, is one of those that are looked at; None: an evaluation."""
+        """Start recording if `step`, counted from 1, is to be recorded; None: an evaluation."""
         self._is_written = self._dir is not None and step is not None and is_traced(step)
         self._clock, self._marks, self.last = None, [], None
         if self._is_written or (self._is_monitored and step is not None):
-            # for monitors alone the device notes the times, so that the host does not wait for each action
+            # if only monitors record, the device notes the times, so that the host does not wait for each action
             on_host = get_accelerator().is_synchronized_device()
             waits = self._is_written and not on_host
             self._clock = HostClock(waits) if on_host or waits else DeviceClock(get_accelerator().Event)
@@ -141,7 +141,7 @@ class Tracer:
         self._marks.append((action, self._start, self._clock.mark()))
 
     def input_is_here(self) -> None:
-        """Let the computation of the action in hand start now: its wait for a message is over."""
+        """Let the computation of the current action start now: its wait for a message is over."""
         if self._clock is not None:
             self._start = self._clock.mark()
 
@@ -176,9 +176,9 @@ class Tracer:
 
 
 def wait_for_computation() -> None:
-    """Wait until what this rank computes is done: on an accelerator for its current stream alone.
+    """Wait until this rank's computation is done: on an accelerator, wait for its current stream only.
 
-    A receive that is posted ahead has a stream of its own; its message may need what is computed here first.
+    A receive that is posted ahead has a stream of its own; its message may depend on this computation.
     """
     if not get_accelerator().is_synchronized_device():
         get_accelerator().current_stream().synchronize()

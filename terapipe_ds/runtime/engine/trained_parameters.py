@@ -1,4 +1,4 @@
-"""Give the optimizer of a stage parameters, even where nothing is trained, and know which ones it has."""
+"""Give the optimizer of a stage parameters, even if nothing is trained there, and know which ones it has."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter fo
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:
-    """Return `parameters`; on a stage where nothing is trained, or in a group, a number that never gets a gradient.
+    """Return `parameters`; if nothing is trained on a stage or in a group, use a number that never gets a gradient.
 
-    Optimizers take no empty list, and ZeRO no empty group. The number is a parameter of the module, so that it has the
-    dtype and the device of all others, but of no layer, so that no checkpoint has it.
+    Optimizers accept no empty list, and ZeRO no empty group. The number is a parameter of the module, so that it has
+    the dtype and the device of all others. It belongs to no layer, so that no checkpoint has it.
     """
     listed = list(module.parameters() if parameters is None else parameters)
     if any(isinstance(each, Mapping) for each in listed):
@@ -27,7 +27,7 @@ def never_none_at_all(module: Any, parameters: Any) -> Any:
 def fill_empty_groups(module: Any, optimizer: Any) -> None:
     """Put a number into each empty group of an optimizer: DeepSpeed would remove the group, and a scheduler counts it.
 
-    Which groups are empty depends on the layers of a stage.
+    The layers of a stage decide which groups are empty.
     """
     for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
         if not group["params"]:
@@ -56,7 +56,7 @@ def remembering(optimizer: Any, trained: list[torch.Tensor]) -> Any:
 
 
 def problem_of_foreign_parameters(module: Any, trained: Iterable[torch.Tensor]) -> str | None:
-    """Return an error about parameters that would be trained although they are not in the module; None without any.
+    """Return an error about parameters that would be trained although the module lacks them; None without any.
 
     A loss function can bring them, or a layer that hides them in a list: no stage would sum their gradients.
     """

@@ -1,4 +1,4 @@
-"""Say once why a rank ends, to the other ranks and to who reads its output, and end its process."""
+"""Say once why a rank ends, to the other ranks and in its output, and end its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.runtime.failures.process_end import LEAVE_S, POLL_S, Stderr, ar
 from terapipe_ds.runtime.failures.report import RankRecord
 from terapipe_ds.runtime.failures.store import Failure, WatchStore
 
-ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
+ACKNOWLEDGE_S = 2.0  # time for the others to read why a rank fails: launchers end them soon after it
 _WHAT_NOW = "Fix the cause and start the job again from its last checkpoint."
 
 
@@ -25,9 +25,9 @@ class PipelineAborted(RuntimeError):
 
 
 class LastWords:
-    """Let the first of two threads that finds that the rank has to end, the main or the watching one, say why.
+    """Let one thread say why the rank has to end: the main or the watching one, whichever notices it first.
 
-    It leaves its last actions in `trace_dir`.
+    It leaves the rank's last actions in `trace_dir`.
     """
 
     def __init__(self, record: RankRecord, trace_dir: str | None) -> None:
@@ -40,7 +40,7 @@ class LastWords:
         return Stderr()
 
     def are_mine(self) -> bool:
-        """Return whether the calling thread is the first and so has to `tell`; if not, wait for what the other says."""
+        """Return whether the calling thread is the first and so has to `tell`; if not, wait for the other to finish."""
         if self._taken.acquire(blocking=False):
             return True
         self._said.wait(LEAVE_S / 2)
@@ -49,10 +49,10 @@ class LastWords:
     def tell(self, others: WatchStore, text: str, failure: Failure | None = None, more: str = "") -> None:
         """Publish why this rank ends, then print it with `more`, and wait until the others have read it.
 
-        Of two ranks that see one stall at the same time, the second prints the report of the first: each has asked all
-        ranks at a moment of its own, so that their reports may differ.
+        If two ranks see one stall at the same time, the second prints the report of the first. Each of them has asked
+        all ranks at a different moment, so that their reports may differ.
         """
-        # The others first: a reader of stderr may stand still
+        # The others come first: a reader of stderr may block
         if failure is not None:
             others.publish_failure(failure)
             first = others.failure
@@ -60,9 +60,9 @@ class LastWords:
                 text = str(first)
         self.remark(f"ends: {text}{more}\n{_WHAT_NOW}")
         self._said.set()
-        # Then launchers and files, which must not stand in the way of the end
+        # Then launchers and files, which must not prevent the end
         with suppress(Exception):  # the end matters more
-            get_error_handler().record_exception(PipelineAborted(text + more))  # where `torchrun` looks for it
+            get_error_handler().record_exception(PipelineAborted(text + more))  # `torchrun` reads it there
         if self._trace_dir is not None:
             with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))
@@ -72,7 +72,7 @@ class LastWords:
                 time.sleep(POLL_S)
 
     def remark(self, text: str) -> None:
-        """Print what this rank has to say, without waiting for a reader."""
+        """Print a message of this rank, without waiting for a reader."""
         self._stderr.write(f"\nterapipe_ds: rank {self._record.rank} (stage {self._record.stage_id}) {text}\n")
 
     @contextmanager
@@ -87,14 +87,14 @@ class LastWords:
             leave(code)
 
     def hurry(self) -> None:
-        """Let this process end soon, whatever its threads do."""
+        """Make this process end soon, whatever its threads do."""
         with suppress(RuntimeError):  # no thread for the timer can be started
             self.arm(LEAVE_S)
 
     def arm(self, seconds: float) -> None:
-        """Let this process end after some time, unless the timer is armed again before."""
+        """Make this process end after some time, unless the timer is armed again before."""
         arm_timer(seconds, self._stderr)
 
     def close(self) -> None:
-        """Give the descriptor of stderr back."""
+        """Close the descriptor of stderr."""
         self._stderr.close()

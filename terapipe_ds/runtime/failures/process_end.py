@@ -17,15 +17,15 @@ from functools import cache
 from typing import NoReturn
 
 POLL_S = 0.25
-SAY_S = 2.0  # so long a reader of stderr may take before the rest of a text is dropped
-LEAVE_S = 7.0  # from the decision to end to the end, whatever blocks
+SAY_S = 2.0  # time for a reader of stderr before the rest of a text is dropped
+LEAVE_S = 7.0  # time from the decision to end to the end, whatever blocks
 
 
 class Sigterm:
     """Let a thread notice SIGTERM, which launchers send to every rank when one has ended.
 
-    A Python handler would run in the main thread, which may wait in a call that cannot be interrupted; the wake-up
-    descriptor is written at once. A signal that others handle is left alone.
+    A Python handler would run in the main thread, which may wait in a call that cannot be interrupted. Python writes
+    the wake-up descriptor at once. If the program handles the signal itself, this class leaves it alone.
     """
 
     installed: Sigterm | None = None
@@ -37,7 +37,7 @@ class Sigterm:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        # Somebody else's descriptor stays: asyncio, for one, needs it
+        # Keep the descriptor of another library: asyncio, for example, needs it
         descriptor_of_others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         if descriptor_of_others != -1:
             signal.set_wakeup_fd(descriptor_of_others)
@@ -47,7 +47,7 @@ class Sigterm:
 
     def wait(self) -> bool:
         """Return whether the signal comes within the next `POLL_S`, or until `wake`; for the watching thread."""
-        # Other signals come here, too; a byte 0 is a call of `wake`
+        # Other signals arrive here, too; a byte 0 is a call of `wake`
         deadline, received = time.monotonic() + POLL_S, b""
         with suppress(TimeoutError):
             while all(received) and signal.SIGTERM not in received and (left_s := deadline - time.monotonic()) > 0:
@@ -62,7 +62,7 @@ class Sigterm:
             self._sender.send(bytes(1))
 
     def remove(self) -> None:
-        """Give the signal back; only the main thread can."""
+        """Restore the signal's handler; only the main thread can."""
         if Sigterm.installed is self and threading.current_thread() is threading.main_thread():
             Sigterm.installed = None
             if signal.getsignal(signal.SIGTERM) == self._handle:
@@ -72,13 +72,13 @@ class Sigterm:
                 signal.set_wakeup_fd(descriptor)
 
 
-# -- what is said --------------------------------------------------------------------------------------------------
+# -- output to stderr ----------------------------------------------------------------------------------------------
 
 
 class Stderr:
-    """Write to stderr without waiting for a reader that is gone or stands still.
+    """Write to stderr without waiting for a reader that is gone or blocks.
 
-    The descriptor is opened early, because there may be none left later.
+    The constructor opens the descriptor early, because there may be none left later.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ class Stderr:
 
     @property
     def for_timer(self) -> int:
-        """Return where the timer in C may write: a socket cannot be opened anew, and it would wait for its reader."""
+        """Return a descriptor for the timer in C: a socket cannot be opened anew, and it would wait for its reader."""
         return _nowhere() if stat.S_ISSOCK(os.fstat(self.descriptor).st_mode) else self.descriptor
 
     def write(self, text: str) -> None:
-        """Write what is taken within `SAY_S`. Never raises."""
+        """Write as much as the reader takes within `SAY_S`. Never raises."""
         rest, deadline = text.encode(errors="replace"), time.monotonic() + SAY_S
         with suppress(OSError, ValueError):
             poll = select.poll()
@@ -104,13 +104,13 @@ class Stderr:
                 rest = rest[os.write(self.descriptor, piece[: piece.rfind(b"\n") + 1] or piece) :]
 
     def close(self) -> None:
-        """Give the descriptor back; nothing is written from now on."""
+        """Close the descriptor; nothing is written from now on."""
         os.close(self.descriptor)
         self.descriptor = -1
 
 
 def _opened(number: int) -> int:
-    """Return a descriptor for the file of another one, or for the null device.
+    """Return a new descriptor for the file of another descriptor, or for the null device.
 
     Only pipes and terminals are opened anew: two descriptors of a file would write at two places in it.
     """
@@ -137,7 +137,7 @@ _is_forking = False
 
 
 def arm_timer(seconds: float, stderr: Stderr) -> None:
-    """Let this process end after some time, with all its stacks, unless the timer is armed again before.
+    """Make this process print all its stacks and end after some time, unless the timer is armed again before.
 
     Raises:
         RuntimeError: no thread can be started.
@@ -158,9 +158,9 @@ def disarm_timer() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, with what has been printed; not with what a reader that stands still does not take.
+    """End this process now, after its printed output is flushed; output that a blocked reader does not take is lost.
 
-    The timer is armed, and ends the process where stdout blocks.
+    The timer is armed, and ends the process if stdout blocks.
     """
     with suppress(Exception):
         sys.stdout.flush()
@@ -173,12 +173,12 @@ _store_ports: set[int] = set()
 
 
 def keep_from_children(port: int) -> None:
-    """Let forked children not hold the connections of a store: they would outlive this process unnoticed."""
+    """Keep forked children from holding the connections of a store, which would outlive this process unnoticed."""
     _store_ports.add(port)
 
 
 def _drop_store_connections() -> None:
-    """Put the null device in the place of the store's sockets, whose numbers the copied store still knows."""
+    """Replace the store's sockets by the null device: the copied store still knows their numbers."""
     if not _store_ports:
         return
     with suppress(OSError):
@@ -191,9 +191,9 @@ def _drop_store_connections() -> None:
 
 
 def _ports(descriptor: int) -> set[int]:
-    """Return the ports at both ends of a TCP socket; none for another one. Raises OSError for what is no socket."""
+    """Return the ports at both ends of a TCP socket; none for another socket. Raises OSError if it is no socket."""
     end, names = socket.socket(fileno=descriptor), []
-    with suppress(OSError):  # where it only listens
+    with suppress(OSError):  # if it only listens
         names += [end.getsockname()]
         names += [end.getpeername()]
     is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
@@ -205,7 +205,7 @@ _mask: set[int] = set()
 
 
 def _before_fork() -> None:
-    """Put off SIGTERM and the timer: a child would send the signal to this process, and hang at its end."""
+    """Defer SIGTERM and the timer: a child would send the signal to this process, and hang at its end."""
     global _is_forking, _mask
     # The lock keeps the state of the timer whole in both processes
     _timer.acquire()
@@ -226,7 +226,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Give up the signal, the timer and the store: a data loader's worker must die of its own signals."""
+    """Drop the signal, the timer and the store: a data loader's worker must die of its own signals."""
     global _armed
     if Sigterm.installed is not None:
         Sigterm.installed.remove()

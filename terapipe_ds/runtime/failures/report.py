@@ -1,7 +1,7 @@
-"""Describe what a rank does, and report on all ranks when a job makes no progress.
+"""Describe the action of a rank, and report on all ranks when a job makes no progress.
 
 These are plain values, so that a report can be tested without processes. A rank that waits for a message or in a
-collective is not at fault; one that computes, that has left or that gives no sign of life may be.
+collective is not at fault. A rank that computes, that has left or that gives no sign of life may be.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DRAWING = "drawing data from the iterator"
 KEPT_ACTIONS = 32
 _SHOWN_CALLS = 6
 _STACK_CHARACTERS = 10_000
-_COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread waits that is in a collective
-_POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread waits during a collective
+_POSTED = ("RA", "RG")  # receives that are only posted: they take no time
 _FLIGHT_RECORDER = (
     "The device runs behind the host: what it waits for may be earlier than what the host does. NCCL's own record of "
     "collectives tells more: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE to a "
@@ -43,17 +43,17 @@ _FLIGHT_RECORDER = (
 
 
 class Wait(NamedTuple):
-    """Say in words what a rank waits for, and the ranks that it comes from; none where that is not known."""
+    """Describe in words the message that a rank waits for, and the ranks that send it; none if they are not known."""
 
     text: str
     ranks: tuple[int, ...] = ()
 
 
 class Doing:
-    """Say what the main thread does. Replaced as a whole, because the watching thread reads it.
+    """Describe the action of the main thread. It is replaced as a whole, because the watching thread reads it.
 
-    There is one for each action of a batch, so that words are found when somebody reads them. `action` is "" outside a
-    batch, or anything that prints as its name; `wait` may be a function that gives it.
+    Each action of a batch makes one, so the text is formatted only when somebody reads it. `action` is "" outside a
+    batch, or any object that prints as its name; `wait` may be a function that returns it.
     """
 
     opening = False  # draws data and meets the other ranks, which may be busy outside a batch
@@ -72,7 +72,7 @@ class Doing:
 
     @property
     def wait(self) -> Wait | None:
-        """Return what the action waits for; None where it waits for nothing."""
+        """Return the wait of the action; None if it waits for nothing."""
         return self._wait() if callable(self._wait) else self._wait
 
     @property
@@ -81,7 +81,7 @@ class Doing:
         return self._wait is not None
 
     def again(self) -> Doing:
-        """Return the same, begun now."""
+        """Return the same action, begun now."""
         return Doing(self.what, self._wait, opening=self.opening, is_long=self.is_long, draws=self.draws)
 
     def __str__(self) -> str:
@@ -121,24 +121,24 @@ class PastAction:
 
 @dataclass(frozen=True)
 class RankState:
-    """Hold what a rank publishes of itself."""
+    """Hold the state that a rank publishes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = FROM_A_STORE
     rank: Count
     stage_id: int
     doing: Line = ""  # in words; "" outside a batch
-    waits_for_ranks: tuple[int, ...] = ()  # that send what it waits for, as far as they are known
-    is_busy: bool = True  # it waits for no other rank, as far as that can be told
-    batch: Count = 0  # how many it has begun
-    for_s: float = 0.0  # since when it does this
+    waits_for_ranks: tuple[int, ...] = ()  # ranks that send the awaited message, as far as they are known
+    is_busy: bool = True  # it waits for no other rank, as far as this is known
+    batch: Count = 0  # the number of batches it has begun
+    for_s: float = 0.0  # for this time it has been doing this
     stack: Lines = ""  # the innermost calls of the main thread; "" while nothing takes long
     recent: Annotated[tuple[PastAction, ...], Field(max_length=KEPT_ACTIONS)] = ()  # the oldest first, if it takes long
     ended: Line = ""  # why it has left the job; "" while it runs
-    silent: bool = False  # it gives no sign of life; the rest is what it published last
-    silent_s: float = 0.0  # at least so long, where that was measured
+    silent: bool = False  # it gives no sign of life; the rest is its last published state
+    silent_s: float = 0.0  # for at least this time, if it was measured
 
     def describe(self) -> str:
-        """Return in a few words what the rank does."""
+        """Describe the rank's action in a few words."""
         doing = self.doing or f"{OUTSIDE} (it has begun {self.batch} batches)"
         if self.ended or self.silent:
             ago = f", at least {_seconds(self.silent_s)} ago" if self.silent_s else ""
@@ -168,7 +168,7 @@ class RankRecord:
 
     @property
     def busy(self) -> str:
-        """Return what the main thread does in a call of the engine; "" outside."""
+        """Return the main thread's action in a call of the engine; "" outside."""
         doing = self.doing
         return str(doing) if doing.action else ""
 
@@ -185,14 +185,14 @@ class RankRecord:
             )
 
     def enter(self, doing: Doing) -> None:
-        """Begin a batch or a long call, in the calling thread, which is the watched one from now on."""
+        """Begin a batch or a long call; from now on the calling thread is the watched one."""
         self._main_thread = threading.current_thread()
         self._batches += doing.opening
         self.now(doing)
 
     @contextmanager
     def aside(self, doing: Doing) -> Iterator[None]:
-        """Note what the main thread does for a while, and then that it goes on. The last actions do not show it."""
+        """Note a temporary action of the main thread, then that it goes on. The last actions do not show it."""
         before, self.doing = self.doing, doing
         try:
             yield
@@ -205,22 +205,22 @@ class RankRecord:
         self._recent.append(doing)
 
     def now(self, doing: Doing) -> None:
-        """Note what the main thread does from now on."""
+        """Note the action of the main thread from now on."""
         self.doing = doing
         self._recent.append(doing)
 
     def now_waits(self, wait: Wait | Callable[[], Wait]) -> object:
-        """Note that the action in hand has to wait; return that action."""
+        """Note that the current action has to wait; return that action."""
         before = self.doing
         action = before.what or "no action"
-        # The report would else show the action twice, once for no time at all
+        # Otherwise the report would show the action twice, once without any duration
         if self._recent[-1] is before and not before.waits:
             self._recent.pop()  # an action that begins by waiting is one entry
         self.now(Doing(action, wait))
         return action
 
     def brief(self, ended: str = "") -> RankState:
-        """Return the state without the stack and the past actions, which take time to find out."""
+        """Return the state without the stack and the past actions, which take time to collect."""
         doing, now_s = self.doing, time.monotonic()
         what, wait = str(doing) if doing.action else "", doing.wait
         ranks = wait.ranks if wait else ()
@@ -228,11 +228,11 @@ class RankRecord:
         return replace(state, for_s=now_s - doing.since_s, ended=ended)
 
     def full(self) -> RankState:
-        """Return all that a report needs, with the stack of the main thread and its last actions."""
+        """Return the complete state for a report, with the stack of the main thread and its last actions."""
         # The frame of the main thread as the watching thread sees it: innermost calls last
         frame = sys._current_frames().get(self._main_thread.ident or 0)
         calls = [] if frame is None else traceback.format_stack(frame)
-        # Where a call that was begun earlier is waited for, the last line of Python says so.
+        # If the thread waits for a call that began earlier, the last line of Python shows it.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
         stack = printable("".join(calls[-_SHOWN_CALLS:])[-_STACK_CHARACTERS:], IN_LINES)
         state = replace(self.brief(), stack=stack, recent=self._past_actions())
@@ -254,10 +254,10 @@ def at_fault(states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that hold up the job, as far as the states show them.
 
     These are the first of the following kinds that exists: ranks without a sign of life; ranks that have left after
-    fewer batches than others have begun; ranks that are busy in a batch, unless their action began only lately; ranks
+    fewer batches than others have begun; ranks that are busy in a batch, unless their action began only recently; ranks
     that have left or are outside a batch.
     """
-    # A rank is busy where it neither waits for a message nor stands in a collective
+    # A rank is busy if it neither waits for a message nor is in a collective
     everyone = list(states.values())
     batches = max((one.batch for one in everyone), default=0)
     busy = [one for one in everyone if one.doing and one.is_busy and not one.ended]
@@ -276,7 +276,8 @@ def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
     """Return for how long no rank in a batch has begun an action; None if the job has stalled.
 
     A rank may wait for longer than `limit_s` while others work through many actions: the checks of all layers of the
-    stage before it, or the slices of a long batch. None of these then takes so long, and all ranks answer.
+    stage before it, or the slices of a long batch. Then each of these actions is shorter than the limit, and all ranks
+    answer.
     """
     # Progress is an action that began less than `limit_s` ago, on any rank that is in a batch
     running = [one for one in states.values() if one.doing and not one.ended]
@@ -290,10 +291,10 @@ def idle_s(states: Mapping[int, RankState], limit_s: float) -> float | None:
 def stall_report(
     states: Mapping[int, RankState], limit_s: float, asynchronous: bool, key: str = "stall_timeout_s"
 ) -> str:
-    """Return the whole report. Without states no rank can be asked.
+    """Return the whole report. Without states, it says that no rank can be asked.
 
     Args:
-        key: of the section, which sets the limit.
+        key: the key of the section that sets the limit.
         asynchronous: the device runs behind the host.
     """
     head = f"no progress for {limit_s:g} s (terapipe.{key}):"
@@ -302,13 +303,13 @@ def stall_report(
             f"{head} and what the others do is not known, because the store of the job does not answer. Rank 0, or the "
             "launcher that serves the store, has ended, or stands still with its machine. Look there."
         )
-    # Those at fault first, so that a job of thousands of ranks shows them
+    # List ranks at fault first, so that a job of thousands of ranks shows them
     faulty = [states[rank] for rank in at_fault(states)]
     shown = sorted({*(one.rank for one in faulty[:SHOWN_RANKS]), *list(states)[:SHOWN_RANKS]})
     lines = [head, *(line for rank in shown for line in _lines_of(states[rank]))]
     if len(shown) < len(states):
         lines.append(f"  and {len(states) - len(shown)} more ranks")
-    # Name who is at fault, who waits for it, and where in the code it is
+    # Name the rank at fault, the ranks that wait for it, and its place in the code
     for one in faulty[:SHOWN_RANKS]:
         waiting = [str(other.rank) for other in states.values() if one.rank in other.waits_for_ranks]
         whom = f" Ranks that wait for it: {', '.join(waiting)}." if waiting else ""

@@ -1,8 +1,8 @@
 """Let the watch-dogs of a job exchange states, signs of life, and the first failure.
 
 They use a clone of torch's default store, because the main thread may be busy in that store. The process that serves
-the store may not answer: so one thread does all the asking, and the others wait for its answer for a limited time.
-Nothing here raises: a store that is gone gives no answers, and a value that no rank has written is passed over.
+the store may not answer. So one thread sends all requests, and the others wait for its answer for a limited time.
+Nothing here raises: a store that is gone gives no answers, and a value that no rank has written is ignored.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from terapipe_ds.runtime.failures.report import (
 T = TypeVar("T")
 _ABORT = "abort"
 _LOOK_S = 0.05
-_RANKS_PER_S = 200.0  # whose signs of life one rank reads while it waits; thousands of ranks share one store
-_MAX_CHARACTERS = 20_000  # of an error that is published, each of at most twelve bytes in JSON
+_RANKS_PER_S = 200.0  # the rate at which a waiting rank reads signs of life; thousands of ranks share one store
+_MAX_CHARACTERS = 20_000  # of a published error; each takes at most twelve bytes in JSON
 _MAX_BYTES = 1 << 18  # of a value that is read
-_SILENT_S = 3.0  # a store that does not answer for so long is asked no more until the answer has come
+_SILENT_S = 3.0  # after a store has not answered for this time, send no request until the answer has come
 _numbers = itertools.count(1)
 
 
 def _keep_process_groups() -> None:
-    """Let no process group end in a forked child: gloo's end waits there for threads that only the parent has."""
+    """Keep process groups alive in a forked child: gloo's end would wait for threads that only the parent has."""
     for group in torch_dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no other way to all of them
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_keep_process_groups)
 
 
 class Failure(NamedTuple):
-    """Say why a rank ends. With `stalled` the error is its report on all ranks."""
+    """Say why a rank ends. With `stalled` the error is the rank's report on all ranks."""
 
     rank: Count
     stage_id: int
@@ -99,11 +99,11 @@ def make_store() -> Any:
 
 
 class WatchStore:
-    """Give one rank's view of the store, to the main thread and the watching one.
+    """Give the main thread and the watching one access to one rank's view of the store.
 
     Args:
-        slow_s: after so long an action of this rank is published with its stack.
-        warn: is told once of each key whose value no rank has written.
+        slow_s: after this time an action of this rank is published with its stack.
+        warn: called once for each key whose value no rank has written.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WatchStore:
         self._warn = warn
         self._strange: set[str] = set()  # keys with such values
         self._beats_of: dict[int, _Beat] = {}  # the last one of each rank
-        self._quiet_s = dict.fromkeys(range(world_size), 0.0)  # since when it has been the last one
+        self._quiet_s = dict.fromkeys(range(world_size), 0.0)  # for this time it has been the last one
         self._looked_at = -math.inf
         self._published: tuple[Doing | None, bool] = None, False  # and whether with its stack
         self._beats = 0
@@ -129,7 +129,7 @@ class WatchStore:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the asking thread end, which holds what the record refers to: messages, and so their connections."""
+        """End the asking thread, which holds all that the record refers to: messages, and so their connections."""
         self._questions.put(None)
         if self._store is not None:
             self._thread.join(timeout=1.0)
@@ -137,7 +137,7 @@ class WatchStore:
     @property
     def _is_gone(self) -> bool:
         """Return whether the store gives no answers now: its server has ended, or is still to answer a question."""
-        with self._turn:  # what another thread asks at this moment is no sign of it
+        with self._turn:  # a question of another thread at this moment does not mean that
             return self._has_no_answer
 
     @property
@@ -145,7 +145,7 @@ class WatchStore:
         return self._store is None or self.lost_at is not None or self._asked > self._answered
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """Return what the store answers; None without a store, or where its server is gone or silent."""
+        """Return the store's answer; None without a store, or if its server is gone or silent."""
         with self._turn:
             if self._has_no_answer or sys.is_finalizing():
                 return None
@@ -169,7 +169,7 @@ class WatchStore:
     # -- this rank ---------------------------------------------------------------------------------------------------
 
     def beat(self, ended: str = "") -> None:
-        """Publish a sign of life, and what is new or takes long, or why this rank has `ended`; learn of a failure."""
+        """Publish a sign of life, a new or slow action, or why this rank has `ended`; learn of a failure."""
         self._ended = self._ended or ended
         # The state is long and seldom new; the sign of life is short and comes with every beat
         doing, text = self._record.doing, None
@@ -179,7 +179,7 @@ class WatchStore:
             state = self._record.full() if is_slow and not self._ended else self._record.brief(self._ended)
             text = AS_JSON.dump_json(state).decode()
             self._published = doing, is_slow
-        # Where the rank is decides how long others wait for it
+        # The place of the rank decides how long others wait for it
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
         rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
@@ -196,7 +196,7 @@ class WatchStore:
             self.failure = self._valid(_FAILURE, _ABORT, failure)
 
     def publish_failure(self, failure: Failure) -> None:
-        """Tell the others, unless one of them was first."""
+        """Publish the failure, unless another rank was first."""
         # The first failure stays: later ones are mostly its consequences
         text = json.dumps(failure._replace(error=printable(failure.error, IN_LINES)[:_MAX_CHARACTERS]))
         first = self._ask(lambda store: store.compare_set(_ABORT, "", text))
@@ -207,7 +207,7 @@ class WatchStore:
         self.failure = published or failure
 
     def wait_until_read(self, wait_s: float) -> None:
-        """Tell that this rank has read why the job ends, and wait for all that give signs of life to do so."""
+        """Publish that this rank has read why the job ends, and wait until all ranks with signs of life have, too."""
         self._ask(lambda store: store.add("read", 1))
         deadline, readers = time.monotonic() + wait_s, self._world_size - len(self._silent)
         while time.monotonic() < deadline and not self._is_gone:
@@ -218,17 +218,17 @@ class WatchStore:
     # -- all ranks ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Read the signs of life, unless that was done just now; for a rank that waits, again and again.
+        """Read the signs of life, unless they were read just now; a rank that waits calls this repeatedly.
 
-        How long a rank is quiet is counted in looks: a look that comes late, because this process itself was stopped,
-        is no sign that others are gone. While the store does not answer, all are quiet.
+        The time for which a rank is quiet counts in looks: a look that comes late, because this process itself was
+        stopped, does not mean that others are gone. While the store does not answer, all are quiet.
         """
-        # Thousands of ranks share one store, so that each looks the more seldom the more there are
+        # Thousands of ranks share one store, so the more ranks there are, the less often each looks
         now, pause_s = time.monotonic(), max(POLL_S, self._world_size / _RANKS_PER_S)
         passed_s = now - self._looked_at
         if passed_s < pause_s:
             return
-        # While the store does not answer nothing is known of anybody: all are quiet for as long
+        # While the store does not answer, nothing is known about any rank: all are quiet for this time
         is_silent = self._is_gone and self._store is not None and self.lost_at is None
         beats = self._beats_of if is_silent else self._read("beat", _BEAT)
         if not (beats or is_silent):
@@ -241,7 +241,7 @@ class WatchStore:
         self._beats_of = beats
 
     def is_one_silent(self, for_s: float) -> bool:
-        """Return whether a rank has given no sign of life for so long, by the looks until now."""
+        """Return whether a rank has given no sign of life for `for_s` seconds, by the looks until now."""
         return max(self._quiet_s.values()) >= for_s
 
     def is_one(self, where: str) -> bool:
@@ -251,16 +251,16 @@ class WatchStore:
     def live_states(self, wait_s: float) -> dict[int, RankState]:
         """Return the states of all ranks, once each has given another sign of life, or after `wait_s`.
 
-        Ranks that give none until then are silent, and ranks that have been quiet for so long before are not waited
-        for. The result is empty without the store, and incomplete where the job fails meanwhile.
+        Ranks that give none until then are silent. This does not wait for ranks that were already quiet for that time.
+        The result is empty without the store, and incomplete if the job fails during the wait.
         """
         before, deadline, ranks = self._read("beat", _BEAT), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
-        # Begin with what is known of each rank now
+        # Begin with the last sign of each rank
         for rank in ranks:
             if before.get(rank) != self._beats_of.get(rank):  # it was quiet by the last look, which may be long ago
                 self._quiet_s[rank] = 0.0
-        # Wait for one more sign of life of each rank, but for those that were quiet for long enough
+        # Wait for one more sign of life of each rank, except those that were quiet for long enough
         while time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()
@@ -268,7 +268,7 @@ class WatchStore:
             quiet = [r for r in ranks if beats.get(r) == before.get(r) and (r not in beats or not beats[r].has_ended)]
             if all(self._quiet_s[rank] >= wait_s for rank in quiet):
                 break
-        # The states tell what the ranks do; the signs of life for how long
+        # The states tell the actions of the ranks; the signs of life tell for how long
         published = self._read("state", AS_JSON)
         if self._is_gone:
             return {}
@@ -283,7 +283,7 @@ class WatchStore:
         return states
 
     def _read(self, kind: str, adapter: TypeAdapter[T]) -> dict[int, T]:
-        """Return what each rank has published of a kind; ranks that have published nothing are left out."""
+        """Return the values of a kind that ranks have published; ranks without one are left out."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
 
         def read(store: Any) -> list[bytes | None]:
@@ -295,7 +295,7 @@ class WatchStore:
         return {rank: value for rank, value in enumerate(values) if value is not None}
 
     def _valid(self, adapter: TypeAdapter[T], key: str, text: bytes | None) -> T | None:
-        """Return a value of the store, or None where there is none, or none of the form in which ranks write."""
+        """Return a value of the store, or None if there is none, or if it has not the form in which ranks write."""
         if text is None:
             return None
         try:

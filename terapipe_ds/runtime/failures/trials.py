@@ -1,9 +1,9 @@
-"""Try out layers in which tensor-parallel ranks meet: all hear of a failure, or the job ends.
+"""Try out layers in which tensor-parallel ranks meet: all ranks learn of a failure, or the job ends.
 
-Some runs of the layers may fail and the job goes on: timing layers one by one, checking them on slices. But a rank that
-fails inside a layer leaves its peers in the layer's collective. So after each trial a rank says in the default store
-how it went. Where all have come through or failed, all learn of the first failure and do the same. Where some wait for
-the rank that failed, that rank raises, and its watch-dog ends the others with the cause.
+Some runs of the layers may fail while the job goes on: timing layers one by one, checking them on slices. But a rank
+that fails inside a layer leaves its peers in the layer's collective. So after each trial a rank writes the result to
+the default store. If all ranks have finished or failed, all learn of the first failure and react alike. If some wait
+for the rank that failed, that rank raises, and its watch-dog ends the others with the cause.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrialError(ValueError):
 
 
 class TrialFailure(NamedTuple):
-    """Say what a rank raised in a trial."""
+    """Describe the exception that a rank raised in a trial."""
 
     kind: str  # the class
     text: str
@@ -43,8 +43,8 @@ class Trials:
     """Make trials on this rank and its tensor-parallel peers, which make the same ones in the same order.
 
     Args:
-        ranks: all of these peers, this one among them; no rank or one, where there are none to wait for.
-        stall_timeout_s: after which a peer would report a stall. A rank that failed waits half as long for the others.
+        ranks: all of these peers, including this rank; no rank or one if there are no peers to wait for.
+        stall_timeout_s: after this time a peer would report a stall. A rank that failed waits for half of it.
         store: for tests; the default store otherwise.
     """
 
@@ -55,29 +55,29 @@ class Trials:
         self._patience_s = min(PATIENCE_S, stall_timeout_s / 2)
 
     def failure(self, error: Exception | None, what: str, remedy: str = "") -> TrialFailure | None:
-        """Return what failed in the trial that has just ended: on this rank, or else on the first peer. A collective.
+        """Return the failure of the trial that has just ended: on this rank, or else on the first peer. A collective.
 
         Args:
-            error: what this rank raised; None where the trial came through.
-            what, remedy: which trial that was, and how to do without it, for the message of an error.
+            error: the exception of this rank; None if the trial succeeded.
+            what, remedy: the name of the trial, and the way to do without it, for the message of an error.
 
         Raises:
             TrialError: this rank failed, and a peer that waits for it in the layers does not come; or peers come from
                 another trial.
-            Exception: `error` itself where it says that a peer is gone.
+            Exception: `error` itself if it says that a peer is gone.
         """
         if isinstance(error, TrialError):  # of a trial inside of this one
             raise error
-        # A rank alone needs nobody; a lost peer cannot be met
+        # A rank alone needs no peer; a lost peer cannot be reached
         own = None if error is None else TrialFailure(type(error).__name__, text_of(error))
         if len(self._ranks) < 2:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             raise error
         if own is None and not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()  # where this rank waits for a peer, the host may not know of it
+            get_accelerator().synchronize()  # if this rank waits for a peer, the host may not know it
 
-        # A rank that failed does not wait for ever: its peers may be in the collective that it has left
+        # A rank that failed does not wait forever: its peers may be in the collective that it has left
         def late(waited_s: float, missing: Callable[[], list[int]]) -> None:
             if own is not None and waited_s > self._patience_s and (ranks := missing()):
                 peers = f"peers, ranks {ranks}, have" if len(ranks) > 1 else f"peer, rank {ranks[0]}, has"

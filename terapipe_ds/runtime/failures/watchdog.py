@@ -1,16 +1,17 @@
 """Run a thread per rank that ends the job instead of letting it hang.
 
 A rank that raises in the middle of a batch leaves its neighbours waiting for messages that never come; gloo cannot give
-up such a wait without closing the connection. So each rank runs one daemon thread, which publishes what the rank does:
+up such a wait without closing the connection. So each rank runs one daemon thread, which publishes the rank's actions:
 
-- a rank that fails publishes why and waits a moment until the others have read it, before it raises;
+- a rank that fails publishes the reason and waits a moment until the others have read it, before it raises;
 - the thread of every other rank that is inside a batch prints it, and ends the process with exit code 1;
-- a rank whose batch makes no progress for `stall_timeout_s` ends the job with what every rank does and did last; the
-  user's iterator may take `data_timeout_s`, and other calls outside a batch more, while all ranks give signs of life;
-- a rank that loses a connection, or that the launcher ends (SIGTERM) because another rank died without a word, names
-  the ranks that give no sign of life.
+- a rank whose batch makes no progress for `stall_timeout_s` ends the job with a report of the present and last actions
+  of every rank; the user's iterator may take `data_timeout_s`, and other calls outside a batch more, while all ranks
+  give signs of life;
+- a rank that loses a connection, or that the launcher ends (SIGTERM) because another rank died silently, names the
+  ranks that give no sign of life.
 
-An error of the thread itself is printed, and the thread goes on; a timer in C ends the process if it runs no more.
+The thread prints its own errors and goes on. If it stops running, a timer in C ends the process.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, disarm_tim
 from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing, RankRecord, Wait, idle_s, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
-LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
-ANSWER_S = 3.0  # until a rank that gives no sign of life counts as gone
-HURRIED_ANSWER_S = 1.0  # the same where the launcher is about to end this rank, too
-LONG_CALL = 6  # so many stall timeouts (half an hour by default) for what a rank does outside a batch
-LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
-_SLOW = 0.25  # of the stall timeout: what takes longer is published with its stack
+LINGER_S = 2.0  # time for it to print its traceback: launchers end it soon after the others
+ANSWER_S = 3.0  # after this time a rank without a sign of life counts as gone
+HURRIED_ANSWER_S = 1.0  # the same if the launcher is about to end this rank, too
+LONG_CALL = 6  # limit for a call outside a batch, in stall timeouts (half an hour by default)
+LOST_STORE_S = 5.0  # even at the end of a good run, rank 0 may be gone a little before the others
+_SLOW = 0.25  # of the stall timeout: a longer action is published with its stack
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
@@ -53,8 +54,8 @@ class Watchdog:
     Args:
         store: for tests; a clone of the default store otherwise.
         asynchronous: the device runs behind the host, which may wait for it anywhere, also outside a batch.
-        trace_dir: where each rank leaves its last actions when the job fails.
-        data_timeout_s: so long the user's iterator may take.
+        trace_dir: each rank leaves its last actions there when the job fails.
+        data_timeout_s: timeout for the user's iterator.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Watchdog:
         self._stall_timeout_s, self._data_timeout_s = stall_timeout_s, data_timeout_s
         self._asynchronous = asynchronous
         self._record = RankRecord(rank, stage_id)
-        self.note = self._record.note  # what this rank does now: an action, cheap, called for each
+        self.note = self._record.note  # notes an action of this rank; cheap, since it is called for each
         self.claim = self._record.claim
         self._words = LastWords(self._record, trace_dir)
         self._stop = threading.Event()
@@ -80,7 +81,7 @@ class Watchdog:
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
         self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
-        # One rank alone has nobody to wait for: no thread, no store, no timer
+        # One rank alone waits for no other: no thread, no store, no timer
         if store is None and self._world_size > 1:
             store = make_store()
         self._others = WatchStore(store, self._record, self._world_size, _SLOW * stall_timeout_s, self._words.remark)
@@ -96,7 +97,7 @@ class Watchdog:
 
     @property
     def busy(self) -> str:
-        """Return what this rank does in a call of the engine; "" outside."""
+        """Return this rank's action in a call of the engine; "" outside."""
         return self._record.busy
 
     def _failure_of_others(self) -> Failure | None:
@@ -105,7 +106,7 @@ class Watchdog:
         return None if failure is None or failure.rank == self._rank else failure
 
     def batch(self) -> AbstractContextManager[None]:
-        """Watch everything in which this rank waits for others. Publish what leaves it, but for `RaisedEverywhere`."""
+        """Watch a batch, in which this rank waits for others. Publish an exception in it, except `RaisedEverywhere`."""
         failure = self._others.failure
         if failure is not None:
             if self._words.are_mine():
@@ -116,8 +117,8 @@ class Watchdog:
     def long_call(self, what: str) -> AbstractContextManager[None]:
         """Watch a call outside a batch in which ranks wait for one another, for `LONG_CALL` times `stall_timeout_s`.
 
-        Its errors are the caller's, but for a connection that another rank's end has cut, and for what is no
-        `Exception` (Ctrl-C): ranks agree on exceptions alone.
+        The caller handles its errors, except a connection that another rank's end has cut, and anything that is no
+        `Exception` (Ctrl-C): ranks agree only on exceptions.
         """
         self.claim(f"{what}()", moves=False)
         return self._watched(Doing(what, is_long=True))
@@ -136,7 +137,7 @@ class Watchdog:
         except BaseException as error:
             if isinstance(error, MemoryError):  # the frames that it holds may hold all memory, and a report needs some
                 traceback.clear_frames(error.__traceback__)
-            # A lost connection is the consequence of another rank's end, which is the cause to tell
+            # A lost connection is the consequence of another rank's end: report this cause
             aborted = self._caused_by_others(error)
             if aborted is not None:
                 self._fail(aborted)
@@ -150,20 +151,20 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, what: Wait | str) -> Iterator[None]:
-        """Watch a blocking wait; `what` says for what and from whom. After an exception it stays noted."""
+        """Watch a blocking wait; `what` names the message and its senders. After an exception it stays noted."""
         action = self._record.now_waits(what if isinstance(what, Wait) else Wait(what))
         yield
         self.note(action)
 
     def waits(self, what: Callable[[], Wait]) -> None:
-        """Remember that the action in hand waits, until it is noted again; cheap, called for each message."""
+        """Remember that the current action waits, until it is noted again; cheap, called for each message."""
         self._record.now_waits(what)
 
     def close(self) -> None:
         """Stop the thread: the engine is done. Another call, as late as the interpreter's end, does nothing."""
         if self._thread is None or self._pid != os.getpid():  # a forked child has no thread to stop, and ends at once
             return
-        self._sigterm.remove()  # which only the main thread can, perhaps in a second call
+        self._sigterm.remove()  # only the main thread can do this, perhaps in a second call
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
@@ -180,8 +181,8 @@ class Watchdog:
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
 
     def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:
-        """Return `error` as the consequence of another rank's end; None where it is this rank's own."""
-        if not isinstance(error, RuntimeError):  # all that backends raise
+        """Return `error` as the consequence of another rank's end; None if it is this rank's own."""
+        if not isinstance(error, RuntimeError):  # backends raise nothing else
             return None
         self._others.beat()
         # The rank that ended may have said why
@@ -189,7 +190,7 @@ class Watchdog:
             return PipelineAborted(str(failure))
         if not is_lost_connection(error):
             return None
-        # It has not: ask which ranks still give signs of life
+        # Otherwise ask which ranks still give signs of life
         doing = self._record.doing
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
@@ -205,7 +206,7 @@ class Watchdog:
         """
         if self._world_size == 1:
             return ""
-        # A failure that comes in meanwhile tells more
+        # A failure that arrives during the wait tells more
         states = self._others.live_states(wait_s).values()
         if self._others.failure is not None:
             return f"{self._others.failure}. "
@@ -246,7 +247,7 @@ class Watchdog:
             self._terminated()
 
     def _go_on(self, is_blind: bool) -> None:
-        """Say once what has failed in the thread, and go on; with `is_blind` not for ever with one action."""
+        """Print an error of the thread once, and go on; with `is_blind`, end the process if one action never ends."""
         text = traceback.format_exc()
         if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
             self._complaints.add(text)
@@ -273,8 +274,8 @@ class Watchdog:
     def _has_stalled(self, doing: Doing) -> bool:
         """Return whether `doing` takes too long.
 
-        A batch cannot begin while a rank draws data, which has a limit there, or saves, uploads or validates. After
-        that it has as long as ever. There is no patience with a rank that gives no sign of life.
+        A batch cannot begin while a rank draws data, which has its own limit, or saves, uploads or validates. After
+        that, the usual limit begins anew. A rank that gives no sign of life gets no extra time.
         """
         now = time.monotonic()
         waited_s = now - doing.since_s
@@ -356,5 +357,5 @@ class Watchdog:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether the error says that a process that this one talks to is gone."""
+    """Return whether the error says that a connected process is gone."""
     return isinstance(error, torch_dist.DistError) or _GLOO_ERROR.search(text_of(error)) is not None

@@ -1,1 +1,1 @@
-"""Work around the user's layers while they run: weight gradients apart, checkpointing, checks, counts."""
+"""Act around the user's layers while they run: separate weight gradients, checkpointing, checks, counts."""

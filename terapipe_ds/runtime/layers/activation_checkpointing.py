@@ -1,4 +1,4 @@
-"""Activation checkpointing under slices."""
+"""Apply activation checkpointing under slices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval 
 
 
 def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> None:
-    """Let the layers of this stage be checkpointed one by one, or not at all, where `config` says so.
+    """Let the layers of this stage be checkpointed one by one, or not at all, if `config` says so.
 
-    Call it before DeepSpeed's engine is built, which then checkpoints as if the module had been built so.
+    Call it before DeepSpeed's engine is built, which then checkpoints as if the module had been built in this way.
 
     Args:
         raw: DeepSpeed's config, whose `pipeline.activation_checkpoint_interval` counts before that of the module.
 
     Raises:
-        TeraPipeConfigError: a stage that the module does not have, or another interval that is set besides.
+        TeraPipeConfigError: the module does not have a named stage, or a different interval is set as well.
     """
-    # a module may come to a second engine: what the first one set is not its own
+    # a second engine may get the same module: the interval that the first one set is not the module's own
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
     recomputing = config.recomputing_stages(module.num_stages)
@@ -36,7 +36,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
         return
     section = raw.get("pipeline")
     of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
-    # the same wish said twice is none too many
+    # it is no error to set the same interval twice
     is_full = len(recomputing) == module.num_stages
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
         if interval and not (interval == 1 and is_full):
@@ -56,7 +56,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
 def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
     """Let DeepSpeed checkpoint exactly these layers of the model from the next forward on, each by itself.
 
-    Those of other stages do not matter. DeepSpeed keeps a flag per interval of layers, here of one layer each.
+    Layers of other stages do not matter. DeepSpeed keeps a flag per interval of layers, here of one layer each.
     """
     # DeepSpeed asks these flags when it runs a range, and not the interval
     flags = [layer_id in layers for layer_id in range(module._local_start, module._local_stop)]
@@ -74,7 +74,7 @@ def _shown(config: TeraPipeConfig) -> str:
 @contextmanager
 def checkpointing_with_gradients(module: Any) -> Iterator[None]:
     """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward."""
-    # only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function
+    # only during a forward: DeepSpeed recognises reentrant checkpointing by the identity of the module's function
     checkpoint = getattr(module, "activation_checkpoint_func", None)
     if checkpoint is None:  # a measured module of another kind
         yield
@@ -90,7 +90,7 @@ def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., A
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
     A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
-    never get a gradient. What is recomputed runs under the autocast of the forward, which DeepSpeed forgets.
+    never get a gradient. The recomputation runs under the autocast of the forward, which DeepSpeed forgets.
     """
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:

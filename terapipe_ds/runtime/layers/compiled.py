@@ -1,11 +1,11 @@
 """Compile the layers of a stage for `"compile": true`, one graph for all layers of a kind.
 
 The forward of each layer is compiled by itself, as is usual for pipelines; hooks run outside of it. Lengths are dynamic
-from the first call, and what differs between slices and layers is read by the operators of `attention/opaque.py`.
-A layer that asks for the active slice in another way would be compiled again for each slice, or keep what it read: only
-layers whose class says `compile_safe = True` are compiled, and the others run as they are.
+from the first call. The operators of `attention/opaque.py` read the values that differ between slices and layers. A
+layer that reads the active slice in another way would be compiled again for each slice, or keep the values of the first
+one. So only layers whose class says `compile_safe = True` are compiled, and the others run uncompiled.
 
-A layer that wraps the modules of others names what of it is compiled by `compiled_parts()`.
+A layer that wraps the modules of others names its compiled modules by `compiled_parts()`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _as_they_are = 0  # blocks of `layers_as_they_are` that are open; of the process
 
 @contextmanager
 def layers_as_they_are() -> Iterator[None]:
-    """Run compiled layers uncompiled for the body: where other code looks at each of their operations."""
+    """Run compiled layers uncompiled for the body, in which other code inspects each of their operations."""
     global _as_they_are
     _as_they_are += 1
     try:
@@ -88,7 +88,7 @@ def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ran
 
 
 def tell_of_schedules(config: TeraPipeConfig) -> None:
-    """Say once which schedules are not among those that are compared."""
+    """Log once which schedules the comparison leaves out."""
     if config.compile and config.schedule == "auto":
         logger.info(
             'terapipe.compile with schedule "auto": schedules that split backwards are left out, because the backward '
@@ -103,7 +103,7 @@ def layers_run_by(module: nn.Module) -> list[nn.Module]:
 
 
 def compiled_parts(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of `layer` that are compiled: itself, or those that it names; none where it may not be."""
+    """Return the modules of `layer` to compile: itself, or those that it names; none if it is not compile-safe."""
     named = getattr(layer, "compiled_parts", None)
     if named is not None:
         return list(named())
@@ -115,7 +115,7 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
 
     torch leaves the attribute that is set here out of copies and pickles of a module.
     """
-    from torch._dynamo import config as of_compiler  # seconds, which only those who compile shall wait
+    from torch._dynamo import config as of_compiler  # this import takes seconds, so do it only to compile
 
     limit = {"recompile_limit": _MOST_GRAPHS}
     has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
@@ -129,10 +129,10 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
         if _as_they_are:
             return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
         own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
-        # numbers of a layer are constants of its graph in the end, and torch takes half the time where it knows
+        # numbers of a layer are constants of its graph in the end, and torch takes half the time if it knows
         wanted = settings if case in traced else {**settings, "specialize_float": True}
         tracing = of_compiler.patch(**wanted) if wanted else nullcontext()
-        # hooks run around it as ever: torch's own call does the rest
+        # hooks run around it as usual: torch's own call does the rest
         vars(layer)["forward"] = compiled
         try:
             with running_layer(name), tracing:

@@ -1,10 +1,10 @@
 """Find the first number of a step that is not finite (`"check_finite": "every_step"`), by the place where it arose.
 
-NaN spreads to everything that is computed from it, so a loss of NaN says nothing of its cause. For each slice hooks
-look at every layer's outputs and at the gradients of its inputs; the loss, the gradients in the slice store and those
-of parameters are looked at as well. The extremes of each tensor stay on its device, and are read once, when the
-backwards of the batch are done. Then all ranks raise the same error, before anything is reduced or updated. It names
-the place that no other place has caused. With a dynamic loss scale gradients may overflow, and are not looked at.
+NaN spreads to everything that is computed from it, so a loss of NaN does not show its cause. For each slice, hooks
+check every layer's outputs and the gradients of its inputs. The loss, the gradients in the slice store and the
+parameters' gradients are checked as well. The extremes of each tensor stay on its device, and the host reads them once,
+when the backwards of the batch are done. Then all ranks raise the same error, before anything is reduced or updated. It
+names the place that no other place has caused. With a dynamic loss scale gradients may overflow, and are not checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_ot
 
 
 class NonFiniteError(ValueError):
-    """A step computed NaN or infinity; raised on every rank, before the step has changed anything."""
+    """Say that a step computed NaN or infinity; raised on every rank, before the step has changed anything."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Look:
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """The sort key that puts causes before their effects: in the backward, slices and parts come in reverse."""
+        """Return the sort key that puts causes before effects: in the backward, slices and parts come in reverse."""
         active, sign = self.active, -1 if self.is_backward else 1
         return self.is_backward, active.micro_batch_id, sign * active.slice_id, sign * active.part_id
 
@@ -59,7 +59,7 @@ class Look:
 class FiniteCheck:
     """Check one stage; `world` is a group of all ranks on the CPU, None for a single rank.
 
-    `gradients` are looked at unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks.
+    `gradients` are checked unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class FiniteCheck:
         self._module, self._store, self._stage_id, self._world = module, store, stage_id, world
         self._gradients, self._collected = gradients, collected
         self._looks: list[Look] = []
-        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and what its gradient is called
+        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and the name of its gradient
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
         self._looks.clear()
-        # functions have no hooks, so others that look take their places
+        # functions have no hooks, so functions that check replace them
         parts, owners = [], []
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
@@ -85,7 +85,7 @@ class FiniteCheck:
         # modules are hooked once, however many places they have
         handles = self._hook_modules(owners, [part[-1] for part in parts if part])
         self._parameters = _places_of_parameters([*owners, ("the pipeline module", self._module)])
-        # what the store gathers, and what an optimizer takes away at once, is met where it arises
+        # check gradients that the store gathers, or that an optimizer takes at once, where they arise
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             self._store.carried.on_gradient = self._look_at_state
@@ -114,7 +114,7 @@ class FiniteCheck:
         return handles
 
     def _watched(self, layer: Any, name: str, is_last: bool) -> Any:
-        """Return a module as it is, and a function with what hooks do around it."""
+        """Return a module unchanged, and a function wrapped with the checks of the hooks."""
         if isinstance(layer, nn.Module):
             return layer
         before, after = self._hooks(name, is_last)
@@ -142,7 +142,7 @@ class FiniteCheck:
         def after(layer: object, args: tuple[Any, ...], outputs: Any) -> None:
             active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
             for index, (which, tensor) in enumerate(results.items()):
-                # what is handed on is not computed here; what is behind the first and has no gradient may be a mask
+                # tensors that are handed on are not computed here; later ones without a gradient may be masks
                 is_own = tensor.is_floating_point() and not any(tensor is other for other in inputs.values())
                 if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
                     self.look(name, f"its output{which}", tensor)
@@ -155,18 +155,18 @@ class FiniteCheck:
         return functools.partial(self.look, layer, what, is_backward=True)
 
     def look(self, layer: str, what: str, tensor: Tensor, is_backward: bool = False) -> None:
-        """Keep the extremes of `tensor`, a result of the slice that is running."""
+        """Keep the extremes of `tensor`, a result of the running slice."""
         active = active_slice()
         if active is not None and tensor.numel() and tensor.layout is torch.strided:
             self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(tensor.detach())))
 
     def look_at_loss(self, loss: Tensor | Sequence[Tensor]) -> None:
-        """Look at the weighted loss, or losses, of the slice that is running on the last stage."""
+        """Check the weighted loss, or losses, of the running slice on the last stage."""
         for part in [loss] if isinstance(loss, Tensor) else loss:
             self.look("the loss function", "the loss", part)
 
     def look_at_parameters(self) -> None:
-        """Look at the parameters' gradients after the backward of the slice that is running."""
+        """Check the parameters' gradients after the backward of the running slice."""
         if self._gradients and not self._collected:
             others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
             for parameter, (layer, what) in self._parameters.items():
@@ -184,11 +184,11 @@ class FiniteCheck:
         self.look(f"layer {entry.layer!r}", what, gradient, is_backward=True)
 
     def agree(self, step: int) -> None:
-        """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""
-        # the device is waited for here, once per batch
+        """Raise NonFiniteError on every rank if one has found a problem. A collective, after the last backward."""
+        # the host waits for the device here, once per batch
         texts = zip(self._looks, _problems(self._looks), strict=True)
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
-        own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
+        own = min(places, key=lambda place: place[0], default=None)  # the first result of one slice
         self._looks.clear()
         firsts = [own]
         if self._world is not None:
@@ -209,7 +209,7 @@ class FiniteCheck:
 
 
 def _places_of_parameters(owners: Sequence[tuple[str, Any]]) -> dict[nn.Parameter, tuple[str, str]]:
-    """Return for each trained parameter the first layer that has it, and what its gradient is called."""
+    """Return for each trained parameter the first layer that has it, and the name of its gradient."""
     places: dict[nn.Parameter, tuple[str, str]] = {}
     for owner, layer in owners:
         of_layer = module_of(layer)
@@ -220,14 +220,14 @@ def _places_of_parameters(owners: Sequence[tuple[str, Any]]) -> dict[nn.Paramete
 
 
 def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the tensors among arguments or results, with " 0", " 1" where there are several."""
+    """Return the tensors among arguments or results, with " 0", " 1" if there are several."""
     values = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     tensors = [value for value in values if isinstance(value, Tensor)]
     return {f" {index}" if len(tensors) > 1 else "": tensor for index, tensor in enumerate(tensors)}
 
 
 def _problems(looks: Sequence[Look]) -> list[str]:
-    """Return for each look what is wrong with its tensor, "" where nothing is; read from the device once per dtype."""
+    """Return the problem of the tensor in each look, "" without one; read from the device once per dtype."""
     problems = [""] * len(looks)
     kinds = [(look.extremes[0].dtype, look.extremes[0].device) for look in looks]
     for kind in set(kinds):
@@ -239,7 +239,7 @@ def _problems(looks: Sequence[Look]) -> list[str]:
 
 
 def layer_title(layer: Any, index: int) -> str:
-    """Return `layer 3 (DecoderLayer)`; of tied layers and of plain functions the function's name."""
+    """Return `layer 3 (DecoderLayer)`; for tied layers and plain functions, with the function's name."""
     if isinstance(layer, functools.partial):
         layer = layer.func
     kind = type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)

@@ -1,9 +1,9 @@
-"""Count the operations of a stage, where DeepSpeed's config has `flops_profiler`.
+"""Count the operations of a stage, if DeepSpeed's config has `flops_profiler`.
 
-DeepSpeed 0.19.8 waits for the device around each module (a hang where receives are posted ahead), and prints nothing
+DeepSpeed 0.19.8 waits for the device around each module (which hangs if receives are posted ahead), and prints nothing
 with pipelines. Here every stage of the first replica counts the F, B and W of the first micro-batch of `profile_step`
-by torch's formulas: products of matrices, convolutions and attention, 2 for each multiply-add. Attention counts the
-scores that a causal mask leaves, so slices count as much as whole sequences.
+by torch's formulas: products of matrices, convolutions and attention, 2 for each multiply-add. Attention counts only
+the scores that a causal mask leaves, so slices count as much as whole sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T 
 def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
     """Return the formula of a kernel with `products` products per score, for shapes in the place of its tensors.
 
-    `query` and `is_causal` say which of its arguments these are, `token_dim` which dimension counts tokens.
+    `query` and `is_causal` are the positions of these arguments; `token_dim` is the dimension that counts tokens.
     """
 
     def count(*args: Any, **options: object) -> int:
@@ -48,7 +48,7 @@ def attention_formula(products: int, query: int, is_causal: int, token_dim: int 
 
 
 def _formulas() -> dict[object, Callable[..., int]]:
-    """Return the formulas of what torch does not count, or counts without the mask."""
+    """Return the formulas of operations that torch does not count, or counts without the mask."""
     aten = torch.ops.aten
     formulas: dict[object, Callable[..., int]] = {
         aten.addmm_: lambda total, a, b, **options: int(2 * math.prod(a) * b[1]),
@@ -65,16 +65,16 @@ def _formulas() -> dict[object, Callable[..., int]]:
 
 
 class _Undecomposed(dict[object, Callable[..., int]]):
-    """Formulas that torch takes for complete: it decomposes operations without one, which gives other last bits."""
+    """Hold formulas that torch takes for complete: it decomposes operations without one, and last bits change."""
 
     def __contains__(self, operation: object) -> bool:
         return isinstance(operation, OpOverload) or super().__contains__(operation)
 
 
 class StageFlops:
-    """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`.
+    """Count the first micro-batch of the profiled step, in place of `engine.flops_profiler`.
 
-    With `counts_first`, it counts that of the first training step as well, for monitors.
+    With `counts_first`, count the first micro-batch of the first training step as well, for monitors.
     """
 
     def __init__(self, engine: PipelineEngine, counts_first: bool = False) -> None:
@@ -88,7 +88,7 @@ class StageFlops:
         self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward
 
     def open_batch(self, training: bool) -> None:
-        """Begin to count where the profiled step begins; any other batch is not counted."""
+        """Begin to count when the profiled step begins; count no other batch."""
         engine, is_mine = self._engine, training and self._is_chosen
         # monitors want one count, before their first report
         is_due = engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
@@ -99,10 +99,10 @@ class StageFlops:
             self.forward_of.clear()
 
     def of_model(self) -> float:
-        """Return the operations that the last counted micro-batch needs on this stage; 0 where none was counted.
+        """Return the operations that the last counted micro-batch needs on this stage; 0 if none was counted.
 
-        That is three times the forward's: what is computed again is not counted. Where parameters are frozen it is what
-        was counted, if that is less.
+        This is three times the forward's count: recomputation does not count. If parameters are frozen, it is the
+        actual count, if that is less.
         """
         forward, counted = self.totals[Kind.FORWARD], sum(self.totals.values())
         is_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
@@ -110,7 +110,7 @@ class StageFlops:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Count what `action` computes, if it belongs to the first micro-batch of the profiled step."""
+        """Count the operations of `action`, if it belongs to the first micro-batch of the profiled step."""
         if not self._is_counting or action.kind not in _COUNTED or action.micro_batch_id:
             yield
             return
@@ -156,7 +156,7 @@ class StageFlops:
 
 
 def stage_flops(engine: PipelineEngine, counts_first: bool) -> StageFlops | None:
-    """Return the counter of this stage, in the place of DeepSpeed's profiler, where config or monitors ask for one."""
+    """Return the counter of this stage, in place of DeepSpeed's profiler, if config or monitors need one."""
     if not engine.flops_profiler_enabled():
         return StageFlops(engine, counts_first) if counts_first else None
     factor = engine.flops_profiler_recompute_fwd_factor()

@@ -1,4 +1,4 @@
-"""Add gradients to the fp32 sums of DeepSpeed's `BF16_Optimizer` at once, without a gradient in `.grad` between.
+"""Add gradients to the fp32 sums of DeepSpeed's `BF16_Optimizer` at once, without a gradient in `.grad` in between.
 
 DeepSpeed takes each slice for a micro-batch: it zeroes `.grad` (2 bytes per parameter), autograd writes a gradient (2)
 and adds it (6), the optimizer casts it to fp32 (6) and adds that (12): 28 bytes per parameter and slice. Here the
@@ -24,7 +24,7 @@ def _clear_nothing() -> None:
 
 
 class GradientSums:
-    """The sums of one optimizer, by parameter."""
+    """Add to the sums of one optimizer, by parameter."""
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
         self._optimizer = optimizer
@@ -35,16 +35,16 @@ class GradientSums:
 
     @staticmethod
     def of(optimizer: object) -> GradientSums | None:
-        """Return the sums of an optimizer that has them, and have it collect what is in `.grad` in one call.
+        """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call.
 
-        None for any other optimizer, and where DeepSpeed corrects each gradient by itself (expert folding).
+        None for any other optimizer, and if DeepSpeed corrects each gradient by itself (expert folding).
         """
         if not isinstance(optimizer, BF16_Optimizer) or not optimizer.using_real_optimizer:
             return None
         if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
             return None
         sums = GradientSums(optimizer)
-        if not optimizer.immediate_grad_update:  # else hooks add each gradient when it is there
+        if not optimizer.immediate_grad_update:  # otherwise hooks add each gradient when it arrives
             optimizer.update_hp_grads = sums.collect
             # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
             # behind, so it would clear only those that parameters of the loss have just got.
@@ -52,7 +52,7 @@ class GradientSums:
         return sums
 
     def own_hooks(self, weight: Tensor) -> int:
-        """Return how many hooks that run after a gradient has come to `weight` are the optimizer's or `take`."""
+        """Count the hooks of the optimizer, and `take`, among those that run after a gradient has come to `weight`."""
         return int(self._optimizer.immediate_grad_update or id(weight) in self._lent)
 
     def has(self, weight: Tensor) -> bool:
@@ -62,14 +62,14 @@ class GradientSums:
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
 
-        On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, as `.grad`
-        is.
+        On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, like
+        `.grad`.
         """
         place = self._lent.get(id(weight))
         if place is None:
             place = self._mark(weight, self._places[id(weight)])
         total = self._sum(place).view(weight.shape)
-        # as much in one pass over the sum as the device can
+        # do as much in one pass over the sum as the device can
         if total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
         elif rows.is_cuda and total.dtype == torch.float32:
@@ -79,7 +79,7 @@ class GradientSums:
 
     @torch.no_grad()
     def collect(self, clear_lp_grads: bool = False) -> None:
-        """Add all gradients that are in `.grad`, and empty it. In place of `BF16_Optimizer.update_hp_grads`."""
+        """Add all gradients that are in `.grad`, and empty it. This replaces `BF16_Optimizer.update_hp_grads`."""
         totals, gradients = [], []
         # one call for all: a kernel per parameter would wait for the host
         for parameter, place in self._parameters:
@@ -92,7 +92,7 @@ class GradientSums:
 
     @contextmanager
     def lent(self, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
-        """Let backwards of stand-ins, by the id of their parameters, add to the sums, which are zeroed afterwards.
+        """Let backwards of stand-ins, by the id of their parameters, add to the sums. Zero the sums afterwards.
 
         It is for measurements between steps, when all sums are zero.
         """
@@ -105,7 +105,7 @@ class GradientSums:
             self._lent = {}
 
     def take(self, stand_in: Tensor) -> None:
-        """Add the gradient that has come to a stand-in, and drop it: a hook for all that `add` is not called for."""
+        """Add the gradient that has come to a stand-in, and drop it: a hook for gradients that `add` does not get."""
         place = self._lent.get(id(stand_in))
         if place is not None and stand_in.grad is not None:
             self._sum(place).view_as(stand_in).add_(stand_in.grad)

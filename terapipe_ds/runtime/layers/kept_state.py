@@ -1,7 +1,7 @@
-"""Let layers work on copies of what they keep in attributes, outside their parameters.
+"""Let layers work on copies of the state that they keep in attributes, outside their parameters.
 
-`copy.deepcopy` makes the copies. Functions, modules and trained parameters stay as they are, and so does what functions
-keep: variables that they close over, globals, attributes of classes.
+`copy.deepcopy` makes the copies. Functions, modules and trained parameters are not copied, nor is the state that
+functions use: variables that they close over, globals, attributes of classes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # registries of submo
 
 
 class KeptState:
-    """Hold what modules keep in attributes, and objects to which functions are bound; what is `apart` is not looked at.
+    """Hold the attributes of modules, and objects to which functions are bound, without the objects in `apart`.
 
-    `stuck` holds by name what cannot be copied (an iterator, an object with a thread) or is too large for a copy.
+    `stuck` holds by name all objects that cannot be copied (an iterator, an object with a thread) or are too large.
     """
 
     def __init__(self, owners: Mapping[str, object], apart: Iterable[object] = ()) -> None:
-        self._scopes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # name, attributes, and what they were
-        self._shared: dict[int, Any] = {id(each): each for each in apart}  # what is not copied, as `deepcopy` takes it
+        self._scopes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # name, attributes, and their old values
+        self._shared: dict[int, Any] = {id(each): each for each in apart}  # not copied, as a memo of `deepcopy`
         self._versions: dict[str, tuple[Tensor, int]] = {}  # of parameters that are not copied
         self.stuck: dict[str, object] = {}
         self._generators: list[Any] = [*_GLOBAL_GENERATORS]
@@ -56,7 +56,7 @@ class KeptState:
                 queue += self._open(name, owner)
 
     def _open(self, name: str, owner: Any) -> Iterable[tuple[str, Any]]:
-        """Take what an owner keeps, and return the owners that it leads to."""
+        """Take the state of an owner, and return the owners that it leads to."""
         if isinstance(owner, MethodType):
             return [(name, owner.__self__)]
         if isinstance(owner, partial):
@@ -68,13 +68,13 @@ class KeptState:
         return self._open_module(name, owner) if isinstance(owner, nn.Module) else []
 
     def _open_module(self, name: str, module: nn.Module) -> list[tuple[str, Any]]:
-        """Take the registries of a module, of which the entries count, and return its submodules and its loss."""
+        """Take the registries of a module, whose entries count, and return its submodules and its loss."""
         held = vars(module)
         stays = _OF_MODULES | OF_DEEPSPEED if isinstance(module, PipelineModule) else _OF_MODULES
         self._shared |= {id(value): value for key, value in held.items() if key in stays}
         for registry in (module._buffers, module._parameters, module._modules):
             self._scopes.append((name, registry, dict(registry)))  # type: ignore[arg-type]
-        # a parameter that is trained or large is no statistic: it is only watched
+        # a parameter that is trained or large is no statistic: only watch it
         for key, parameter in module._parameters.items():
             if parameter is not None and (parameter.requires_grad or _bytes_of(parameter) > _MOST_BYTES_OF_STATISTICS):
                 self._shared[id(parameter)] = parameter
@@ -124,17 +124,17 @@ class KeptState:
             (generator.set_state if isinstance(generator, torch.Generator) else generator.__setstate__)(state)
 
     def generator_states(self) -> list[bytes]:
-        """Return what tells the states of these generators apart."""
-        states = map(_state_of, self._generators)  # equal tensors may be pickled otherwise
+        """Return values that tell the states of these generators apart."""
+        states = map(_state_of, self._generators)  # equal tensors may be pickled differently
         return [pickle.dumps(each.tolist() if torch.is_tensor(each) else each) for each in states]
 
     def lost(self) -> list[str]:
-        """Name parameters that were written to and are no copies, and iterators that cannot be copied."""
+        """Name parameters that were written to although they are no copies, and iterators that cannot be copied."""
         written = [name for name, (each, version) in self._versions.items() if each._version != version]
         return sorted({*written, *(name for name, each in self.stuck.items() if isinstance(each, Iterator))})
 
     def values(self, with_entries: bool = False) -> dict[str, Any]:
-        """Return the numbers, tensors and lengths of lists by name, as they are now; or all that can be compared."""
+        """Return the present numbers, tensors and lengths of lists by name; or all values that can be compared."""
         seen = set(self._shared)
         values: dict[str, Any] = {}
         for name, held, _ in self._scopes:
@@ -144,7 +144,7 @@ class KeptState:
 
 
 def leaves(name: str, value: Any, seen: set[int], with_entries: bool) -> dict[str, Any]:
-    """Return what a value holds that can be compared, by name, tensors as copies; nothing that was `seen`."""
+    """Return all comparable values that a value holds, by name, with copies of tensors; skip those that were `seen`."""
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
         is_kept = is_dense and _bytes_of(value) <= _MOST_BYTES and id(value) not in seen
@@ -164,13 +164,13 @@ def leaves(name: str, value: Any, seen: set[int], with_entries: bool) -> dict[st
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Name what differs in two results of `KeptState.values`."""
+    """Name the differences between two results of `KeptState.values`."""
     names = {*before, *after}
     return sorted(name for name in names if not same(before.get(name, names), after.get(name, names)))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are alike; of tensors all bits, those of NaN among them."""
+    """Return whether two values are alike; for tensors, whether all bits are, also in NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         bits = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
@@ -179,7 +179,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _write(held: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a dict these values; never empty in between: it may be that of a module."""
+    """Give a dict these values, without emptying it in between: it may belong to a module."""
     for key in [key for key, value in values.items() if held.get(key, held) is not value]:
         held[key] = values[key]
     for key in held.keys() - values.keys():
@@ -201,7 +201,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _is_space(value: Any) -> bool:
-    """Return whether a value is a module, or another object in whose attributes a layer keeps something."""
+    """Return whether a value is a module, or another object in whose attributes a layer keeps state."""
     if isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
         return True
     return hasattr(value, "__dict__") and is_the_users(type(value)) and not isinstance(value, _PLAIN)
@@ -212,12 +212,12 @@ def _state_of(generator: Any) -> Any:
 
 
 def _inner(name: str, key: object) -> str:
-    """Name an entry of what has a name."""
+    """Name an entry of a named container."""
     return f"{name}.{key}" if name else str(key)
 
 
 def is_the_users(owner: Any) -> bool:
-    """Return whether a class or a function is defined in no package that the engine is made of."""
+    """Return whether a class or a function comes from the user, not from a package that the engine is made of."""
     module = str(getattr(owner, "__module__", ""))
     return module == "__main__" or module.split(".")[0] not in _NOT_THE_USERS
 

@@ -1,18 +1,18 @@
-"""Bring what live slices saved for their backward to the host, and back ahead of it.
+"""Move the tensors that live slices saved for their backward to the host, and back before it.
 
-The order of a stage says when the backward of each slice comes. What a slice saves goes to the host where its B is far
-enough, and comes back `OFFLOAD_AHEAD` computations ahead of it (`simulator.offload`):
+The order of a stage says when the backward of each slice comes. The saved tensors of a slice go to the host if its B is
+far enough away, and come back `OFFLOAD_AHEAD` computations before it (`simulator.offload`):
 
     computation   F2        ...  ...  ...      B5        B3        B2
     tensors       saved, on their way out, away, on their way back, used
 
-Copies run on a stream of their own, in this order. A tensor's memory goes once its copy out is done: at the end of the
-computation after F at the latest, so that one computation hides the copy. On a CPU the same code copies at once.
+Copies run on a stream of their own, in this order. A tensor's memory is freed once its copy out is done: at the end of
+the computation after F at the latest, so that one computation hides the copy. On a CPU the same code copies at once.
 
-What is copied is the memory under a tensor, once for all tensors of a slice that share it, so that views come back as
-they were, strides included, and the backward has the same bits. What stays: parameters and buffers of the module,
-which are not the slice's own; small tensors; views of a much larger memory; and keys and values, which are in the
-slice store and never saved by slices. A tensor that is changed in place after it was saved is an error, as in torch.
+A copy contains the memory under a tensor, once for all tensors of a slice that share it. So views come back unchanged,
+strides included, and the backward has the same bits. These tensors stay: parameters and buffers of the module, which
+are not the slice's own; small tensors; views of a much larger memory; and keys and values, which are in the slice store
+and never saved by slices. A tensor that is changed in place after it was saved is an error, as in torch.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Key
 from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
 
-_SMALLEST_BYTES = 1024  # below, a copy takes longer than the memory is worth
+_SMALLEST_BYTES = 1024  # below this size, a copy takes longer than the memory is worth
 _MOST_BESIDES = 4.0  # times of a view's bytes; a larger memory has more in it than this slice's
 
 
 class SavedTensorChangedError(RuntimeError):
-    """A layer has changed in place what autograd had saved for the backward."""
+    """Say that a layer has changed in place a tensor that autograd had saved for the backward."""
 
 
 class HostBuffers:
     """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
 
-    A file is what a CPU has that is not its own memory, so that tests measure what would leave a device. Buffers go
-    back to a pool by their size: pinned memory takes long to get.
+    For a CPU a file is the memory outside its own, so that tests measure how much would leave a device. Buffers go back
+    to a pool by their size, because pinning memory takes long.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -54,7 +54,7 @@ class HostBuffers:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of exactly so many bytes."""
+        """Return a buffer of exactly `num_bytes` bytes."""
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if free := self._free[num_bytes]:
@@ -75,7 +75,7 @@ class HostBuffers:
 
 
 class Offloaded:
-    """The memory of saved tensors of one slice, on the device, on the host, or on its way."""
+    """Hold the memory of saved tensors of one slice, on the device, on the host, or on its way."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, lane: Lane) -> None:
         self.lane, self._device, self._size = lane, device, storage.nbytes()
@@ -86,7 +86,7 @@ class Offloaded:
         self._back: Any = None
 
     def leave(self) -> None:
-        """Give the memory of the device back, once the copy is done."""
+        """Free the memory of the device, once the copy is done."""
         # a backward that came early has given the buffer back, and the memory stays
         if self._buffer is not None:
             if self._leaves is not None:
@@ -102,7 +102,7 @@ class Offloaded:
         self._give_buffer()
 
     def view(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return a saved tensor over this memory, as of the work that is issued next."""
+        """Return a saved tensor over this memory, for the work that is issued next."""
         self.come_back()
         assert self._on_device is not None
         if self._back is not None:
@@ -121,14 +121,14 @@ class Offloaded:
 
 
 class Lane:
-    """The stream that copies run on; on a CPU there is none, and a copy is done when it returns."""
+    """Run copies on their own stream; on a CPU there is none, and a copy is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers = HostBuffers(is_pinned=self._stream is not None)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy behind all that the device was told so far; return the event of its end."""
+        """Copy after all work that was issued to the device so far; return the event of its end."""
         with torch.no_grad():
             if self._stream is None:
                 target.copy_(source)
@@ -142,7 +142,7 @@ class Lane:
 
 
 class ActivationOffload:
-    """Offload what the slices of one stage save, batch by batch."""
+    """Offload the saved tensors of the slices of one stage, batch by batch."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._lane = module, Lane(device)
@@ -154,7 +154,7 @@ class ActivationOffload:
         return self._lane.buffers
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
-        """Begin a batch; nothing of another one is kept."""
+        """Begin a batch; keep nothing of another one."""
         self._until: dict[Key, int] = {}
         self._due: dict[int, list[Key]] = {}
         self._step = -1  # of the order
@@ -172,7 +172,7 @@ class ActivationOffload:
         self._fixed = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
 
     def begin(self, action: Action) -> None:
-        """Free memory whose copy out had a whole computation to finish; begin to copy back what is needed next."""
+        """Free memory whose copy out had a whole computation to finish; begin to copy back the tensors needed next."""
         if not self._until:
             return
         self._step += 1
@@ -182,8 +182,8 @@ class ActivationOffload:
             for (_, version), (memory, tensor) in made.items():
                 _check_version(tensor, version)
                 memory.leave()
-            made.clear()  # autograd keeps `pack` with what it has made
-        # early enough that this computation hides the way back
+            made.clear()  # autograd keeps `pack` and all that it has made
+        # early enough that this computation hides the copy back
         for key in self._due.get(self._step, ()):
             for reference in self._away.pop(key, ()):
                 memory_back = reference()
@@ -191,7 +191,7 @@ class ActivationOffload:
                     memory_back.come_back()
 
     def saving(self, key: Key) -> Any:
-        """Return a context for the F of a slice, in which what it saves is on its way to the host."""
+        """Return a context for the F of a slice, in which its saved tensors are copied to the host."""
         if key not in self._until:
             return _NOTHING
         made: dict[tuple[int, int], tuple[Offloaded, Tensor]] = {}
@@ -203,7 +203,7 @@ class ActivationOffload:
             if not self._goes(tensor):
                 return functools.partial(_unchanged, tensor, tensor._version)
             storage = tensor.untyped_storage()
-            # views of one memory go once
+            # views of one memory are copied once
             of = storage.data_ptr(), tensor._version
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
@@ -223,7 +223,7 @@ class ActivationOffload:
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Return a saved tensor that stays where it is, at the version in which it was saved."""
+    """Return a saved tensor that was not moved, if it still has the version in which it was saved."""
     _check_version(tensor, version)
     return tensor
 

@@ -1,4 +1,4 @@
-"""Find in the first batch what trains or changes outside the layers of a `PipelineModule`, where nothing sums it."""
+"""Find in the first batch state that trains or changes outside the layers of a `PipelineModule`: nothing sums it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 
 
 class OutsideLayers:
-    """Remember, before the first training batch, what `module` holds outside its layers.
+    """Remember, before the first training batch, the state that `module` holds outside its layers.
 
-    A loss module is trained, summed over its copies and saved; nothing else outside the layers is.
+    The engine trains a loss module, sums it over its copies and saves it. It does so with nothing else outside layers.
 
     Args:
         has_copies: two stages compute the loss, each of half the micro-batches.
@@ -31,14 +31,14 @@ class OutsideLayers:
         self._before = self._values()
 
     def _values(self) -> dict[str, Any]:
-        """Return what the module keeps, and the globals that a loss function names."""
+        """Return the module's state, and the globals that a loss function names."""
         values, loss_fn = self._state.values(with_entries=True), self._module.loss_fn
         for key in names_in(loss_fn.__code__) if self._has_copies and isinstance(loss_fn, FunctionType) else ():
             values |= leaves(f"global variable {key}", loss_fn.__globals__.get(key), set(), with_entries=True)
         return values
 
     def problem(self, has_gradient: Callable[[Any], bool]) -> str | None:
-        """Return an error about what this rank alone trains or changes; None if there is nothing."""
+        """Return an error about state that this rank alone trains or changes; None if there is none."""
         named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
         if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
             return (

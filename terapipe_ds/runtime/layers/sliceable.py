@@ -1,4 +1,4 @@
-"""Say whether layers may run slice by slice at all, where only the built module shows it."""
+"""Say whether layers may run slice by slice at all, as far as only the built module shows it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger("terapipe_ds")
 def problem_of_layers(
     module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool, has_sequence_ranks: bool = False
 ) -> str | None:
-    """Return which of this stage's layers cannot run slice by slice; None where all can. Stages may differ.
+    """Return which of this stage's layers cannot run slice by slice; None if all can. Stages may differ.
 
-    Where sequence ranks divide the tokens, no layer sees a whole sequence, even if that is one slice.
+    If sequence ranks divide the tokens, no layer sees a whole sequence, even if it is one slice.
     """
-    # what counts the tokens of a forward pass
+    # layers that count the tokens of a forward pass
     if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -30,7 +30,7 @@ def problem_of_layers(
         )
     if config.is_one_slice and not has_sequence_ranks:
         return None
-    # what knows nothing of slices
+    # layers that do not know slices
     compiled = _compiled(module)
     if compiled:
         return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
@@ -52,15 +52,15 @@ def problem_of_layers(
     )
 
 
-_STEPS_IN_BACKWARD = "_in_backward_optimizers"  # which torch.distributed.optim leaves at a parameter
-_OF_THE_ENGINE = ("deepspeed", "terapipe_ds", "torch", "megatron")  # their hooks know what they are called for
+_STEPS_IN_BACKWARD = "_in_backward_optimizers"  # torch.distributed.optim leaves it at a parameter
+_OF_THE_ENGINE = ("deepspeed", "terapipe_ds", "torch", "megatron")  # their hooks know about slices
 
 
 def problem_of_gradient_hooks(module: nn.Module) -> str | None:
-    """Return which trained parameters call a function of the user when their gradient is there; None where none does.
+    """Return which trained parameters call a function of the user when they get a gradient; None if none does.
 
-    In slices such a hook is called once for each slice, with a gradient that is not complete: an optimizer that steps
-    there takes a step per slice.
+    In slices such a hook is called once for each slice, with an incomplete gradient: an optimizer that steps there
+    takes a step per slice.
     """
     hooked = [
         f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})"
@@ -85,7 +85,7 @@ _CHANGED_IN_BACKWARD = (
 
 
 class WrittenParameters:
-    """See which trained parameters are written to in the backward, whatever does it. Call it after each action."""
+    """Detect which trained parameters are written to in the backward, by any code. Call it after each action."""
 
     def __init__(self, module: nn.Module) -> None:
         self._trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
@@ -97,13 +97,13 @@ class WrittenParameters:
         self._written[is_forward] |= {name for name, _ in self._versions - before}
 
     def problem(self) -> str | None:
-        """Return which parameters are. Those that forwards limit may be recomputed."""
+        """Return an error that names these parameters. Parameters that forwards limit may be recomputed."""
         names = sorted(self._written[False] - self._written[True])
         return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:
-    """Warn of hooks that change the gradient of a parameter, where nothing compares what they do."""
+    """Warn of hooks that change the gradient of a parameter, if nothing compares their results."""
     hooked = [name for name, each in module.named_parameters() if each.requires_grad and each._backward_hooks]
     if hooked:
         logger.warning(
@@ -114,7 +114,7 @@ def _warn_of_unchecked_hooks(module: nn.Module) -> None:
 
 
 def first_four(names: Sequence[str]) -> str:
-    """Return the first names in one line, and whether there are more."""
+    """Return the first four names in one line, and whether there are more."""
     return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
@@ -133,7 +133,7 @@ _COMPILED = (
 
 def _compiled(module: nn.Module) -> list[str]:
     """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
-    parts = getattr(module, "held_parts", (module,))  # of all chunks, where a stage holds several
+    parts = getattr(module, "held_parts", (module,))  # of all chunks, if a stage holds several
     layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
     functions = [each for each in layers if not isinstance(each, nn.Module)]
     modules = [

@@ -1,8 +1,8 @@
 """Run the layers of a stage, forward and backward, without leaving a trace of it.
 
-Measurements happen on the very layers that train. Inside `untouched` the layers work on stand-ins: the same weights in
+Measurements use the very layers that train. Inside `untouched` the layers work on stand-ins: the same weights in
 memory, but other `Parameter` objects, with gradients of their own and without the hooks by which optimizers gather
-gradients. Buffers, other attributes and random numbers are put back afterwards.
+gradients. Buffers, other attributes and random numbers are restored afterwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger("terapipe_ds")
 def untouched(module: nn.Module, sums: GradientSums | None = None, with_gradients: bool = True) -> Iterator[None]:
     """Put parameters, gradients, buffers and random numbers back after measurements on `module`.
 
-    Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
+    Autograd records inside, even if the caller evaluates without gradients: a measurement needs a backward.
 
     With `sums` each backward adds its gradients to these sums of the optimizer, as in training, and they are zeroed
-    afterwards. With `with_gradients` they begin as zeros, to which a backward adds, as a later slice's does;
-    otherwise as None, and hooks that change the gradient of a parameter do so here as well.
+    afterwards. With `with_gradients` they begin as zeros, to which a backward adds, like the backward of a later slice.
+    Otherwise they begin as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
@@ -53,7 +53,7 @@ def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
-    """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
+    """Restore the state that layers, plain functions and the loss keep, such as a mask from the first forward."""
     hooks = (hook for parameter in module.parameters() for hook in (parameter._backward_hooks or {}).values())
     functions = [*hooks, *(each for part in getattr(module, "held_parts", ()) for each in part.forward_funcs)]
     others = {f"function {i}": each for i, each in enumerate(functions) if not isinstance(each, nn.Module)}
@@ -83,9 +83,9 @@ def stand_ins(
     with_gradients: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Put other `Parameter` objects in the place of those of `module`, with `dtype` copies of floating numbers."""
+    """Replace the `Parameter` objects of `module` by others; with `dtype`, by copies of floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    # the very dicts of the modules: a stand-in is found by whatever name the layer reads
+    # change the modules' own dicts: a layer then reads a stand-in by any name
     originals = [
         (part._parameters, name, parameter)
         for part in module.modules()
@@ -95,7 +95,7 @@ def stand_ins(
     others = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
-            # gradients of training come back as they were, whatever the trial leaves
+            # restore the gradients of training, whatever the trial leaves
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
         for owner, name, parameter in originals:
             owner[name] = others[id(parameter)]
@@ -120,7 +120,7 @@ def _stand_in(
     if not parameter.requires_grad:
         return stand_in
     if not with_gradients:
-        for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
+        for hook in (parameter._backward_hooks or {}).values():  # they change gradients, but differently with slices
             stand_in.register_hook(hook)
     elif sums is not None and sums.has(parameter):
         stand_in.register_post_accumulate_grad_hook(sums.take)

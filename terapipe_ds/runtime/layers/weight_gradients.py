@@ -1,10 +1,10 @@
-"""Let linear layers compute their weight gradients themselves: into a sum by the product, and later if need be.
+"""Let linear layers compute their weight gradients themselves: the product adds to a sum, later if necessary.
 
 Autograd makes a gradient for each backward and then adds it to `.grad`. With slices this happens once per slice, and
 costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once, as the fused
 accumulation of Megatron-LM does.
 
-Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
+If the schedule splits backwards, the layers keep in B the factors of their weight gradients (input and output gradient)
 and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
 `defer_weight_gradients(gradients)`, which gets the `WeightGradients` of its stage once (`docs/how-it-works.md`).
 Biases, norms, embeddings and every other layer have all their gradients in B.
@@ -39,23 +39,23 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
 
 
 class _Product(NamedTuple):
-    """Hold what one weight gradient is made of: `rows^T inputs`."""
+    """Hold the factors of one weight gradient: `rows^T inputs`."""
 
     weight: Tensor
     rows: Tensor  # [tokens, out]
     inputs: Tensor  # [tokens, in]
     versions: tuple[int, int]
-    gather: Callable[[Tensor], Tensor] | None  # makes all inputs of this rank's, where other ranks have parts of them
+    gather: Callable[[Tensor], Tensor] | None  # makes all inputs from this rank's, if other ranks have parts of them
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
 
 
 class WeightGradients:
-    """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
+    """Compute the weight gradients of the linear layers of one stage here, not in autograd.
 
-    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each, but for those
-    that go to its `sums` at once.
+    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks. It must learn of each gradient, except
+    those that go to its `sums` at once.
     """
 
     def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
@@ -63,11 +63,11 @@ class WeightGradients:
         self._split: frozenset[Key] = frozenset()
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
-        # gets no gradient; the engine passes it where parameters get theirs, and not for gradients of inputs alone
+        # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
 
     def open_batch(self, split: Iterable[Key]) -> None:
-        """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
+        """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch."""
         self._split, self.running, self.waiting = frozenset(split), None, {}
 
     def splits(self, key: Key) -> bool:
@@ -75,16 +75,16 @@ class WeightGradients:
         return key in self._split
 
     def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice that has a W, which keeps what W needs.
+        """Return a context for the B of a slice that has a W, which keeps the factors for W.
 
-        It is an InFlightError if that of an earlier B waits.
+        It raises InFlightError if the factors of an earlier B still wait.
         """
         return _Deferred(self, key)
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
-        """Run the W of a slice and return how many weight gradients it had; `around` it where hooks collect gradients.
+        """Run the W of a slice and return how many weight gradients it had; `around` it if hooks collect gradients.
 
-        It is an InFlightError if its B has not run, its W has, or a layer has changed in place what was kept.
+        It raises InFlightError if its B has not run, its W has, or a layer has changed a kept factor in place.
         """
         products, what = self.waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
@@ -114,7 +114,7 @@ class WeightGradients:
         return True
 
     def _goes_to_sum(self, weight: Tensor) -> bool:
-        """Return whether the optimizer has a sum for the weight, and nobody else a hook on its gradient."""
+        """Return whether the optimizer has a sum for the weight, and no other code has a hook on its gradient."""
         if self.sums is None or not self.sums.has(weight) or weight._backward_hooks:
             return False
         return len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) <= self.sums.own_hooks(weight)
@@ -131,19 +131,19 @@ class WeightGradients:
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now is to leave its weight gradient to this object.
+        """Return whether a linear layer that runs now must leave its weight gradient to this object.
 
-        It is where the slice's backward is split, or where no hook collects gradients, in the dtype of the weight.
+        It must if the slice's backward is split, or if no hook collects gradients, in the dtype of the weight.
         """
         return self.adder(inputs, weight) is not None
 
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
-        """Return what takes the factors of the weight gradient in the backward, `keep` for W; None: autograd does."""
+        """Return the taker of the weight gradient's factors in the backward, `keep` for W; None: autograd."""
         active = active_slice()
-        # vmap and the like see operations, and no products of ours
+        # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        # in the order of what saves most: W, the optimizer's sum, `.grad` in one pass
+        # the greatest saving first: W, the optimizer's sum, `.grad` in one pass
         add: _Add = _add_product
         if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
             add = self.keep
@@ -151,7 +151,7 @@ class WeightGradients:
             add = self.sums.add
         elif active.is_whole or self.is_watched or _has_hooks(weight):
             return None
-        if add == self.keep and not inputs.requires_grad:  # the output hangs on the weight alone, which is hidden
+        if add == self.keep and not inputs.requires_grad:  # the output depends only on the weight, which is hidden
             return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
@@ -167,8 +167,8 @@ class WeightGradients:
         """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
 
         `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
-        anything of which `gather` makes that when W runs. It may use collectives, since W has its products in the order
-        of `keep`. It is an InFlightError in any other backward, where the gradient would get lost.
+        a value from which `gather` makes them when W runs. `gather` may use collectives, since W has its products in
+        the order of `keep`. In any other backward this raises InFlightError, because the gradient would get lost.
         """
         if self.running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
@@ -176,7 +176,7 @@ class WeightGradients:
 
 
 class _Deferred:
-    """`WeightGradients.deferred`, twice as fast as a generator."""
+    """Implement `WeightGradients.deferred`, twice as fast as a generator."""
 
     __slots__ = ("_gradients", "_key")
 
@@ -198,7 +198,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _in_autograd(products: list[_Product]) -> None:
-    """Run the hooks of each weight; products are freed one by one, so only one extra gradient exists."""
+    """Run the hooks of each weight; free products one by one, so that only one extra gradient exists."""
     while products:
         product = products.pop(0)
         weight = product.weight
@@ -210,7 +210,7 @@ def _in_autograd(products: list[_Product]) -> None:
 
 @torch.no_grad()
 def _without_autograd(products: list[_Product]) -> None:
-    """Add to the gradients as autograd does, where no hook is called."""
+    """Add to the gradients as autograd does, without calling hooks."""
     for product in products:
         weight = product.weight
         fresh = _add_product(weight, product.rows, product.all_inputs())
@@ -225,7 +225,7 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
         if add is None:
             return F.linear(inputs, weight, bias)
         if add == gradients.keep:
-            # W comes later: without an edge to the weight, or hooks on it would be called in B with nothing
+            # W comes later: leave out the edge to the weight, or B would call its hooks with nothing
             return _Linear.apply(inputs, weight.detach(), bias, gradients.witness, _Leaf(weight), add)
         return _Linear.apply(inputs, weight, bias, None, _Leaf(weight), add)
 
@@ -237,7 +237,7 @@ _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 class _Leaf(NamedTuple):
-    """Hides the weight from autograd, which takes an edge to each tensor argument."""
+    """Hide the weight from autograd, which takes an edge to each tensor argument."""
 
     weight: Tensor
 
@@ -250,11 +250,11 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add, ctx.place = add, 1 if witness is None else -1  # of what tells, among the edges to tensors
-        return F.linear(inputs, weight, bias).detach()  # with a bias it is a view: none may work in place on it
+        return F.linear(inputs, weight, bias).detach()  # with a bias it is a view, which forbids in-place work on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # a layer may ask in its forward for the gradients of its inputs alone, and go on with these
+        # a layer may compute only the gradients of its inputs in its forward, and go on with these
         if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
             return grad @ ctx.leaf.weight, None, None, None, None, None
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
@@ -271,11 +271,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return inputs_grad, weight_grad, bias_grad, None, None, None
 
 
-_backward_once = once_differentiable(_backward)  # where the backward is recorded; else it only takes time
+_backward_once = once_differentiable(_backward)  # if the backward is recorded; otherwise it only takes time
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-    """Add `rows^T inputs` to `weight.grad`; or return it for autograd, where there is none to add to."""
+    """Add `rows^T inputs` to `weight.grad`; or return it for autograd, if there is no gradient to add to."""
     total = weight.grad
     if total is None or total.dtype != rows.dtype or total.layout != torch.strided:
         return rows.t() @ inputs

@@ -1,1 +1,1 @@
-"""Know which part of the layers is where: cut the module, move layers, tied and copied weights."""
+"""Know the place of each part of the layers: cut the module, move layers, handle tied and copied weights."""

@@ -1,7 +1,7 @@
 """Cut a `PipelineModule` into the parts of a layout, and move its layers to the stages that hold the parts.
 
-DeepSpeed builds the layers of one part on each stage before any config is read. `lay_out` cuts the module anew by
-DeepSpeed's own partition methods, and moves layers with the values they have to the stages that hold them from then on.
+DeepSpeed builds the layers of one part on each stage before it reads any config. `lay_out` cuts the module anew by
+DeepSpeed's own partition methods, and moves layers with their values to the stages that hold them from then on.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the Pi
 def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
     """Cut `module` into the parts of `layout` and move each layer to its stages. A collective over all ranks.
 
-    A module that is laid out so already is left alone. `parameters` are `model_parameters` of `deepspeed.initialize`,
-    chosen before the layers move, and returned as they are afterwards. `optimizer` is the user's own one, or a function
-    that makes one.
+    A module that already has this layout does not change. `parameters` are the `model_parameters` of
+    `deepspeed.initialize`, chosen before the layers move; this returns the ones for the layers afterwards. `optimizer`
+    is the user's own one, or a function that makes one.
 
     Raises:
-        TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
-            `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
+        TeraPipeConfigError: on every rank: there are fewer layers than parts; nothing tells how the module was cut, or
+            which `parameters` there are afterwards; or the optimizer exists already, and would train parameters that no
+            stage runs.
     """
     # a second engine on the same module finds its layers in place
     if isinstance(module, PartedModule):
@@ -56,19 +57,19 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
                 "partition"
             )
         return parameters
-    # DeepSpeed's own cut is the one that is asked for: nothing moves
+    # the config wants DeepSpeed's own cut: nothing moves
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
         if layout.bounds is not None:
             _log_cut(module, "by hand", ", as the module is cut already")
         _tell(module)
         return parameters
-    # its parameters would be those of layers that leave this stage
+    # its parameters would belong to layers that leave this stage
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TeraPipeConfigError(
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
-    # remember what was here, before the layers of this stage become others
+    # remember the present layers, before this stage gets others
     ids_before, bounds_before = _parameter_ids(module), list(module.parts)
     method = _method_of(module, layout) if layout.bounds is None else None
     bounds = list(layout.bounds or ()) if method is None else bounds_by(module, method, layout.num_parts)
@@ -125,10 +126,10 @@ def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
 
 
 def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int]]) -> Any:
-    """Return what the optimizer gets for a `model_parameters` that was made before the layers moved.
+    """Return the optimizer's parameters for a `model_parameters` that was made before the layers moved.
 
     An unread iterator yields the new parameters. `before` are the `_parameter_ids` that the module had. Groups, or a
-    choice among the parameters, on some rank are an error on all: what would they mean for other layers?
+    choice among the parameters, on some rank are an error on all: they have no meaning for other layers.
     """
     listed = None if parameters is None else list(parameters)
     kind = _kind_of(listed, module, before)
@@ -145,7 +146,7 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
 
 
 def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[int]]) -> str:
-    """Say what `model_parameters` are on this rank: current | all | trained | either | choice."""
+    """Classify the `model_parameters` of this rank: current | all | trained | either | choice."""
     if listed is None:
         return "current"
     # the same parameters in another order are still all of them
@@ -175,8 +176,8 @@ def _method_of(module: Any, layout: Layout) -> str:
 
 
 def _cut(module: Any, bounds: list[int], method: str | None) -> None:
-    """Set `module.parts` to the bounds of all parts: those of the layout, or of DeepSpeed's partition method."""
-    # uneven layers may leave a part with none, which no stage could run
+    """Set `module.parts` to the bounds of all parts, from the layout or from DeepSpeed's partition method."""
+    # uneven layers may leave a part without layers, which no stage could run
     empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
     if empty:
         raise TeraPipeConfigError(
@@ -202,11 +203,11 @@ def _log_cut(module: Any, by: str, more: str = "") -> None:
 
 
 def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:
-    """Build the layers of this stage's parts; those that were built already are taken as they are."""
+    """Build the layers of this stage's parts; take layers that were built already unchanged."""
     specs = module._layer_specs
     for name in built:
         module._modules.pop(str(name), None)
-    # a built layer takes the place of its spec while DeepSpeed builds what is new
+    # a built layer replaces its spec while DeepSpeed builds the new layers
     module._layer_specs = [
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
@@ -227,7 +228,7 @@ def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerNam
 def _move_layers(
     module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any], names: Sequence[LayerName]
 ) -> None:
-    """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
+    """Send each layer's values from the stage that built it to those that hold it now, in one order on all stages."""
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id, name in enumerate(names):
@@ -250,12 +251,12 @@ def _move_layers(
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
                 for key, value, requires_grad in received[0]:
                     if value is not None:
-                        tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
+                        tensors[key].data = value.to(tensors[key].device)  # in the present dtype of the module
                     tensors[key].requires_grad_(requires_grad)
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
-    """Return what is sent of a tensor; None: it has no values yet, and gets them where it goes (`module.laid_out`)."""
+    """Return the values to send for a tensor; None: it has none yet, and gets some there (`module.laid_out`)."""
     return None if getattr(tensor, "is_unread", False) else tensor.detach().cpu().clone()
 
 

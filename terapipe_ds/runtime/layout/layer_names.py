@@ -10,7 +10,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 LayerName = int | str  # the number of a layer, or the key that it is tied by
-STOCK_BOUNDS = "terapipe_stock_bounds"  # attribute of a module that was laid out: how DeepSpeed had cut it
+STOCK_BOUNDS = "terapipe_stock_bounds"  # attribute of a module that was laid out: the bounds of DeepSpeed's cut
 
 
 def layer_name(specs: Sequence[Any], layer_id: int) -> LayerName:
@@ -33,7 +33,7 @@ def part_of(bounds: Sequence[int], layer_id: int) -> int:
 
 
 def module_of(layer: Any) -> nn.Module | None:
-    """Return what has the parameters of an entry of `forward_funcs`; None for a function."""
+    """Return the module with the parameters of an entry of `forward_funcs`; None for a function."""
     if isinstance(layer, functools.partial):  # a tied layer with a forward of its own: (forward_fn, module)
         return next((each for each in layer.args if isinstance(each, nn.Module)), None)
     return layer if isinstance(layer, nn.Module) else None

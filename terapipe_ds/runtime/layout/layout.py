@@ -1,4 +1,4 @@
-"""Say where each part of the layers lives: the layout of a pipeline, as the schedule of its batches wants it."""
+"""Place each part of the layers on a stage: the layout of a pipeline, as the schedule of its batches needs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WireEnds = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Say where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
+    """Describe the place of a part on a stage: its number, its chunk, and whether it is an end of the model."""
 
     part_id: int
     chunk_id: int = 0
@@ -28,13 +28,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Say with `placement[(stage_id, chunk_id)]` which part is where, as in `Schedule.placement`.
+    """Map places to parts with `placement[(stage_id, chunk_id)]`, as in `Schedule.placement`.
 
-    A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
-    there the part is saved, and there evaluation runs it.
+    A part has several places if a pipeline goes both ways (Chimera). The place with the lowest chunk is its home: there
+    the part is saved, and there evaluation runs it.
 
-    `bounds` are those of a partition by hand, the first layer of each part and the end. None: the module's own method
-    of partition gives them.
+    `bounds` are the bounds of a partition by hand: the first layer of each part, and the end. None: the module's own
+    method of partition gives them.
     """
 
     num_stages: int
@@ -83,7 +83,7 @@ class Layout:
         return self.owner(self.num_parts - 1)
 
     def stages_with_end(self, first: bool) -> tuple[int, ...]:
-        """Return the stages that hold the first part, or the last one: those that draw inputs, or labels."""
+        """Return the stages that hold the first part, or the last one: they draw inputs, or labels."""
         return tuple(sorted(stage_id for stage_id, _ in self.homes(0 if first else self.num_parts - 1)))
 
     @cached_property
@@ -103,7 +103,7 @@ class Layout:
         return None
 
     def wires(self) -> list[WireEnds]:
-        """Return the ends of all activation wires. A copy of a part sends to that of the next part with its chunk."""
+        """Return the ends of all activation wires. A copy of a part sends to the next part's copy with its chunk."""
         wires = []
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
@@ -114,11 +114,11 @@ class Layout:
         return wires
 
     def own_wire(self, part_id: int) -> WireEnds:
-        """Return the wire from the home of a part to that of the next part, which is on another stage."""
+        """Return the wire from the home of a part to the home of the next part, which is on another stage."""
         return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
 
     def tag(self, ends: WireEnds) -> int:
-        """Tell the messages of a wire from those of others between the same two stages, in the same direction."""
+        """Return a tag that tells a wire's messages from others between the same two stages, in the same direction."""
         _, source_chunk, _, target_chunk = ends
         return source_chunk * self.chunks_per_stage + target_chunk
 
@@ -141,20 +141,20 @@ def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> 
 
 
 def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Placement:
-    """Return where a schedule, by its name or from its file, wants the parts. Raises ScheduleError."""
+    """Return the placement of parts for a schedule, by its name or from its file. Raises ScheduleError."""
     if schedule.endswith(".csv"):
         return load(schedule).placement
     return placement_for(schedule, num_stages, chunks_per_stage)
 
 
 def layout_of(config: TeraPipeConfig, module: Any) -> Layout:
-    """Return the layout that `config` asks for, with the bounds of a partition by hand if there is one.
+    """Return the layout that `config` needs, with the bounds of a partition by hand if there is one.
 
     Raises:
         TeraPipeConfigError: the schedule has no layout on these stages, or the partition has another number of parts.
     """
     bounds, layout = _partition_by_hand(config, module), _layout_of_schedule(config, module.num_stages)
-    # a partition says how many parts there are, and so does the schedule
+    # a partition sets the number of parts, and so does the schedule
     if bounds is not None and len(bounds) != layout.num_parts + 1:
         raise TeraPipeConfigError(
             f"partition = {list(bounds)}: has {len(bounds) - 1} parts, and the schedule needs "
@@ -217,10 +217,10 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
 
 
 def bounds_in(module: Any, partition: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first layer of each part in `module`, and the end; None where it has other layers than that.
+    """Return the first layer of each part in `module`, and the end; None if the module does not fit.
 
-    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more in front of its
-    decoder layers and behind them, such as positions and the last norm: these go with the embedding and with the head.
+    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more layers before
+    and after its decoder layers, such as positions and the last norm: these go with the embedding and with the head.
     """
     bounds, layers = tuple(partition), len(module._layer_specs)
     if bounds[-1] == layers:
@@ -232,7 +232,7 @@ def bounds_in(module: Any, partition: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _decoder_layers(module: Any) -> tuple[int, int]:
-    """Return the first and the number of the most layers of one kind that follow one another."""
+    """Return the first and the number of the layers in the longest run of one kind."""
     kinds = [getattr(spec, "typename", type(spec)) for spec in module._layer_specs]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
     longest = max(runs, key=len)

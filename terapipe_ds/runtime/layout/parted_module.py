@@ -1,6 +1,6 @@
 """Hold several parts of the layers on each stage of a `PipelineModule`, as DeepSpeed's `DualPipeVModule` holds two.
 
-`cut_module` makes a `PartedModule` of a user's module. The functions at the end go for any module.
+`cut_module` turns a user's module into a `PartedModule`. The functions at the end work for any module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_grad
 
 @dataclass
 class HeldPart:
-    """Hold the layers of one part on this stage, as `PipelineModule` holds those of its only part."""
+    """Hold the layers of one part on this stage, as `PipelineModule` holds the layers of its only part."""
 
     start: int
     stop: int
@@ -45,8 +45,8 @@ class PartedModule(PipelineModule):
         self._set_bounds(part.start, part.stop)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers of the active part for an engine. Any other caller, who would not know which, is refused."""
-        # a caller outside of an engine does not say which of the parts it means
+        """Run the layers of the active part for an engine. Refuse any other caller, who would not know the part."""
+        # a caller outside of an engine does not say which part it means
         if active_slice() is None and len(self.held_parts) > 1:
             raise RuntimeError(
                 "the layers of this module are in several parts per stage, and this call does not say which: train and "
@@ -55,7 +55,7 @@ class PartedModule(PipelineModule):
         return super().forward(forward_input)
 
     def each_part(self) -> Iterator[int]:
-        """Activate one part after the other, and at the end the one that was active."""
+        """Activate one part after the other, and at the end the part that was active before."""
         before = self.active_chunk
         try:
             for chunk_id in range(len(self.held_parts)):
@@ -82,7 +82,7 @@ class PartedModule(PipelineModule):
         return copies_of(self, self.terapipe_layout, {**self.held_layers(), LOSS: self.loss_fn})
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Return the weights that other stages hold as well, each with the group of these."""
+        """Return the weights that other stages hold as well, each with the group of these stages."""
         return [
             (self._recursive_getattr(comm["module"], name), comm["group"])
             for comm in self.tied_comms.values()
@@ -99,7 +99,7 @@ class PartedModule(PipelineModule):
             self.held_parts[chunk_id].checkpointable = self.is_checkpointable_results
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Write DeepSpeed's file per layer; a part with several places is written at its home."""
+        """Write DeepSpeed's file per layer; write a part with several places at its home."""
         layout = self.terapipe_layout
         # a part at two places would be written twice, and the copies may differ by rounding
         for here in ((self.stage_id, chunk_id) for chunk_id in self.each_part()):
@@ -135,7 +135,7 @@ def parameters_of_part(module: Any) -> list[nn.Parameter]:
 
 
 def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
-    """Return the parameters that only those parts of this stage use which `module` does not run now."""
+    """Return the parameters that only the inactive parts of this stage use: `module` does not run these parts now."""
     if not isinstance(module, PartedModule):
         return []
     active = {id(parameter) for parameter in parameters_of_part(module)}
@@ -143,7 +143,7 @@ def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
 
 
 def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
-    """Let the active part run these functions in place of its layers."""
+    """Let the active part run these functions instead of its layers."""
     module.forward_funcs = forward_funcs
     if isinstance(module, PartedModule):
         module.held_parts[module.active_chunk].forward_funcs = forward_funcs

@@ -1,4 +1,4 @@
-"""Refuse models that ranks have built differently, or on another grid than that of their strategy."""
+"""Refuse models that ranks have built differently, or on a grid that differs from their strategy's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.strategy import Coordinate
 
 
 def require_equal_models(module: Any) -> None:
-    """Raise TeraPipeConfigError on every rank where they have not built the same model. A collective over all ranks.
+    """Raise TeraPipeConfigError on every rank if they have not built the same model. A collective over all ranks.
 
     The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
     """
@@ -35,7 +35,7 @@ def require_equal_models(module: Any) -> None:
 
 
 def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
-    """Raise TeraPipeConfigError where `module` was built on another grid than that of the strategy of `config`."""
+    """Raise TeraPipeConfigError if the grid of `module` differs from the grid of the strategy of `config`."""
     strategy = config.planned
     if strategy is None:
         return
@@ -53,7 +53,7 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
 
 
 def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
-    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) where the topology has no model axis."""
+    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) if the topology has no model axis."""
     return {
         (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
         for place, rank in topology.mapping.items()
@@ -63,7 +63,7 @@ def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
 def described(thing: Any) -> str:
     """Describe a layer, a spec or a loss by its class or its function, alike in every process that has built it so.
 
-    A function is told from others of its name by the names and constants in its code. No address is in the text.
+    The names and constants in a function's code distinguish it from others of its name. The text has no address.
     """
     if isinstance(thing, LayerSpec):
         tied = f"tied by {thing.key!r} " if isinstance(thing, TiedLayerSpec) else ""
@@ -84,7 +84,7 @@ def _named(thing: Any) -> str:
 
 
 def _contents(value: Any) -> object:
-    """Return what a code and its constants say, without the places of files and in one order."""
+    """Return the contents of a code object and its constants, without the places of files and in one order."""
     if isinstance(value, CodeType):
         return value.co_names, [_contents(each) for each in value.co_consts]
     if isinstance(value, frozenset):

@@ -2,9 +2,9 @@
 
 DeepSpeed (0.19.8) lets a topology have such an axis, but its grid makes no group for it: gradients would not be summed,
 and norms would count each of its ranks as one with layers of its own. Here these ranks become replicas that train on
-the same rows: parameters are broadcast, gradients averaged and ZeRO's states divided over data and sequence, while the
-rows, the sizes of a batch and the sampler go by the data axis alone. As the average over sequence ranks is to be a sum,
-each of them multiplies its share of the loss by their number.
+the same rows. DeepSpeed broadcasts parameters, averages gradients and divides ZeRO's states over data and sequence. The
+rows, the sizes of a batch and the sampler depend on the data axis alone. Since the average over sequence ranks has to
+be a sum, each of them multiplies its share of the loss by their number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sequence_size(module: PipelineModule) -> int:
 def slice_length_multiple(module: Any) -> int:
     """Return the number that must divide every slice length: the module's attribute of this name, by default 1.
 
-    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
+    A module sets it if its layers divide the tokens of a slice over ranks, as sequence parallelism does.
     """
     multiple = getattr(module, "slice_length_multiple", 1)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
@@ -50,24 +50,24 @@ def slice_length_multiple(module: Any) -> int:
 def shortest_slice(module: Any) -> int:
     """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
 
-    A module sets it where its layers take a single token for a step of generation.
+    A module sets it if its layers take a single token for a step of generation.
     """
     return int(getattr(module, "shortest_slice", 1))
 
 
 def token_multiple(module: PipelineModule) -> int:
-    """Return the number that must divide every slice length, so that each sequence rank has what its layers need."""
+    """Return the number that must divide every slice length, so that each sequence rank's share fits its layers."""
     return slice_length_multiple(module) * sequence_size(module)
 
 
 def shortest_slice_on(module: PipelineModule) -> int:
-    """Return the fewest tokens of a slice that leave each sequence rank as many as the layers need."""
+    """Return the fewest tokens of a slice that give each sequence rank as many as the layers need."""
     shortest = shortest_slice(module)
     return shortest * sequence_size(module) if shortest > 1 else shortest
 
 
 def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> str | None:
-    """Return why this module cannot be trained with its axis `sequence`, or without one; None where it can."""
+    """Return why this module cannot be trained with its axis `sequence`, or without one; None if it can."""
     size, wanted = sequence_size(module), raw.get("sequence_parallel_size")
     axes = module.topology().get_axis_names()
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted != size and wanted > 1:
@@ -95,9 +95,9 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
 
 
 def problem_of_tied_layers(module: PipelineModule) -> str | None:
-    """Return why these layers cannot be tied; None where they can. A module whose layers have no stages yet will do.
+    """Return why these layers cannot be tied; None if they can. The module's layers need not have stages yet.
 
-    The constructor of DeepSpeed's module would wait for ever: it makes groups that differ among the sequence ranks.
+    The constructor of DeepSpeed's module would wait forever: it makes groups that differ among the sequence ranks.
     """
     topology = module.topology()
     tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
@@ -111,10 +111,10 @@ def problem_of_tied_layers(module: PipelineModule) -> str | None:
 
 
 def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
-    """Make the groups of the axis, and have DeepSpeed's `grid` know them. A collective over all ranks.
+    """Make the groups of the axis, and add them to DeepSpeed's `grid`. A collective over all ranks.
 
-    From now on `groups` of DeepSpeed finds in it the group of data and sequence, over which ZeRO divides states, and
-    its group of model parallelism holds the stages of one pipeline.
+    From now on DeepSpeed's `groups` gets from the grid the group of data and sequence, over which ZeRO divides states.
+    The grid's group of model parallelism holds the stages of one pipeline.
     """
     topology, rank = grid.topology(), grid.get_global_rank()
     if topology.get_dim(AXIS) <= 1:
@@ -138,7 +138,7 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
 
 
 def sequence_ranks_of(grid: PipelineParallelGrid) -> SequenceRanks:
-    """Return the ranks that `take_sequence_axis` has made a group of; this one alone where there is no such axis."""
+    """Return the ranks that `take_sequence_axis` has grouped; only this one if there is no such axis."""
     group = getattr(grid, "sequence_group", None)
     if group is None:
         return SequenceRanks()
@@ -147,7 +147,7 @@ def sequence_ranks_of(grid: PipelineParallelGrid) -> SequenceRanks:
 
 
 def peers_of(grid: PipelineParallelGrid) -> tuple[int, ...] | None:
-    """Return the ranks of one stage that draw the same rows, this one among them; None where it is alone.
+    """Return the ranks of one stage that draw the same rows, including this one; None if it is alone.
 
     They hold parts of the same layers (tensor parallelism) or run parts of the same slices (the axis `sequence`).
     """
@@ -167,7 +167,7 @@ def _group_of(rank: int, lists: list[list[int]]) -> Any:
 
 
 def _leave_out_of_names(topology: ProcessTopology) -> None:
-    """Have files of layers named without the axis: its ranks have the same layers, and one of them saves them."""
+    """Leave the axis out of the names of layer files: its ranks have the same layers, and one of them saves them."""
     stock = topology.get_rank_repr
 
     def get_rank_repr(rank: int, omit_axes: Any = ("data", "pipe"), **options: Any) -> str:
@@ -178,7 +178,7 @@ def _leave_out_of_names(topology: ProcessTopology) -> None:
 
 @contextmanager
 def counted_as_replicas(grid: PipelineParallelGrid, ranks: SequenceRanks) -> Iterator[None]:
-    """Let DeepSpeed's pipeline engine take all ranks of a stage for replicas meanwhile, as it sums and saves."""
+    """Let DeepSpeed's pipeline engine take all ranks of a stage for replicas inside the context, to sum and save."""
     if ranks.size == 1:
         yield
         return
@@ -208,7 +208,7 @@ def mean_over_ranks(booked: Any, ranks: SequenceRanks) -> Any:
 
 
 def gathered(output: Any, ranks: SequenceRanks) -> list[Any]:
-    """Return what each sequence rank has for `output`, a tensor or a tuple of them, in the order of their tokens."""
+    """Return each sequence rank's `output`, a tensor or a tuple of them, in the order of their tokens."""
     if ranks.size == 1:
         return [output]
     if not torch.is_tensor(output):

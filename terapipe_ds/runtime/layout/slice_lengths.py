@@ -1,4 +1,4 @@
-"""Check the lengths of slices against what the module asks for."""
+"""Check the lengths of slices against the module's requirements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:
-    """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
+    """Return why slices of these lengths cannot run; None if they can. `what` names their source."""
     if len(lengths) > 1 and min(lengths) < shortest:
         return (
             f"{what} = {list(lengths)}: a slice has {min(lengths)} token, which layers of the model take for a step of "
@@ -29,7 +29,7 @@ def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortes
 
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
-    """Return the config with a granularity that every slice can be cut by; listed slices are taken as they are."""
+    """Return the config with a granularity that every slice can be cut by; listed slices do not change."""
     raised = math.lcm(config.granularity_tokens, multiple)
     is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
     if raised != config.granularity_tokens and is_cut and rank == 0:

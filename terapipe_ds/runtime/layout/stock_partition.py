@@ -1,4 +1,4 @@
-"""Ask DeepSpeed's partition methods where they cut the layers of a `PipelineModule`, without touching the module."""
+"""Get the cuts of a `PipelineModule` from DeepSpeed's partition methods, without changing the module."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
 
-PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
+PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: the method that cut it
 
 
 def guessed_method(module: Any) -> str | None:
-    """Return a partition method that cuts a module as it was built."""
-    # nothing noted the method where the module was built before `register`
+    """Return a partition method that gives the cut with which a module was built."""
+    # nothing recorded the method if the module was built before `register`
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
     return next((m for m in methods if bounds_by(module, m, len(stock) - 1) == stock), None)
@@ -36,7 +36,7 @@ def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
 
 @contextlib.contextmanager
 def _restored(module: Any) -> Iterator[None]:
-    """Restore the module's own cut at the end, and silence DeepSpeed meanwhile."""
+    """Restore the module's own cut at the end, and silence DeepSpeed until then."""
     names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
@@ -45,7 +45,7 @@ def _restored(module: Any) -> Iterator[None]:
             yield
     finally:
         deepspeed_logger.disabled = disabled
-        # attributes that the module did not have before must not stay
+        # remove attributes that the module did not have before
         for name in names:
             vars(module).pop(name, None)
         for name, value in before.items():
@@ -54,7 +54,7 @@ def _restored(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Put the random states of Python, NumPy, the host and the current device back at the end."""
+    """Restore the random states of Python, NumPy, the host and the current device at the end."""
     accelerator = get_accelerator()
     on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()

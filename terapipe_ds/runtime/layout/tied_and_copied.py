@@ -1,7 +1,8 @@
-"""Keep parts that live at two places (Chimera) one model: their gradients are summed before the optimizer steps.
+"""Keep parts that live at two places (Chimera) one model: sum their gradients before the optimizer steps.
 
-To DeepSpeed a layer with two places is a layer tied over them. Their gradients are summed where those of tied layers
-are, in few messages. One of the copies counts in norms and in numbers of parameters, and all make the same steps.
+To DeepSpeed a layer with two places is a layer tied over them. Their gradients are summed together with the gradients
+of tied layers, in few messages. One of the copies counts in norms and in numbers of parameters, and all make the same
+steps.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
-LOSS = "(loss_fn)"  # among the names of layers, none of which has brackets: a loss module is where the last part is
-BUCKET_BYTES = 50 * 2**20  # what a message has at most, but for a single tensor that is larger
+LOSS = "(loss_fn)"  # a name among those of layers, which have no brackets: a loss module is with the last part
+BUCKET_BYTES = 50 * 2**20  # the largest message, except for a single larger tensor
 
 
 def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> dict[str, dict[str, Any]]:
-    """Return what `PipelineModule.tied_comms` has of a tied layer, for each layer that another stage holds as well.
+    """Return an entry like those in `PipelineModule.tied_comms` for each layer that another stage holds as well.
 
-    A collective over all ranks, which make all groups in one order. `layers` are those of the parts on this stage.
+    A collective over all ranks, which make all groups in one order. `layers` are the layers of this stage's parts.
     """
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
@@ -44,7 +45,7 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
             # one of the copies counts in norms and in numbers of parameters
             for parameter in layer.parameters():
                 parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-            # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
+            # include frozen ones: they may be trained later, and each step determines the gradients to sum
             new = {key: id(parameter) for key, parameter in layer.named_parameters() if id(parameter) not in seen}
             seen |= set(new.values())
             comms[str(name)] = {"ranks": list(ranks), "group": groups[ranks], "weight_attr": list(new), "module": layer}
@@ -52,7 +53,7 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
 
 
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:
-    """Return the stages that hold each layer, each tied one or the loss, and the one among them that saves it."""
+    """Return the stages that hold each layer, each tied layer or the loss, and the one among them that saves it."""
     holders: dict[LayerName, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]  # its owner first
@@ -79,7 +80,7 @@ def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
 
 
 def can_have(schedule: str, optimizer: Any) -> bool:
-    """Return whether the engine would train by this schedule, whether it is chosen or recommended."""
+    """Return whether the engine would train by this schedule, be it chosen or recommended."""
     return schedule not in BIDIRECTIONAL or not getattr(optimizer, "use_grad_accum_attribute", False)
 
 
@@ -87,11 +88,11 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     """Return whether two copies of a parameter may be updated to values that differ by rounding.
 
     Their gradients are equal to the last bit once they are summed over places. Then DeepSpeed averages them over
-    replicas, for each stage by itself. Three numbers or more are added in an order that depends on where they are in
-    its buffers, and on the network; two have one sum. Torch's own optimizers treat numbers alike wherever they are in a
-    flat buffer. Fused and other vectorized ones may round the last few in another way.
+    replicas, for each stage by itself. The order in which three or more numbers are added depends on their places in
+    its buffers, and on the network; two numbers have one sum. Torch's own optimizers treat numbers alike at any place
+    in a flat buffer. Fused and other vectorized optimizers may round the last few differently.
 
-    `optimizer` computes the updates, inside DeepSpeed's wrapper if there is one; `num_replicas` is that of the data.
+    `optimizer` computes the updates, inside DeepSpeed's wrapper if there is one; `num_replicas` counts data replicas.
     """
     if not layout.has_copies or optimizer is None:
         return False
@@ -100,9 +101,9 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
 
 
 def complete_gradients(module: Any, optimizer: Any) -> None:
-    """Give a gradient of zero to each parameter that has one at another of its places only, so that all step alike.
+    """Give a zero gradient to each parameter that has one only at another of its places, so that all step alike.
 
-    A parameter that is trained at one place only is a RuntimeError on all ranks that hold it.
+    If a parameter is trained at one place only, all ranks that hold it raise RuntimeError.
     """
     gradients = Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
@@ -120,7 +121,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 
 
 def sum_gradients(module: Any, optimizer: Any) -> None:
-    """Sum the gradients of each parameter over its places, and of a tied one over its stages. They must be complete."""
+    """Sum the complete gradients of each parameter over its places, and of a tied parameter over its stages."""
     gradients = Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
         summands = [gradients.of(weight) for weight in weights]
@@ -130,8 +131,8 @@ def sum_gradients(module: Any, optimizer: Any) -> None:
 def take_owners_weights(module: Any) -> None:
     """Give each copy the values of the place that saves it: at the start, and after steps where `copies_may_differ`.
 
-    The fp32 weights and the moments that an optimizer keeps beside these are left alone. Those of a copy matter to its
-    own next step only, whose result is overwritten; those of the owner are saved.
+    The fp32 weights and the moments that an optimizer keeps beside these do not change. A copy's affect only its own
+    next step, whose result is overwritten; the owner's are saved.
     """
     by_source: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
     for name, (stages, owner) in _holders(module, module.terapipe_layout).items():
@@ -157,7 +158,7 @@ def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]
 class Gradients:
     """Find the gradients of a batch that DeepSpeed sums over stages: in `.grad`, or in buffers of `BF16_Optimizer`.
 
-    The buffers are there, and empty, before any backward, for the weights that the optimizer was given to train.
+    The buffers exist, and are empty, before any backward, for the weights that the optimizer trains.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -166,7 +167,7 @@ class Gradients:
         self._places = {id(weight): (i, j) for i, group in enumerate(groups) for j, weight in enumerate(group)}
 
     def is_trained(self, weight: Any) -> bool:
-        """Return whether `weight` will have gradients, as far as that can be told here."""
+        """Return whether `weight` will have gradients, as far as this rank knows."""
         return bool(weight.requires_grad) and (self._optimizer is None or id(weight) in self._places)
 
     def is_there(self, weight: Any) -> bool:
@@ -176,10 +177,11 @@ class Gradients:
         return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
-        """Return the gradient that is summed; None where no stage has one.
+        """Return the gradient to sum; None if no stage has one.
 
-        A sparse one becomes dense: stages cannot know whether another one's is sparse, absent (the other direction of
-        chimera had no micro-batch) or dense (a head that is tied to an embedding), and a sum needs one layout.
+        A sparse gradient becomes dense: a stage cannot know whether another stage's is sparse, absent (the other
+        direction of chimera had no micro-batch) or dense (a head that is tied to an embedding), and a sum needs one
+        layout.
         """
         if weight.grad is not None and weight.grad.layout != torch.strided:
             weight.grad = weight.grad.to_dense()
@@ -197,7 +199,7 @@ class Gradients:
 
 
 def all_reduce(tensors: Iterable[Tensor], group: Any) -> None:
-    """Sum each tensor over `group`, in place. All ranks give tensors of the same shapes and dtypes in one order."""
+    """Sum each tensor over `group`, in place. All ranks pass tensors of the same shapes and dtypes in one order."""
     _in_place(tensors, lambda tensor: dist.all_reduce(tensor, group=group))
 
 
@@ -221,10 +223,10 @@ def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object])
 def sum_over_places(
     booked: tuple[Any, ...], layout: Layout, stage_id: int, ranks: Sequence[int], control: Any, device: Any
 ) -> tuple[Any, ...]:
-    """Return, on the stage that tells all ranks of the loss, the sums over the places of the last part.
+    """Return, on the stage that sends the loss to all ranks, the sums over the places of the last part.
 
-    Any other stage gets back what it has booked: of each kind of loss None, a loss, a list of losses, or a dict of
-    them. `ranks` are those of the stages, `control` their group on the CPU.
+    Any other stage gets back its own bookings: for each kind of loss None, a loss, a list of losses, or a dict of them.
+    `ranks` are the ranks of the stages, `control` is their group on the CPU.
     """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
     # the loss of a batch is known where its last part ran, in either direction

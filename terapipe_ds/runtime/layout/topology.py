@@ -1,4 +1,4 @@
-"""Bring a strategy's grid to the ranks: DeepSpeed's topology of it, and its sizes of a batch."""
+"""Apply a strategy's grid to the ranks: its DeepSpeed topology, and its sizes of a batch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def topology_of(strategy: Strategy) -> ProcessTopology:
 
 
 def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None:
-    """Give DeepSpeed's config the strategy's sizes of a batch, before it computes those that are left open.
+    """Give DeepSpeed's config the strategy's sizes of a batch, before it computes the sizes that are left open.
 
     Raises:
-        TeraPipeConfigError: the job has other ranks, or the module other replicas, than the strategy.
+        TeraPipeConfigError: the number of ranks of the job, or of replicas of the module, differs from the strategy's.
     """
     strategy = config.planned
     if strategy is None:
@@ -46,7 +46,7 @@ def take_batch_sizes(config: TeraPipeConfig, ds_config: DeepSpeedConfig) -> None
 
 
 def refuse_other_world(strategy: Strategy, shown: str) -> None:
-    """Raise TeraPipeConfigError where the job has another number of ranks than the strategy."""
+    """Raise TeraPipeConfigError if the job has another number of ranks than the strategy."""
     wanted, there = math.prod(strategy.dims), torch_dist.get_world_size()
     if wanted != there:
         raise TeraPipeConfigError(

@@ -1,7 +1,7 @@
-"""Keep the memory of messages and use it again, so that no message over NCCL needs the allocator.
+"""Keep the memory of messages and reuse it, so that no message over NCCL needs the allocator.
 
-torch records the stream of each point-to-point message on its tensor. Memory that is given back must then wait for an
-event of that stream. An allocator that runs out waits for all of them, also for receives that wait for this very rank.
+torch records the stream of each point-to-point message on its tensor. Freed memory must then wait for an event of that
+stream. An allocator that runs out waits for all of them, even for receives that wait for this very rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MessageBuffers:
         free = [storage for storage in self._storages if is_unused(storage)]
         fitting = min((each for each in free if each.nbytes() >= num_bytes), key=_size, default=None)
         if fitting is None:
-            # lengths have grown: what is free is too small for them, and goes before more is taken
+            # lengths have grown: free buffers are too small for them, so drop these before taking more
             self._storages = [each for each in self._storages if not any(each is small for small in free)]
             fitting = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self._device).untyped_storage()
             self._storages.append(fitting)

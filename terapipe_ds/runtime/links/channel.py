@@ -1,13 +1,13 @@
 """Carry messages over links: the wires from one part to the next, one per direction.
 
 A link is two channels, a `SendChannel` on one stage and a `ReceiveChannel` on the other, on a process group that
-carries this direction only. Receives are posted ahead and sends do not block. What blocks is
-`ReceiveChannel.wait`, and `SendChannel.keep_at_most` where more messages are on their way than the schedule's budget
-allows. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
-each is asked for by its unit `(micro_batch_id, slice_id)`.
+carries this direction only. Receives are posted ahead and sends do not block. Only `ReceiveChannel.wait` blocks, and
+`SendChannel.keep_at_most` if more messages are on their way than the schedule's budget allows. Messages travel in the
+order of the schedule, which is proved to be the same on both sides. A receiver names each by its unit
+`(micro_batch_id, slice_id)`.
 
-Shapes are not sent with each slice. The first message of a signature (mode, rows, sequence length, slice length) is
-announced; from then on both sides know what a slice of that signature looks like. (In DeepSpeed's own order with
+Shapes are not sent with each slice. The sender announces the first message of a signature (mode, rows, sequence length,
+slice length); from then on both sides know the form of a slice of that signature. (In DeepSpeed's own order with
 `dynamic_shape` each message has a signature of its own.) The gradient of a unit has the shape of its activation.
 """
 
@@ -35,17 +35,17 @@ NCCL_DTYPES = frozenset({
 })  # fmt: skip
 """What NCCL and every other backend can send. Other dtypes travel as bytes: NCCL lacks bool, int16 and complex ones."""
 
-_TAGS_BY_HOST = 1 << 16  # what is added to the tag of a link for messages in the control group, which announces too
+_TAGS_BY_HOST = 1 << 16  # added to a link's tag for messages in the control group, which also carries announcements
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The way of the messages of one channel; an engine has its wires from `PipelineGroups.connect`.
+    """Describe the path of the messages of one channel; an engine gets its wires from `PipelineGroups.connect`.
 
     `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
     messages. With `staged` they go by way of the host's memory. `streamed`: a message is a kernel in a stream of the
     device, as over NCCL. `tag` tells this link from others of the same two ranks; backends without tags have a group
-    for each. `wire_format` is that of activations that are packed, or None.
+    for each. `wire_format` is the format of packed activations, or None.
     """
 
     peer: int
@@ -60,15 +60,15 @@ class Wire:
     wire_format: str | None = None
 
     def packing(self, spec: MessageSpec) -> Packing | None:
-        """Return how messages of that look are packed into one buffer; None where they travel as they are."""
+        """Return how messages of that form are packed into one buffer; None if they travel unpacked."""
         return Packing.of(self.wire_format, spec.tensors)
 
     def isend(self, tensor: torch.Tensor) -> Any:
-        """Begin to send what `outgoing` gave; return what to wait for."""
+        """Begin to send the result of `outgoing`; return the handle to wait for."""
         return torch_dist.isend(tensor, self.peer, group=self.group, tag=self._message_tag)
 
     def irecv(self, buffer: torch.Tensor) -> Any:
-        """Begin to receive into a `buffer`; return what to wait for."""
+        """Begin to receive into a `buffer`; return the handle to wait for."""
         return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
 
     def by_host(self) -> Wire:
@@ -80,7 +80,7 @@ class Wire:
         return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 
     def outgoing(self, tensor: torch.Tensor, buffers: MessageBuffers | None = None) -> torch.Tensor:
-        """Return `tensor` as the backend can send it: contiguous, and as bytes where NCCL lacks the dtype."""
+        """Return `tensor` in a form that the backend can send: contiguous, and as bytes if NCCL lacks the dtype."""
         tensor = tensor.detach()
         if (
             self.streamed and buffers is not None
@@ -91,7 +91,7 @@ class Wire:
         return to_host(tensor) if self.staged else tensor
 
     def buffer(self, spec: TensorSpec, buffers: MessageBuffers | None = None) -> torch.Tensor:
-        """Return memory that the backend can receive such a tensor in, of `buffers` where messages are in streams."""
+        """Return memory for the backend to receive such a tensor in, from `buffers` if messages are in streams."""
         whole = spec.dtype in NCCL_DTYPES
         shape, dtype = (spec.shape, spec.dtype) if whole else ((spec.num_bytes,), torch.uint8)
         if self.staged:
@@ -101,39 +101,39 @@ class Wire:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        """Return the tensor that came in `buffer`, on the device."""
+        """Return the tensor that arrived in `buffer`, on the device."""
         buffer = buffer.to(self.device) if self.staged else buffer
         return buffer if spec.dtype in NCCL_DTYPES else buffer.view(spec.dtype).view(spec.shape)
 
 
 class _Channel:
-    """One end of one direction of a link. Between batches nothing is on its way."""
+    """Represent one end of one direction of a link. Between batches nothing is on its way."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = self._connected = wire
         self._buffers = MessageBuffers(wire.device)
 
     def go_by_host(self, by_host: bool) -> None:
-        """Choose how messages of the batch that begins travel; both ends must choose the same."""
+        """Choose how messages of the new batch travel; both ends must choose the same."""
         self.wire = self._connected.by_host() if by_host else self._connected
 
 
 class SendChannel(_Channel):
-    """The sending end of one direction of a link."""
+    """Send on one direction of a link."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(wire)
         self.announced: dict[Signature, MessageSpec] = {}
         self._in_flight: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
-        self._announcements: list[tuple[Any, torch.Tensor]] = []  # that go before the next message, as a part of it
+        self._announcements: list[tuple[Any, torch.Tensor]] = []  # they go before the next message, as a part of it
 
     @property
     def num_outstanding(self) -> int:
-        """Return how many messages keep their memory here: the peer is not known to have them."""
+        """Return how many messages keep their memory here, because the peer may not have them yet."""
         return len(self._in_flight)
 
     def announce(self, signature: Signature, spec: MessageSpec) -> None:
-        """Tell the receiver, once per signature, what its messages look like; later ones must look the same."""
+        """Announce to the receiver, once per signature, the form of its messages; later ones must keep this form."""
         before = self.announced.get(signature)
         if before is None:
             self.announced[signature] = spec
@@ -152,9 +152,9 @@ class SendChannel(_Channel):
 
         Args:
             consumed_at: the index in the peer's order of the unit that waits for it.
-            spec: what both ends take the message for, where the wire has a format for it.
+            spec: the form of the message for both ends, if the wire has a format for it.
         """
-        # One buffer of fewer bytes where the wire has a format; gloo sends no bool, which travels as uint8
+        # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:
             tensors = [packing.pack(tensors)]
@@ -168,15 +168,15 @@ class SendChannel(_Channel):
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
-        """Give back the memory of what the peer has consumed: it has run everything before this index of its order."""
+        """Free the memory of messages that the peer has consumed: it has run its order up to this index."""
         while self._in_flight and self._in_flight[0][0] < before:
-            self._wait_oldest()  # done already; waiting is how gloo gives the memory back
+            self._wait_oldest()  # done already, but gloo frees the memory only in a wait
 
     def keep_at_most(self, count: int) -> None:
         """Wait for the oldest messages until at most `count` are outstanding.
 
-        Call it with what the schedule is proven to run with (`budget_of_sends`), or where the peer has all it waits
-        for.
+        Call it with the count that the schedule is proven to run with (`budget_of_sends`), or when the peer has all
+        messages that it waits for.
         """
         while len(self._in_flight) > count:
             self._wait_oldest()
@@ -197,10 +197,10 @@ class _Posted:
 
 
 class ReceiveChannel(_Channel):
-    """The receiving end of one direction of a link.
+    """Receive on one direction of a link.
 
-    `spec_of` gives the spec of a unit's message, or None while it is not known. `learn` makes it known at the latest
-    moment, and may block.
+    `spec_of` returns the spec of a unit's message, or None while it is unknown. `learn` gets it at the latest moment,
+    and may block.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ReceiveChannel(_Channel):
         super().__init__(wire)
         self._spec_of, self._learn = spec_of, learn
         self._posted: deque[_Posted] = deque()
-        self._started = 0  # so many of them, from the first on
+        self._started = 0  # the number of started receives, from the first on
 
     def post(self, unit: SliceKey) -> None:
         """Receive the message of `unit` as soon as its shape is known. Post units in the order of the schedule."""
@@ -219,8 +219,8 @@ class ReceiveChannel(_Channel):
     def _start_posted(self) -> None:
         """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it.
 
-        In streams one receive is at work at a time. A second one could stand before what the peer needs first, where
-        streams share a queue of the device (`simulator/device_queues.py`).
+        In streams one receive is at work at a time. If streams share a queue of the device, a second one could precede
+        work that the peer needs first (`simulator/device_queues.py`).
         """
         while self._started < (min(1, len(self._posted)) if self.wire.streamed else len(self._posted)):
             posted, wire = self._posted[self._started], self.wire
@@ -234,11 +234,11 @@ class ReceiveChannel(_Channel):
             self._started += 1
 
     def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
-        """Return the message of `unit`, which must be the next one of the schedule, once it is here."""
+        """Return the message of `unit`, which must be the next one of the schedule, once it has arrived."""
         if not self._posted or self._posted[0].unit != unit:
             expected = self._posted[0].unit if self._posted else "nothing"
             raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
-        # What came since the post may have made the shape known, and else the announcement is waited for
+        # Messages since the post may have made the shape known; otherwise wait for the announcement
         self._start_posted()
         if not self._started:
             self._learn(unit)
@@ -254,18 +254,18 @@ class ReceiveChannel(_Channel):
             zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),
         )
         if self.wire.streamed:
-            self._start_posted()  # the next one, now that this one is waited for
+            self._start_posted()  # the next one, now that the wait for this one is over
         came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
     def assert_empty(self) -> None:
-        """Check, at the end of a batch, that every receive that was posted was used."""
+        """Check, at the end of a batch, that every posted receive was used."""
         if self._posted:
             raise LinkError(f"{self.wire.name}: never used the message of {[p.unit for p in self._posted]}")
 
 
 class AnnouncedSpecs:
-    """Specs that the sender announces: the receiving side of `SendChannel.announce`."""
+    """Hold the specs that the sender announces: the receiving side of `SendChannel.announce`."""
 
     def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
         self._wire = wire

@@ -1,4 +1,4 @@
-"""Choose the formats of a pipeline's links, refuse what cannot be packed, and say what the formats mean."""
+"""Choose the formats of a pipeline's links, refuse links that cannot be packed, and explain the formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 def problem_of_links(config: TeraPipeConfig, layout: Layout, device: torch.device) -> str | None:
-    """Return why `terapipe.links` cannot be used by this rank; None where it can."""
+    """Return why this rank cannot use `terapipe.links`; None if it can."""
     links = config.links
     if links.is_exact:
         return None
@@ -46,7 +46,7 @@ def _problem_of_fp8(device: torch.device) -> str | None:
 
 
 def packed_wires(wires: Wires, config: TeraPipeConfig, layout: Layout) -> Wires:
-    """Return the wires with the formats that the config asks for."""
+    """Return the wires with the formats of the config."""
     links = config.links
     return wires if links.is_exact else wires.packed(links.forward, links.backward, _exact_wires(links, layout))
 
@@ -56,7 +56,7 @@ def _exact_wires(links: LinksConfig, layout: Layout) -> set[WireEnds]:
 
 
 def warn_of_links(config: TeraPipeConfig) -> None:
-    """Say once, on rank 0, that results are no longer those of the stock engine."""
+    """Warn once, on rank 0, that results differ from the stock engine's."""
     links = config.links
     if not links.is_exact:
         logger.warning(

@@ -1,10 +1,10 @@
 """Make the process groups of a pipeline: for each direction of traffic, and one on the CPU for announcements.
 
 gloo matches messages by tags, whatever the order in which they were posted, and needs one group per direction. NCCL
-knows no tags. What a rank posts in one group runs in the order in which it was posted, at least where a device is bound
-to the process group, as DeepSpeed binds it. A send to the next stage would wait for receives that were posted ahead
-from the stage before, and from four stages on some wait for one another in a circle. So with NCCL no two wires of a
-stage share a group. Wires that have no stage in common do, which makes two groups per direction on a line.
+has no tags. The messages that a rank posts in one group run in the order of posting, at least if a device is bound to
+the process group, as DeepSpeed binds it. A send to the next stage would wait for receives that were posted ahead from
+the stage before, and from four stages on some wait for one another in a circle. So with NCCL no two wires of a stage
+share a group. Wires that have no stage in common do, which makes two groups per direction on a line.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ multiprocessor for as long as a receive waits."""
 
 
 class Wires:
-    """The wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number over each."""
+    """Hold the wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number on each."""
 
     def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]], num_queues: int | None = None) -> None:
         self._by_ends = by_ends
-        self.num_queues = num_queues  # of the device with fewest, which streams share; None without streamed wires
+        self.num_queues = num_queues  # hardware queues of the device with fewest; None without streamed wires
 
     def activations(self, ends: WireEnds) -> Wire:
         """Return the wire from the first of the ends to the other."""
@@ -48,7 +48,7 @@ class Wires:
         return self._both(ends)[1]
 
     def packed(self, forward: str | None, backward: str | None, exact: Collection[WireEnds]) -> Wires:
-        """Return the same wires with the formats of activations and gradients, but for those that stay `exact`."""
+        """Return the same wires with the formats of activations and gradients, except those that stay `exact`."""
         return Wires(
             {
                 ends: both
@@ -61,7 +61,7 @@ class Wires:
 
     @property
     def post_on_device(self) -> bool:
-        """Whether a receive that is posted ahead is at work on the device, where it waits for its message."""
+        """Tell whether a receive that is posted ahead occupies the device while it waits for its message."""
         return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
 
     def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
@@ -73,14 +73,15 @@ class Wires:
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """The groups of the pipeline this rank is in.
+    """Hold the groups of this rank's pipeline.
 
     Args:
-        by_wire: for each wire the group of activations and that of gradients, so that neither waits behind the other.
-        control: of the pipeline on the CPU; None with one stage.
-        everyone: all ranks, on the CPU; None where this pipeline is the only one.
-        peers: the tensor-parallel or sequence ranks of this one, itself among them; None where it is alone.
-        index: of this pipeline among all, which are `count`.
+        by_wire: for each wire the group of activations and the group of gradients, so that neither waits behind the
+            other.
+        control: the group of the pipeline on the CPU; None with one stage.
+        everyone: the group of all ranks, on the CPU; None if this pipeline is the only one.
+        peers: the tensor-parallel or sequence ranks of this rank, including itself; None if it is alone.
+        index: the number of this pipeline among all `count` pipelines.
     """
 
     ranks: tuple[int, ...]
@@ -93,38 +94,38 @@ class PipelineGroups:
 
     @property
     def num_replicas(self) -> int:
-        """Pipelines with data of their own; tensor-parallel and sequence peers have the same and are one."""
+        """Return the number of pipelines with data of their own; tensor-parallel and sequence peers count as one."""
         if self.peers is not None:
             return self.peers.num_replicas
         return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
 
     @property
     def peer_ranks(self) -> tuple[int, ...]:
-        """The tensor-parallel ranks of this one, itself among them; none where it is alone."""
+        """Return the tensor-parallel ranks of this rank, including itself; none if it is alone."""
         return () if self.peers is None else self.peers.ranks
 
     @property
     def world(self) -> Any:
-        """A group of all ranks on the CPU; None for a single rank."""
+        """Return a group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
 
     def close(self) -> None:
-        """Give the connections of gloo back, which are files; those of devices end with the process group."""
+        """Close the connections of gloo, which are files; connections of devices end with the process group."""
         groups = {id(g): g for g in (self.control, self.everyone, *itertools.chain(*self.by_wire.values())) if g}
         for group in groups.values() if torch_dist.is_initialized() else ():
             if torch_dist.get_backend(group) == "gloo":
                 torch_dist.destroy_process_group(group)
 
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
-        """Return where this rank is among those that agree on a batch."""
+        """Return the place of this rank among those that agree on a batch."""
         stage = stage_id, len(self.ranks), layout.drawing_stages, layout.loss_stage
         return PlaceInJob(*stage, self.control, self.world, self.index, self.count, self.peers, layout.owner(0))
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
-        """Send one number over each wire, all stages in one order, which cannot deadlock; return those of this stage.
+        """Send one number over each wire, all stages in one order, which cannot deadlock; return this stage's wires.
 
-        NCCL connects two ranks when the first message goes from one to the other in a group, and blocks until both are
-        there. In the middle of a batch one could wait on the activations and the other on the gradients.
+        NCCL connects two ranks at the first message between them in a group, and blocks until both take part. In the
+        middle of a batch one rank could wait on the activations and the other on the gradients.
         """
         connected: dict[WireEnds, tuple[Wire, Wire]] = {}
         # Wires of even stages first: two neighbours then never both send, or both receive, at the same time
@@ -142,7 +143,7 @@ class PipelineGroups:
                 name = f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})"
                 streamed = torch_dist.get_backend(group) != "gloo" and not staged
                 both.append(Wire(peer, group, self.control, device, name, staged, streamed, peer_id, tag))
-                # The first message connects the two ranks, which blocks until both are there
+                # The first message connects the two ranks, which blocks until both take part
                 number = torch.zeros(1, device="cpu" if staged else device)
                 exchange = torch_dist.send if sends else torch_dist.recv
                 exchange(number, peer, group=group, tag=tag)
@@ -154,7 +155,7 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
-    # Every rank makes all groups in the same order, also those that it is not in: torch requires it
+    # Every rank makes all groups in the same order, even those that it is not in: torch requires it
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
     if (of_replica := peers_of(grid)) is not None:
         replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
@@ -182,13 +183,13 @@ def _wire_group(ranks: list[int]) -> Any:
         return torch_dist.new_group(ranks)
     options = made.Options()
     options.is_high_priority_stream = True
-    if "NCCL_MAX_CTAS" not in os.environ:  # a user's number stays
+    if "NCCL_MAX_CTAS" not in os.environ:  # keep a user's number
         options.config.max_ctas = MOST_CTAS
     return torch_dist.new_group(ranks, pg_options=options)
 
 
 def _keeps_order() -> bool:
-    """Return whether the backend runs what is posted in a group in that order, since it knows no tags."""
+    """Return whether the backend runs the messages of a group in the order of posting, since it has no tags."""
     return torch_dist.get_backend() != "gloo"
 
 

@@ -1,10 +1,10 @@
 """Pack the tensors of a message into one buffer of bytes, the activations among them in fewer bits.
 
-What is packed are tensors of floating point that carry gradients and have a dimension of features (three dimensions or
-more; the last is that of features). Masks, indices, sums of losses, and all that an evaluation sends travel as they
-are. In fp8 (e4m3) and int8 every 128 numbers of a token share a scale in fp32, by the largest among them. A tile with a
-number that is not finite arrives as NaN, so that no overflow is lost. The gradient takes the way back as if nothing had
-been rounded (straight through).
+Only floating-point tensors that carry gradients and have a dimension of features (three dimensions or more; the last
+one holds the features) are packed. Masks, indices, sums of losses, and all that an evaluation sends travel unchanged.
+In fp8 (e4m3) and int8 every 128 numbers of a token share a scale in fp32, by the largest among them. A tile with a
+number that is not finite arrives as NaN, so that no overflow is lost. The gradient passes back as if nothing had been
+rounded (straight through).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from terapipe_ds.costs.wire_formats import HAS_SCALES, NUMBER_BYTES, SCALE_BYTES, TILE, is_packed
 from terapipe_ds.runtime.links.specs import TensorSpec
 
-_ALIGNED = 16  # bytes at whose multiples each tensor begins, so that any dtype can be seen there
+_ALIGNED = 16  # each tensor begins at a multiple of this number of bytes, so that any dtype can be viewed there
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_FLOAT8 = getattr(torch, "float8_e4m3fn", torch.uint8)  # where torch lacks it, `problem_of_format` refuses
+_FLOAT8 = getattr(torch, "float8_e4m3fn", torch.uint8)  # if torch lacks it, `problem_of_format` refuses
 _DTYPES = {"bf16": torch.bfloat16, "fp8": _FLOAT8, "int8": torch.int8}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Where one tensor is in the buffer; `scales` come right after the numbers, or not at all."""
+    """Locate one tensor in the buffer; `scales` come right after the numbers, or not at all."""
 
     spec: TensorSpec
     dtype: torch.dtype  # in the buffer
@@ -46,7 +46,7 @@ class _Segment:
         return buffer[slice(*self.scales)].view(torch.float32).view(*self.spec.shape[:-1], of_token, 1)
 
     def put(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write a tensor to its place, rounded where it is packed."""
+        """Write a tensor to its place, rounded if it is packed."""
         if self.scales is None:
             self.numbers(buffer).copy_(tensor)
             return
@@ -55,7 +55,7 @@ class _Segment:
         tiles = _tiles(tensor.to(torch.float32))
         most = tiles.abs().amax(-1, keepdim=True)
         scales = (most / largest).clamp_min(_LEAST_SCALE)
-        # What is not finite is 0 here, and its tile becomes NaN by its scale
+        # A number that is not finite is 0 here, and its tile becomes NaN by its scale
         rounded = (tiles / scales).nan_to_num(0.0).clamp(-largest, largest)
         if self.dtype == torch.int8:
             rounded = rounded.round()
@@ -79,7 +79,7 @@ def _tiles(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Packing:
-    """How the tensors of one kind of message lie in their buffer; `of` says which messages are packed."""
+    """Arrange the tensors of one kind of message in their buffer; `of` decides which messages are packed."""
 
     def __init__(self, wire_format: str, specs: Sequence[TensorSpec]) -> None:
         self._segments: list[_Segment] = []
@@ -97,12 +97,12 @@ class Packing:
             stop = start + count * dtype.itemsize
             self._segments.append(_Segment(spec, dtype, start, stop, scales))
         self.num_bytes = end
-        self.tensors = (TensorSpec((end,), torch.uint8, False),)  # what travels, as of a `MessageSpec`
+        self.tensors = (TensorSpec((end,), torch.uint8, False),)  # the packed message, as in a `MessageSpec`
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def of(wire_format: str | None, specs: tuple[TensorSpec, ...]) -> Packing | None:
-        """Return how such tensors are packed; None where they travel one by one, as they are."""
+        """Return how such tensors are packed; None if they travel one by one, unpacked."""
         if wire_format is None or not any(_carries_activations(spec, wire_format) for spec in specs):
             return None
         return Packing(wire_format, specs)
@@ -115,7 +115,7 @@ class Packing:
         return buffer
 
     def unpack(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that came, each in memory of its own."""
+        """Return the tensors that arrived, each in memory of its own."""
         return tuple([segment.get(buffer) for segment in self._segments])
 
 

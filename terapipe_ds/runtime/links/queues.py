@@ -1,4 +1,4 @@
-"""Refuse or warn of schedules that hang where the streams of a GPU share its hardware queues."""
+"""Refuse or warn of schedules that hang if the streams of a GPU share its hardware queues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class QueueCheck:
     """Check each schedule before its first batch.
 
     Args:
-        num_queues: of the rank with fewest, so that all ranks decide alike; None where no message is in a stream.
+        num_queues: of the rank with fewest, so that all ranks decide alike; None if no message is in a stream.
         warns: this rank tries mappings and warns. One rank is enough, and no rank waits for it.
     """
 
@@ -38,7 +38,7 @@ class QueueCheck:
         self._checked: set[tuple[object, ...]] = set()
 
     def check(self, schedule: Schedule) -> None:
-        """Raise TeraPipeConfigError on every rank where one queue hangs; warn where some mappings of more do."""
+        """Raise TeraPipeConfigError on every rank if one queue hangs; warn if some mappings to several queues do."""
         sizes = schedule.name, schedule.num_stages, schedule.num_slices, schedule.forward_only, hash(schedule.orders)
         if self._num_queues is None or sizes in self._checked:
             return

@@ -1,4 +1,4 @@
-"""What the messages of a link look like: the shapes that a sender announces once, and both ends know from then on."""
+"""Describe the messages of a link: the shapes that a sender announces once, and both ends know from then on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ANNOUNCEMENT_INTS = 256
 
 
 class LinkError(RuntimeError):
-    """A message between two stages that cannot be sent or received."""
+    """Say that a message between two stages cannot be sent or received."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the receiver must know of a tensor before it arrives."""
+    """Describe a tensor for the receiver before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """The tensors of one message; `is_tuple`: the layers hand a tuple on, not a bare tensor."""
+    """Describe the tensors of one message; `is_tuple`: the layers hand on a tuple, not a bare tensor."""
 
     tensors: tuple[TensorSpec, ...]
     is_tuple: bool
@@ -49,7 +49,7 @@ class MessageSpec:
         return cls(tuple(TensorSpec.of(t) for t in tensors), is_tuple)
 
     def fits(self, tensors: Sequence[torch.Tensor], is_tuple: bool) -> bool:
-        """Return whether this is the spec of `tensors`, which is sooner said than their own is made."""
+        """Return whether this is the spec of `tensors`: comparing is faster than making their own spec."""
         if is_tuple is not self.is_tuple or len(tensors) != len(self.tensors):
             return False
         for tensor, spec in zip(tensors, self.tensors, strict=True):
@@ -59,12 +59,12 @@ class MessageSpec:
 
     @cached_property
     def gradient(self) -> MessageSpec:
-        """The spec of what flows back: one gradient for each tensor that requires one."""
+        """Return the spec of the message back: one gradient for each tensor that requires one."""
         return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
 
     def encode(self) -> torch.Tensor:
         """Return the announcement of this spec: a tensor of int64 of a fixed size."""
-        # A fixed size, so that the receiver can post the receive before it knows anything
+        # The size is fixed, so that the receiver can post the receive before it knows anything
         ints = [int(self.is_tuple), len(self.tensors)]
         for spec in self.tensors:
             ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]

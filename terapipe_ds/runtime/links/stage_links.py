@@ -31,7 +31,7 @@ _Channel = TypeVar("_Channel")
 
 @dataclass
 class _PartChannels:
-    """The up to four channels of one part at one place. A neighbour on the same stage has no channel."""
+    """Hold the up to four channels of one part at one place. A neighbour on the same stage has no channel."""
 
     activations_in: ReceiveChannel | None = None
     announced_in: AnnouncedSpecs | None = None
@@ -41,19 +41,19 @@ class _PartChannels:
 
 
 class StageLinks:
-    """Sends and receives of one stage, addressed by actions of the schedule.
+    """Send and receive for one stage, addressed by actions of the schedule.
 
-    A message that arrives tells how far its sender has come in its order. What that rank had to receive before has
-    then arrived as well, and the memory of those sends is given back. Where nothing is heard, a stage waits for its
-    oldest message before it has more of them on a link than the budget of the schedule, with which that is proven to
-    run. Between two parts of this stage there is no wire: what one hands on waits here for the other.
+    A message that arrives shows how far its sender has come in its order. Everything that the sender had to receive
+    before has then arrived as well, and the memory of those sends is freed. Without such messages, a stage waits for
+    its oldest message before a link has more of them than the schedule's budget; the schedule is proven to run with
+    this budget. Between two parts of this stage there is no wire: the tensors of one part wait here for the other.
 
-    Where messages wait for their other end on the device, those of the first batches of each kind go by way of the
+    If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
     host. CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that
-    end only after what this stage is about to run. With CUDA_MODULE_LOADING=EAGER all kernels are there at the start.
+    end only after the next work of this stage. With CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
-    of a signature is, and the next ones are received as soon as they come.
+    of a signature is announced, and the next ones are received as soon as they arrive.
     """
 
     def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
@@ -63,15 +63,15 @@ class StageLinks:
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._batches_run: Counter[Hashable] = Counter()  # by kind
         self._batch: BatchInFlight | None = None
-        # The place of each action in the orders of all stages, and the budget of sends, take long to find out:
-        # by the identity of a schedule, for as long as that lives
+        # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
+        # keep them by the identity of a schedule, as long as it lives
         self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
-        self.outstanding_sends = 0  # the budget of each link in the batch that is open
+        self.outstanding_sends = 0  # the budget of each link in the open batch
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
         self._receiving: list[ReceiveChannel] = []
         self._sending: list[SendChannel] = []
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
-        # A wire between two parts of one stage does not exist: `hand_on` keeps what goes there
+        # A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id == source:
@@ -102,13 +102,13 @@ class StageLinks:
         """Treat messages as those of `batch` from now on."""
         self._batch = batch
         self._handed.clear()
-        # A kernel that CUDA loads now would wait for receives that end only after what this stage is about to run
+        # A kernel that CUDA loads now would wait for receives that end only after the next work of this stage
         by_host = self.goes_by_host(batch)
         for channel in (*self._receiving, *self._sending):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
-        # The schedule may be a new object in each batch: what is kept of it ends with it
+        # The schedule may be a new object in each batch: the values kept for it end with it
         key = id(batch.schedule)
         if key not in self._of_schedules:
             self._queues.check(batch.schedule)
@@ -117,13 +117,13 @@ class StageLinks:
         self._order_index, self.outstanding_sends = self._of_schedules[key]
 
     def goes_by_host(self, batch: BatchInFlight) -> bool:
-        """Return whether the messages of `batch` go by way of the host; all stages find the same."""
+        """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         is_new = any(self._batches_run[kind] < BATCHES_BY_HOST for kind in batch.kinds())
         return self._post_on_device and is_new and os.environ.get("CUDA_MODULE_LOADING") != "EAGER"
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
-        # A message that nobody used would be taken for one of the next batch
+        # An unused message would be taken for one of the next batch
         for receiving in self._receiving:
             receiving.assert_empty()
         for sending in self._sending:
@@ -151,7 +151,7 @@ class StageLinks:
                 channels.activations_out.announced.clear()
 
     def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
-        """Release what `stage_id` has received, now that a message has come that it sends after this computation."""
+        """Release the messages that `stage_id` has received: a message came that it sends after this computation."""
         sent_at = self._order_index.find(stage_id, kind, part_id, unit)
         for channel in self._sending:
             if channel.wire.peer_stage_id == stage_id:
@@ -164,7 +164,7 @@ class StageLinks:
         _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)
 
     def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        """Return the input of F `action`, once it is here."""
+        """Return the input of F `action`, once it has arrived."""
         channel = self._channels[action.chunk_id].activations_in
         if channel is None:
             return self._take(action)
@@ -173,21 +173,21 @@ class StageLinks:
         return message
 
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
-        """Send what F gave; `is_tuple`: the layers gave a tuple."""
+        """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
         channel = _there(self._channels[action.chunk_id].activations_out, action)
         unit = action.unit
-        # The peer has taken the message in when something comes that it sends after this action
+        # The peer has received the message when something arrives that it sends after this action
         needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit)
         signature = self._signature(unit)
         announced = channel.announced.get(signature)
-        # Both ends know the look of a signature from its first message on; another look is an error here
+        # Both ends know the form of a signature from its first message on; another form is an error here
         if announced is None or not announced.fits(tensors, is_tuple):
             channel.announce(signature, MessageSpec.of(tensors, is_tuple))
         channel.send(tensors, needed_at, channel.announced[signature])
         self._keep_budget(channel)
 
     def receive_gradients(self, action: Action) -> Tensors:
-        """Return the output gradients of B `action`, once they are here: one for each output that requires one."""
+        """Return the output gradients of B `action`, once they have arrived: one for each output that requires one."""
         channel = self._channels[action.chunk_id].gradients_in
         if channel is None:
             return self._take(action)[1]
@@ -200,24 +200,24 @@ class StageLinks:
         needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         announced = self._channels[action.chunk_id].announced_in
         assert announced is not None
-        # The gradients look like the activations that came in; with a format both ends must know how they are packed
+        # The gradients have the form of the received activations; with a format both ends must know the packing
         activations = announced.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)
 
     def _keep_budget(self, channel: SendChannel) -> None:
-        """Wait for the oldest message where too many are outstanding; the peer will take it in, as is proven."""
+        """Wait for the oldest message if too many are outstanding; it is proven that the peer will receive it."""
         if channel.num_outstanding > self.outstanding_sends:
             with self.waiting(_wait_of_send(channel)):
                 channel.keep_at_most(self.outstanding_sends)
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
-        """Return whether what an F (B) of the part at `chunk_id` gives goes to another stage."""
+        """Return whether the result of an F (B) of the part at `chunk_id` goes to another stage."""
         channels = self._channels[chunk_id]
         return (channels.activations_out if kind is Kind.FORWARD else channels.gradients_out) is not None
 
     def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:
-        """Keep what F or B `action` gave for the neighbour on this stage."""
+        """Keep the results of F or B `action` for the neighbour on this stage."""
         spec = MessageSpec.of(tensors, is_tuple)
         part_id = action.part_id + (1 if action.kind is Kind.FORWARD else -1)
         self._handed[action.kind, part_id, action.unit] = spec, tuple(tensor.detach() for tensor in tensors)
@@ -229,7 +229,7 @@ class StageLinks:
             raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
 
     def describe_wait(self, action: Action) -> Wait:
-        """Say, for reports, what an F or a B waits for, and from whom."""
+        """Describe for reports the message that an F or a B waits for, and its sender."""
         channels, is_forward = self._channels[action.chunk_id], action.kind is Kind.FORWARD
         channel = channels.activations_in if is_forward else channels.gradients_in
         what = f"the {'input' if is_forward else 'gradients'} of {action}"

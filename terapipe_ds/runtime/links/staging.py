@@ -1,4 +1,4 @@
-"""Send messages of an accelerator by way of pinned buffers, over a backend that knows the host's memory only.
+"""Send messages of an accelerator by way of pinned buffers, over a backend that can only use the host's memory.
 
 gloo runs collectives on CUDA tensors, but sends none from one rank to another. With gloo several
 stages can share one device, which NCCL refuses. That is for tests and for a first try on a small machine.
@@ -20,7 +20,7 @@ _HOST_BACKENDS = ("gloo", "mpi")
 
 
 def needs_staging(group: Any, device: torch.device) -> bool:
-    """Return whether what `group` carries between two ranks for `device` must be in the host's memory."""
+    """Return whether the messages of `group` between two ranks for `device` must be in the host's memory."""
     if device.type == "cpu":
         return False
     group = torch_dist.group.WORLD if group is None else group
@@ -28,7 +28,7 @@ def needs_staging(group: Any, device: torch.device) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory of the host, pinned where `device`, which it is copied from or to, is an accelerator."""
+    """Return memory of the host to copy from or to `device`; it is pinned if `device` is an accelerator."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
@@ -40,7 +40,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def neighbours_staged() -> Iterator[None]:
-    """Send DeepSpeed's own messages between stages by way of the host meanwhile, where the backend needs that."""
+    """Send DeepSpeed's own messages between stages by way of the host inside the context, if the backend needs it."""
     if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
         yield
         return
@@ -56,7 +56,7 @@ def neighbours_staged() -> Iterator[None]:
         return result
 
     p2p.send, p2p.recv = staged_send, staged_recv
-    # gloo copies what it broadcasts back into a CUDA tensor, which autograd refuses for a parameter
+    # gloo copies the broadcast values back into a CUDA tensor, which autograd refuses for a parameter
     PipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_tied)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Apply to a running pipeline which layers recompute: `planner/recompute/choose_layers.py` decides it.
+"""Make layers of a running pipeline recompute: `planner/recompute/choose_layers.py` chooses them.
 
-A batch may have sequences of several lengths, so it recomputes what the plan of any of them needs.
+A batch may have sequences of several lengths, so it recomputes each layer that the plan of any length chooses.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 def best_with_recompute(
     stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[Any]]:
-    """Return the plan, the schedule and the layers to run, and the costs of the parts then.
+    """Return the plan, the schedule and the recomputing layers, and the costs of the parts with these.
 
     Raises:
-        MemoryLimitError: nothing fits, although everything is recomputed.
+        MemoryLimitError: nothing fits, even if everything is recomputed.
         PlannerError: layers or their memory could not be measured.
     """
     config, layout = stage.config, stage.layout
@@ -44,12 +44,12 @@ def best_with_recompute(
 
 
 def bounds_of_parts(module: Any, layout: Layout) -> list[int]:
-    """Return where the parts of a pipeline begin, and the number of layers."""
+    """Return the first layer of each part of a pipeline, and the number of layers."""
     return [int(bound) for bound in (module.parts if layout.bounds is None else layout.bounds)]
 
 
 def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
-    """Let layers recompute that any length in a batch needs: to recompute more of them takes less memory.
+    """Let all layers recompute that any length in a batch needs: recomputing more layers takes less memory.
 
     `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
     everything recomputes.

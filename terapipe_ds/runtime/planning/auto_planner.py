@@ -1,4 +1,4 @@
-"""Plan slices from measured costs, on all ranks alike: rank 0 plans, and every rank gets the outcome, an error too."""
+"""Plan slices from measured costs, on all ranks alike: rank 0 plans, and every rank gets the result or the error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("terapipe_ds")
 class AutoPlanner:
     """Choose the plan, and with "auto" the schedule, for one sequence length after the other.
 
-    `note` is told what is going on, so that a long measurement does not look like a stall.
+    `note` gets a text about the current work, so that a long measurement does not look like a stall.
     """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
@@ -40,14 +40,14 @@ class AutoPlanner:
         self._engine, self._groups, self._config = stage.engine, stage.groups, stage.config
 
     def longest(self, lengths: Iterable[int]) -> int:
-        """Return the longest of the lengths of all pipelines; 0 where none has any. A collective."""
+        """Return the longest of the lengths of all pipelines; 0 if none has any. A collective."""
         # the stages of a pipeline know the same lengths
         return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
 
     def misjudged(self, choices: Mapping[K, Choice]) -> list[K]:
         """Return the choices to make again, once the engine's own time is known. A collective.
 
-        These are the ones whose slices are so short that the time adds 1 % to what was predicted.
+        These are the choices whose slices are so short that this time adds 1 % to the prediction.
         """
         own_s = self.profiles.add_own_time()
         return [
@@ -59,8 +59,8 @@ class AutoPlanner:
         ]
 
     def choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
-        """Measure what is not known yet, and plan sequences of `length` tokens. A collective."""
-        if self._config.recompute == "auto":  # layers are measured as they are without
+        """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective."""
+        if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
         ask(lambda: self._config.check_granularity(length))
@@ -80,7 +80,7 @@ class AutoPlanner:
                 'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
                 "batch, or remove the limit"
             )
-        is_free = layout.bounds is None  # a partition of the config stays
+        is_free = layout.bounds is None  # a partition in the config stays
         offloads = config.offload_activations
         cuts = parts.running(engine.module.parts, length, has_other_cuts=is_free, offloads=offloads)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9

@@ -1,4 +1,4 @@
-"""Say what runs for sequences of one length: their slices, and the schedule by its name."""
+"""Describe the choice for sequences of one length: their slices, and the schedule by its name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from terapipe_ds.planner.result import Prediction
 
 @dataclass(frozen=True)
 class Choice:
-    """Say what runs for sequences of one length.
+    """Describe the choice for sequences of one length.
 
     `plans` has the plan of each micro-batch of a step, or one for all; other batches take them in turns. `recompute`
-    are the layers of the model that `"recompute": "auto"` chose; None without it. `predicted` is known where the plans
+    are the layers of the model that `"recompute": "auto"` chose; None without it. `predicted` is known if the plans
     come from costs.
     """
 
@@ -27,7 +27,7 @@ class Choice:
 
     @classmethod
     def of(cls, result: PlanResult) -> Choice:
-        """Return what the planner chose."""
+        """Return the choice of the planner."""
         again = None if result.recompute is None else frozenset(itertools.chain(*result.recompute))
         return cls(result.plans, result.schedule, again, Prediction(result.predicted_s, result.unsliced_s))
 
@@ -41,7 +41,7 @@ class Choice:
 
     @property
     def sequence_length(self) -> int:
-        """Return the tokens of the sequences."""
+        """Return the number of tokens of the sequences."""
         return self.plans[0].sequence_length
 
     @property
@@ -55,7 +55,7 @@ class Choice:
         return self if plans == self.plans else replace(self, plans=plans, predicted=None)
 
     def described(self) -> dict[str, Any]:
-        """Return the choice as checkpoints hold it."""
+        """Return the choice in the form for checkpoints."""
         slices = [list(plan.lengths) for plan in self.plans]
         again = {"recompute": sorted(self.recompute)} if self.recompute is not None else {}
         return {"slices": slices[0] if len(slices) == 1 else slices, "schedule": self.schedule, **again}

@@ -1,4 +1,4 @@
-"""Own what runs for each sequence length: slices that were set by hand, else planned from costs, else configured."""
+"""Own the choice for each sequence length: slices that were set by hand, else planned from costs, else configured."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BY_HAND = (0, 0)  # in the key of a choice: it holds for micro-batches of any n
 
 
 class Plans:
-    """Choose the plans and the schedule of each batch of one engine; `note` is told what a measurement does.
+    """Choose the plans and the schedule of each batch of one engine; `note` gets a text about each measurement.
 
-    A choice is made for a length and for micro-batches of one number and size, which a program may change between
-    batches. What was set by hand holds for all of these.
+    A choice holds for a length and for micro-batches of one number and size, which a program may change between
+    batches. Slices that were set by hand hold for all of these.
     """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class Plans:
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
 
-    # -- what was chosen ---------------------------------------------------------------------------------------------
+    # -- choices -----------------------------------------------------------------------------------------------------
 
     def plan(self, length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `length` tokens.
@@ -59,13 +59,13 @@ class Plans:
         return self._choice(length).plan_of(micro_batch_id)
 
     def cuts(self, length: int) -> bool:
-        """Return whether sequences of `length` tokens are to be cut, as far as that is known before they have come."""
+        """Return whether sequences of `length` tokens will be cut, as far as this is known before they have come."""
         by_hand = self._choices.get((length, *_BY_HAND))
         return not self._config.is_one_slice if by_hand is None else by_hand.cuts
 
     @property
     def cut_by_hand(self) -> bool:
-        """Return whether sequences of any length are cut in slices that were set by hand."""
+        """Return whether sequences of any length are cut into slices that were set by hand."""
         return any(choice.cuts for choice in self._by_hand().values())
 
     def _by_hand(self) -> dict[int, Choice]:
@@ -78,7 +78,7 @@ class Plans:
         return self._choices.get((length, *_BY_HAND)) or self._choices.get(self._key(length))
 
     def _choice(self, length: int) -> Choice:
-        """Return what runs for sequences of `length` tokens; raise as `plan`."""
+        """Return the choice for sequences of `length` tokens; raise like `plan`."""
         choice = self._known(length)
         if choice is None and self._planner is not None:
             raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
@@ -93,9 +93,9 @@ class Plans:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def use(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> str:
-        """Take `plan` for its sequence length from now on. Return what the ranks must have alike.
+        """Use `plan` for its sequence length from now on. Return a text that must be equal on all ranks.
 
-        A schedule that needs another layout of the layers is refused: layers stay where they are.
+        This refuses a schedule that needs another layout of the layers: layers stay where they are.
         """
         # refuse slices that the layers cannot run
         plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
@@ -135,9 +135,10 @@ class Plans:
             )
 
     def require(self, lengths: Sequence[int], training: bool) -> None:
-        """Raise an error of the config where it has no slices or no schedule for micro-batches of these lengths.
+        """Raise an error of the config if it has no slices or no schedule for micro-batches of these lengths.
 
-        For the stage that knows the loss, before the ranks agree on the batch: other replicas may have other lengths.
+        The stage that knows the loss calls this before the ranks agree on the batch: other replicas may have other
+        lengths.
         """
         problem = self._config.problem_of_count(len(lengths)) if training else None
         if problem is not None and not self._by_hand().keys() >= set(lengths):
@@ -149,11 +150,11 @@ class Plans:
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[Choice, list[SlicePlan]]:
-        """Return what runs the longest micro-batch, and a plan for each micro-batch. A collective."""
+        """Return the choice for the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
             self._plan_missing(self._planner, drawn, shapes)
         plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
-        # one schedule runs the whole batch: that of its longest sequences
+        # one schedule runs the whole batch: the schedule of its longest sequences
         how = self._choice(max(shape.length for shape in shapes))
         choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]
         for choice in choices:
@@ -166,7 +167,7 @@ class Plans:
         self, planner: AutoPlanner, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> None:
         """Plan each length that has no choice yet, the longest first. A collective over all ranks."""
-        # plan again where slices are so short that the engine's own time counts
+        # plan again if slices are so short that the engine's own time counts
         for key in planner.misjudged(self._choices):
             del self._choices[key]
         lengths = {shape.length for shape in shapes}
@@ -176,7 +177,7 @@ class Plans:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """Return, for a checkpoint, what ran last for each length, the config, and what the plans came from."""
+        """Return, for a checkpoint, the last choice for each length, the config, and the source of the plans."""
         config = self._config.model_dump(mode="json", include={"schedule", "schedule_options", "slices"})
         return {
             "terapipe_ds": __version__,
@@ -186,7 +187,7 @@ class Plans:
         }
 
     def resume(self, tag: str, described: Mapping[str, Any]) -> None:
-        """Log at the first batch of each length whether it runs in another way than in the loaded checkpoint."""
+        """Log at the first batch of each length whether its choice differs from the loaded checkpoint's."""
         plans = described.get("plans")
         self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
 

@@ -1,7 +1,7 @@
-"""Choose the plan and the schedule that run on the layout of the config, and tell which other layout would be faster.
+"""Choose the plan and the schedule that run on the layout of the config, and name other layouts that would be faster.
 
 Layers stay where the config puts them. `"schedule": "auto"` ranks all schedules and runs the best one on this layout.
-The log says what to write for a faster schedule on another layout, or a faster partition.
+The log names the config keys for a faster schedule on another layout, or for a faster partition.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ WORTH_CHANGING = 0.01  # of the time; a smaller difference cannot be measured
 def best_without_moving(
     stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[str]]:
-    """Return the plan and schedule to run, where `cuts` are of the stage's module, and lines for the log.
+    """Return the plan and schedule to run, with `cuts` of the stage's module, and lines for the log.
 
-    These name a partition that would be faster by 1 %. With "auto" they also have the ranking, and name a schedule on
-    another layout that would be.
+    These lines name a partition that would be faster by 1 %. With "auto" they also have the ranking, and name a
+    schedule on another layout that would be faster by as much.
 
     Raises:
-        MemoryLimitError: no schedule fits that leaves the layers where they are; says which one fits elsewhere.
+        MemoryLimitError: no schedule that leaves the layers in place fits; the error names one that fits elsewhere.
     """
     layout = stage.layout
     if stage.config.schedule != "auto":
@@ -48,14 +48,14 @@ def best_without_moving(
     # rank every schedule, each on the layout that it needs
     ranking = _ranking(stage, cuts, length, limit_bytes)
     possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
-    # run the best of those that leave the layers where they are
+    # run the best schedule that leaves the layers where they are
     try:
         result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout, cuts) from None
     if layout.has_copies:
         result = dataclasses.replace(result, extra_s=cuts.both_ways_s(layout.num_parts))
-    # recommend what the config could say instead
+    # recommend other settings for the config
     notes = [NOT_TIMED] if not cuts.has_layers else []
     advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(possible, result, layout, cuts)]
     return result, ["", *describe_ranking(ranking), *notes, *advice]
@@ -79,7 +79,7 @@ def _leaves(result: PlanResult, layout: Layout) -> bool:
 
 
 def _to_write(result: PlanResult, layout: Layout, cuts: MeasuredParts) -> str:
-    """Return the keys of the config that make `result` run; a partition where it has another number of parts."""
+    """Return the keys of the config that make `result` run, with a partition if it has another number of parts."""
     text = f'set "schedule": "{result.schedule}", "chunks_per_stage": {result.chunks_per_stage}'
     num_parts = len(set(placement_for(result.schedule, result.num_stages, result.chunks_per_stage).values()))
     return text if num_parts == layout.num_parts else f'{text}, "partition": {cuts.bounds(num_parts)}'
@@ -104,7 +104,7 @@ def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes
 
 
 def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout, cuts: MeasuredParts) -> list[str]:
-    """Return what to write in the config to train faster than by `result`, where that is worth it."""
+    """Return advice on config keys that train faster than `result`, if the gain is worth it."""
     best = choose(possible) if possible else result
     gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
     if _leaves(best, layout) or gain <= WORTH_CHANGING:
@@ -119,9 +119,9 @@ def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout, 
 def _better_partition(
     stage: StageToPlan, cuts: MeasuredParts, result: PlanResult, limit_bytes: float | None
 ) -> list[str]:
-    """Return the `partition` to write in the config to run the same batch faster, where that is worth it.
+    """Return the `partition` to write in the config to run the same batch faster, if the gain is worth it.
 
-    It evens out the times of the parts. Stages that recompute, or a strategy, would have to change with it.
+    It balances the times of the parts. Stages that recompute, or a strategy, would have to change with it.
     """
     config, layout = stage.config, stage.layout
     if not cuts.has_layers or config.planned is not None or isinstance(config.recompute, tuple):
@@ -129,7 +129,7 @@ def _better_partition(
     bounds, now = cuts.balanced(layout.num_parts), cuts.bounds(layout.num_parts)
     if bounds is None or bounds == now or result.total_s <= 0:
         return []
-    # replay what runs, with layers cut so
+    # replay the present schedule, with this cut of the layers
     schedule, costs = result.build(**config.options_of(result.schedule)), cuts.cut(layout.num_parts, bounds)
     timeline = simulate(schedule, result.plans, costs, memory=cuts.memory(layout.num_parts, bounds))
     gain = (result.predicted_s - timeline.makespan_s) / result.total_s
@@ -143,7 +143,7 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
     """Return all schedules for sequences of `length` tokens, with the slices of the config, or the planner's.
 
     Raises:
-        TeraPipeConfigError: the slices of the config are not those of `length` tokens.
+        TeraPipeConfigError: the slices of the config do not fit `length` tokens.
     """
     config, num_micro_batches = stage.config, stage.engine.micro_batches
     options: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Measure the parts of a running pipeline in place: what their slices, their links and their memory cost.
+"""Measure the parts of a running pipeline in place: the costs of their slices, their links and their memory.
 
-This is a collective over all ranks. Parts learn from the part before what they will receive. Stages measure together,
-one part after the other where they hold several, and then try their links, pair by pair.
+This is a collective over all ranks. Parts learn from the part before which tensors they will receive. Stages measure
+together, one part after the other if they hold several, and then try their links, pair by pair.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per paramete
 
 @dataclass(frozen=True)
 class StageToPlan:
-    """Hold what measuring, planning and the check of the first batch need to know of this rank's stage."""
+    """Hold the facts about this rank's stage for measuring, planning and the check of the first batch."""
 
     engine: PipelineEngine  # has its module, its optimizer and the sizes of its batches
     config: TeraPipeConfig
@@ -68,7 +68,7 @@ class StageToPlan:
 
 @dataclass
 class LinkTimes:
-    """Hold the link of one part to the next, and what messages take of the stage's own time."""
+    """Hold the link of one part to the next, and the time that messages take from the stage itself."""
 
     samples: list[LinkSample]
     message_s: dict[int, float]  # of one F or B, by the tokens of a slice
@@ -76,7 +76,7 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class PartMeasured:
-    """Hold what one rank has measured of one of its parts."""
+    """Hold the measurements of one rank for one of its parts."""
 
     part_id: int
     replica_id: int
@@ -96,8 +96,8 @@ def measure_parts(
 ) -> list[PartMeasured]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
-    A part that is at several places is measured at its home. `micro_batch` and `shape` are the longest of this
-    pipeline, which is stretched if it is too short. `progress` is told the share that is done, between 0 and 1.
+    A part at several places is measured at its home. `micro_batch` and `shape` are the longest of this pipeline; this
+    stretches the micro-batch if it is too short. `progress` gets the finished share, between 0 and 1.
     """
     engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
     # copies of a part cost the same, so its home alone is measured
@@ -105,7 +105,7 @@ def measure_parts(
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         timers = {place: _timer(stage, place, micro_batch, shape.length, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
-    # every part runs the same lengths in the same order, for peers meet inside the layers
+    # every part runs the same lengths in the same order, because peers meet inside the layers
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     try:
         with (
@@ -136,7 +136,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         inputs = own.stretched(length).to(device)
     if place.is_last and micro_batch.labels is not None:
         labels = micro_batch.labels.stretched(length).to(device)
-    # the engine hands over what came by wire, and copies what a part of its own stage made
+    # the engine hands over tensors from a wire, and copies tensors from a part of its own stage
     comes_by_wire = not place.is_first and stage.layout.owner(place.part_id - 1) != engine.stage_id
     return SliceTimer(
         engine.module,
@@ -158,13 +158,13 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
 
 
 def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], lengths: Sequence[int]) -> dict[int, Specs]:
-    """Return what this stage's parts, and the parts before them, send. Running the parts also warms slices up."""
+    """Return the specs that this stage's parts, and the parts before them, send. Running them also warms slices up."""
     stage_id, layout, groups = stage.engine.stage_id, stage.layout, stage.groups
     specs: dict[int, Specs] = {part_id: {} for part_id in range(layout.num_parts)}
     for tokens in lengths:
         for place, timer in sorted(timers.items(), key=lambda item: item[0].part_id):
             part_id = place.part_id
-            # what the part before sends says what this one receives
+            # this part receives the message of the part before
             if not place.is_first:
                 source = layout.owner(part_id - 1)
                 if source != stage_id:
@@ -241,10 +241,10 @@ def _measure_links(
 
 
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:
-    """Return the seconds of one way, and those of this stage's own time that one message takes.
+    """Return the seconds of one way, and the seconds of this stage's own time that one message takes.
 
-    The wires are those of training in their directions: to connect other ends would keep a neighbour waiting. On a
-    CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
+    The wires and their directions are the same as in training: connecting other ends would keep a neighbour waiting. On
+    a CPU the own time is all processor time of sending or receiving, on an accelerator only the time of the calls.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
     packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
@@ -276,9 +276,9 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
 def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_format: str | None) -> PartMemory:
     """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence.
 
-    Where activations are packed in a `wire_format`, copies of them are on their way: as many as a link may have.
+    If activations are packed in a `wire_format`, copies of them are on their way: as many as a link may have.
     """
-    # four slices tell what grows with tokens, with the prefix, and not at all
+    # four slices show which bytes grow with tokens, with the prefix, and not at all
     lengths, length = sorted(specs), timer.sequence_length
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
@@ -289,13 +289,13 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
     if tokens == length:
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
-    # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
+    # messages ahead and one on its way; if the last stage has most bytes, one of its next two computations is a B
     links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
     packing = Packing.of(wire_format, specs[tokens].tensors)
     links += 0 if packing is None else OUTSTANDING_SENDS * packing.num_bytes
     parameters = parameters_of_part(engine.module)
-    # half precision is taken to accumulate in fp32
+    # half precision is assumed to accumulate in fp32
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
     return PartMemory(
@@ -315,7 +315,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
 
 
 def store_rates(layers: Sequence[LayerBytes], length: int) -> dict[str, float]:
-    """Return the numbers of `PartMemory` that say what the slice store keeps for sequences of `length` tokens."""
+    """Return the numbers of `PartMemory` for the bytes of the slice store with sequences of `length` tokens."""
     windowed = [(layer.window - 1, layer.keys_values, layer.grads) for layer in layers if layer.window is not None]
     keys_values, grads = (sum(layer[index] for layer in windowed) for index in (1, 2))
     return {
@@ -330,8 +330,9 @@ def store_rates(layers: Sequence[LayerBytes], length: int) -> dict[str, float]:
 def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:
     """Return fixed bytes, bytes per token and per token of prefix that reach three measured numbers of bytes.
 
-    The three are of the smallest slice at the start of the sequence, of the same slice at its end, where the gradients
-    of the prefix show most, and of the whole sequence. Peaks are maxima of such lines, so those between lie below.
+    The three belong to the smallest slice at the start of the sequence, to the same slice at its end, where the
+    gradients of the prefix show most, and to the whole sequence. Peaks are maxima of such lines, so peaks between these
+    points lie below.
     """
     per_token = max(0.0, (whole - small) / (length - smallest)) if length > smallest else 0.0
     fixed = max(0.0, small - per_token * smallest)

@@ -1,4 +1,4 @@
-"""Make one profile of what all ranks measured, and keep profiles on disk, so that a second start measures nothing."""
+"""Make one profile of all ranks' measurements, and keep profiles on disk, so that a second start measures nothing."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _Sample = TypeVar("_Sample", CostSample, LinkSample)
 
 
 def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | None = None) -> Profile:
-    """Return one profile of parts on `num_stages` stages: of tensor-parallel peers the slowest, of replicas the median.
+    """Return one profile of parts on `num_stages` stages: the slowest tensor-parallel peer, the median of replicas.
 
-    Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the
-    median leaves out one that a busy machine disturbs.
+    Peers meet inside the layers of a slice, so it takes as long as the slowest peer. Replicas meet once per step, so
+    the median leaves out a replica that a busy machine disturbs.
     """
     by_part: dict[int, dict[int, list[PartMeasured]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
@@ -51,7 +51,7 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
         ranks = [rank for peers in replicas.values() for rank in peers]
         layers.append(_layers_of_part([[rank.layers for rank in peers] for peers in replicas.values()]))
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
-        # a profiler on one rank leaves its bytes unknown, and then nothing can be promised
+        # with a profiler on one rank its bytes are unknown, and then no limit can be guaranteed
         is_known = len(memories) == len(ranks)
         memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
@@ -61,7 +61,7 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
 
 
 def layers_of_parts(parts: Sequence[Sequence[Sequence[LayerMeasured]] | None]) -> LayerProfiles | None:
-    """Return the layers of all parts, of which equal ones take the median of what they took; None if one is unknown.
+    """Return the layers of all parts, with the median times of equal layers; None if one is unknown.
 
     Each part has its layers once for each time that it was measured.
     """
@@ -81,7 +81,7 @@ def layers_of_parts(parts: Sequence[Sequence[Sequence[LayerMeasured]] | None]) -
 def _layers_of_part(
     replicas: Sequence[Sequence[tuple[LayerMeasured, ...] | None]],
 ) -> list[tuple[LayerMeasured, ...]] | None:
-    """Return the layers of one part: for each replica of the slowest of its peers; None where a rank has none."""
+    """Return the layers of one part, for each replica those of its slowest peer; None if a rank has none."""
     slowest = []
     for peers in replicas:
         known = [layers for layers in peers if layers is not None]
@@ -101,7 +101,7 @@ def _joined(layers: Sequence[LayerProfile], how: Callable[[Iterable[float]], flo
 
 
 def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
-    """Return the medians of the memory of equal layers; None where some layer has none."""
+    """Return the medians of the memory of equal layers; None if some layer has none."""
     known = [layer.memory for layer in layers if layer.memory is not None]
     if len(known) < len(layers):
         return None
@@ -113,14 +113,14 @@ def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
 
 
 def _overheads(ranks: Sequence[PartMeasured]) -> tuple[Overhead, ...]:
-    """Return what messages add to the layers of a part: the median of its ranks. F and B have as many messages."""
+    """Return the time that messages add to the layers of a part: the median of its ranks. F and B have equally many."""
     points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
     medians = {tokens: statistics.median(rank.links.message_s[tokens] for rank in ranks) for tokens in points}
     return tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in medians.items())
 
 
 def with_own_time(profile: Profile, own_s: Mapping[int, tuple[float, float]]) -> Profile:
-    """Add what the engine itself takes of an F and of a B, by part, to the slices of a profile and to its overheads."""
+    """Add the engine's own time in an F and in a B, by part, to the slices of a profile and to its overheads."""
     return dataclasses.replace(
         profile, parts=tuple(_longer(part, *own_s.get(part.part_id, (0.0, 0.0))) for part in profile.parts)
     )
@@ -135,14 +135,14 @@ def _longer(part: PartProfile, forward_s: float, backward_s: float) -> PartProfi
 
 
 def memory_of(profile: Profile) -> MemoryModel | None:
-    """Return the memory figures that were measured with the times; None where some part has none."""
+    """Return the memory figures that were measured with the times; None if some part has none."""
     figures = [PartMemory.of(part.memory) for part in profile.parts]
     known = [memory for memory in figures if memory is not None]
     return MemoryModel.measured(known) if len(known) == len(figures) else None
 
 
 def _with_messages(costs: PartMeasured) -> list[CostSample]:
-    """Add to each sample what its messages take of the stage's own time; F and B have as many messages."""
+    """Add to each sample the own time of the stage for its messages; F and B have equally many."""
     tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
     samples = []
     for sample in costs.times.samples:
@@ -162,7 +162,7 @@ def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _S
     of_slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
     names = ("send_s",) if isinstance(same[0], LinkSample) else of_slices
     numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
-    # what one rank did not split, no rank can plan to split
+    # if one rank did not split a backward, no rank can plan to split it
     weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
     if len(weights) == len(same):
         numbers["weight_s"] = min(how(weights), numbers["backward_s"])
@@ -170,7 +170,7 @@ def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _S
 
 
 def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSample, ...]:
-    """Fill in missing links: a part without one gets that of the nearest earlier part, or else the first one.
+    """Fill in missing links: a part without one gets the link of the nearest earlier part, or else the first one.
 
     The last part sends gradients only, and a part whose next part is on the same stage has no link either.
     """
@@ -184,14 +184,14 @@ def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSa
 
 
 def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
-    """Return the path of the profile of `key`; `run` has all else that its numbers depend on."""
+    """Return the path of the profile of `key`; `run` has everything else that its numbers depend on."""
     text = json.dumps([dataclasses.asdict(key), dict(run)], sort_keys=True)
     return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
-    """Return the profile that is kept, or None. A file that cannot be used is measured again, with a warning."""
-    if path is None or not os.path.exists(path):  # Path.exists raises where a folder may not be searched
+    """Return the cached profile, or None. If the file cannot be used, warn: the caller measures again."""
+    if path is None or not os.path.exists(path):  # Path.exists raises if a folder may not be searched
         return None
     # a file of another run, or half a file, costs a measurement and no job
     try:
@@ -207,7 +207,7 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
 
 
 def write_cache(path: Path, profile: Profile) -> None:
-    """Keep a profile. Raise OSError where it cannot be written."""
+    """Keep a profile. Raise OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, profile.to_json())
     logger.info("the measured profile is kept in %s", path)

@@ -1,4 +1,4 @@
-"""Read off the layers and the device what a profile was measured on."""
+"""Make the key of a profile from the layers and the device."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def describe_part(module: PipelineModule) -> LayersOfPart:
 
 
 def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list[str]:
-    """Return a text per layer that `module` runs on this rank, the same for layers that take the same.
+    """Return a text per layer that `module` runs on this rank, the same for layers with the same costs.
 
-    Numbers among the arguments of a layer do not count where they are given by position: most layers have theirs there.
-    The first layer of the model has inputs without gradients, and the last one has the loss in its times.
+    Numbers among the arguments of a layer do not count if they are positional: most layers have their own number there.
+    The first layer of the model has inputs without gradients, and the times of the last one include the loss.
     """
     # most layers have their own number among the arguments
     described = describe_part(module).one_by_one
@@ -71,14 +71,14 @@ def profile_key(
         module: of any part, for the dtype.
         autocast: the dtype of `torch.autocast` if the layers run under it.
         slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
-            repeat other work, which their arguments need not say.
+            repeat other work, which their arguments need not show.
     """
     # a part may have functions alone
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
     multiple = made_of[-1:] if slice_length_multiple > 1 else []
-    # parts that recompute take other times than parts that do not
-    intervals = [part.together[2] for part in parts]  # those of parts differ where some stages recompute
+    # parts that recompute have other times than parts that do not
+    intervals = [part.together[2] for part in parts]  # they differ between parts if some stages recompute
     alike = len(set(intervals)) <= 1
     of_layers = [part.together[2] for part in parts for _ in part.one_by_one]
     layers = [layer for part in parts for layer in part.one_by_one]
@@ -99,14 +99,14 @@ def profile_key(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device as its maker calls it: "NVIDIA H200", "AMD EPYC 9654 96-Core Processor"."""
+    """Return the maker's name of the device: "NVIDIA H200", "AMD EPYC 9654 96-Core Processor"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name() if device.type == "cpu" else device.type
 
 
 def cpu_name() -> str:
-    """Return the processor as Linux knows it."""
+    """Return the processor's name from Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

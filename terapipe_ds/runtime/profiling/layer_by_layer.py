@@ -15,7 +15,7 @@ Handed = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerByLayer:
-    """Run layers once, each with its own graph: called like a part, then asked for one backward after the other."""
+    """Run layers once, each with its own graph: call it like a part, then run one backward after the other."""
 
     def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
         self._functions, self._now_s = tuple(functions), now_s
@@ -27,7 +27,7 @@ class LayerByLayer:
         """Return the outputs of the last layer, without the graph behind them.
 
         Raises:
-            TypeError: a layer hands on something else than tensors in containers that torch knows.
+            TypeError: a layer hands on anything but tensors in containers that torch knows.
         """
         values = _apart(inputs, self._handed[0])
         for function in self._functions:
@@ -44,13 +44,13 @@ class LayerByLayer:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after: Callable[[], Any] = lambda: None,
     ) -> list[tuple[float, float]]:
-        """Return the seconds of forward and backward by layer, after the backward of what was made of the outputs.
+        """Return the seconds of forward and backward by layer, after the backward of the value made of the outputs.
 
         Each backward runs in `around()`, and before the next one `after()` is called.
         """
         seconds = []
         for forward_s in reversed(self._forward_s):
-            # the gradient of the leaf is that of the tensor which the layer before made
+            # the leaf's gradient is the gradient of the tensor that the layer before made
             pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
             pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
             with around():

@@ -1,7 +1,7 @@
-"""Measure what each layer of a part takes: its seconds at every point of the grid, and its share of the bytes.
+"""Measure the costs of each layer of a part: its seconds at every point of the grid, and its share of the bytes.
 
-Layers run one by one, each between two looks at the clock. On a device that waits for the host, so the seconds of the
-layers are scaled until together they are those of the part.
+Layers run one by one, each between two readings of the clock. On a device these readings make it wait for the host. So
+the seconds of the layers are scaled until their sum equals the seconds of the part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Point = tuple[int, int]
 Both = tuple[float, float]
 """Seconds of F and of B."""
 
-_RUNS = 2  # of each point, of which the shorter counts
+_RUNS = 2  # of each point; the shorter one counts
 _LEAST_S = 1e-9  # a layer that does nothing
 _WITHOUT = (
     'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
@@ -36,9 +36,9 @@ _WITHOUT = (
 
 @dataclass(frozen=True)
 class LayerMeasured:
-    """Hold one layer as one rank measured it."""
+    """Hold the measurements of one layer on one rank."""
 
-    kind: str  # layers of the same kind take the same
+    kind: str  # layers of the same kind have the same costs
     profile: LayerProfile
 
 
@@ -49,9 +49,9 @@ def measure_layers(
     memory: PartMemory | None = None,
     trials: Trials | None = None,
 ) -> tuple[LayerMeasured, ...] | None:
-    """Return what the layers of a part take at the points of its samples, and their share of its `memory`.
+    """Return the times of a part's layers at the points of its samples, and their share of its `memory`.
 
-    A part that trains as a whole may fail layer by layer. It then only gives a warning, None and an empty store. With
+    A part that trains as a whole may fail layer by layer. Then this warns, and returns None and an empty store. With
     `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
 
     Args:
@@ -60,7 +60,7 @@ def measure_layers(
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
     """
-    # twice, because other programs disturb some of the looks at the clock
+    # twice, because other programs disturb some of the clock readings
     functions: Any = timer.module.forward_funcs
     runs = []
     for _ in range(_RUNS):
@@ -72,7 +72,7 @@ def measure_layers(
         runs.append(seconds)
     if not functions:
         return None
-    # looks between layers cost time, so the layers are scaled to their part
+    # clock readings between layers cost time, so scale the layers to their part
     scaled = [_samples(sample, [run[sample.tokens, sample.prefix] for run in runs]) for sample in of_part]
     # the bytes come from one more slice, of a middle length
     lengths = sorted({sample.tokens for sample in of_part})
@@ -84,14 +84,14 @@ def measure_layers(
     for index, (kind, seen) in enumerate(zip(kinds, kept, strict=True)):
         samples = tuple(of_layers[index] for of_layers in scaled)
         profile = LayerProfile(samples, *counts[index], seen.sent / tokens, memories[index])
-        # layers that see through other windows are of other kinds, which their arguments need not say
+        # layers with other attention windows are of other kinds, which their arguments need not show
         layers.append(LayerMeasured(f"{kind}{seen.windows}", profile))
     return tuple(layers)
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """Hold what each layer took at one point: F and B, and W, which no prefix changes."""
+    """Hold the times of each layer at one point: F and B, and W, which no prefix changes."""
 
     both: list[Both]
     weights: list[float]
@@ -112,7 +112,7 @@ def _run(
 
 
 def _samples(of_part: CostSample, runs: Sequence[_Taken]) -> list[CostSample]:
-    """Return the sample of every layer at one point, which together are that of the part."""
+    """Return the sample of every layer at one point; together they equal the sample of the part."""
     forward_s, backward_s = (
         [min(values) for values in zip(*([both[way] for both in run.both] for run in runs), strict=True)]
         for way in (0, 1)
@@ -141,10 +141,10 @@ def _shares(values: Sequence[float]) -> list[float]:
 def shares_of_memory(
     whole: PartMemory, kept: Sequence[LayerKept], counts: Sequence[tuple[int, int]]
 ) -> list[dict[str, float | None]]:
-    """Return the memory of each layer, which together is that of the part; `counts` are of its parameters.
+    """Return the memory of each layer, which together equals the part's; `counts` are numbers of parameters.
 
-    What is always there goes by parameters, what slices keep by what each layer was seen to keep. The working bytes are
-    the most of any layer, so that each has those of the part.
+    Permanent bytes are divided by parameters. The bytes that slices keep are divided by the bytes that each layer was
+    seen to keep. The working bytes are the maximum over layers, so each layer has the working bytes of the part.
     """
     by_parameters, by_trained = (_shares([count[which] for count in counts]) for which in (0, 1))
     by = {"static_bytes": by_parameters, "gradient_bytes": by_trained, "weight_bytes_per_token": by_trained}

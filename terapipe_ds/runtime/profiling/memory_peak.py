@@ -1,7 +1,7 @@
 """Count the peak of tensor bytes inside a block, exactly.
 
-An accelerator's allocator counts. On a CPU torch's recorder of events is told of each allocation, temporaries inside
-kernels included; the resident set of a process would show the heap's own habits. The older of torch's two recorders
+On an accelerator the allocator counts. On a CPU torch's recorder of events sees each allocation, including temporaries
+inside kernels; the resident set of a process would show the heap's own behaviour. The older of torch's two recorders
 keeps the order of events, costs little, and writes nothing to the terminal.
 """
 
@@ -18,8 +18,8 @@ from torch.autograd import ProfilerConfig, ProfilerState
 class MemoryPeak:
     """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
 
-    Both count from the start of the block; an older tensor that goes inside it counts as negative. Backwards run in the
-    thread of the block, as they do without an accelerator.
+    Both count from the start of the block; an older tensor that is freed inside it counts as negative. Backwards run in
+    the thread of the block, as they do without an accelerator.
 
     Raises:
         RuntimeError: a profiler runs already, or torch has no such recorder; see `is_available`.
@@ -53,7 +53,7 @@ class MemoryPeak:
             self.grown_bytes = int(allocator.max_memory_allocated()) - self._before
             self.left_bytes = int(allocator.memory_allocated()) - self._before
             return
-        # each event says how many bytes came or went; their running total has the peak
+        # each event has the bytes that were allocated or freed; their running total has the peak
         threads = torch.autograd._disable_profiler_legacy()
         changes = (e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc")
         totals = [0, *itertools.accumulate(changes)]

@@ -35,7 +35,7 @@ Measured = tuple[PartTimes, tuple[LayerMeasured, ...] | None]
 
 @dataclass(frozen=True)
 class OfflineJob:
-    """Say what to profile: the whole model as `PipelineModule` takes it, and a batch for it."""
+    """Describe the model to profile, in the form for `PipelineModule`, and a batch for it."""
 
     layers: Sequence[LayerSpec]
     loss_fn: Callable[[Any, Any], Any]
@@ -57,12 +57,12 @@ class OfflineJob:
 
 
 def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]) -> Profile:
-    """Return the profile of all parts of `job`. A process group is made where there is none.
+    """Return the profile of all parts of `job`. Make a process group if there is none.
 
-    `progress` is told the part that is measured, and the share of it that is done; `warn` where numbers vary too much.
+    `progress` gets the number of the part and its finished share; `warn` is called if numbers vary too much.
     """
     init_single_process()
-    # the same cut as in training, where no config gives one
+    # the same cut as in training, if no config sets one
     bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
@@ -72,7 +72,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
         described.append(describe_part(module))
-        # each part receives what the part before it has sent
+        # each part receives the message of the part before it
         timer = _timer(job, module, part_id)
         with untouched(module), guard_plain_attention(intercept=True):
             for tokens in lengths:
@@ -97,7 +97,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
 
 
 def init_single_process() -> None:
-    """Make a process group of one rank, which `PipelineModule` asks for."""
+    """Make a process group of one rank, which `PipelineModule` needs."""
     os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
     if not torch_dist.is_initialized():
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
@@ -106,7 +106,7 @@ def init_single_process() -> None:
 
 
 def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list[int]:
-    """Return where the layers are cut, as `PipelineModule` cuts them (deepspeed/runtime/pipe/module.py).
+    """Return the cuts between layers that `PipelineModule` makes (deepspeed/runtime/pipe/module.py).
 
     Raises:
         ValueError: more stages than layers, or a method other than "parameters" and "uniform".

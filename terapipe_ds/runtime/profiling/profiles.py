@@ -1,7 +1,7 @@
-"""Find the costs that plans come from: measured here, kept in `planner.cache_dir`, or in the file of the config.
+"""Get the costs for plans: measured here, cached in `planner.cache_dir`, or from the file of the config.
 
 This is a collective over all ranks: all measure in step, rank 0 reads or gathers the profile, and every rank gets it,
-an error too.
+or the error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class Profiles:
-    """The profiles of one engine, by the size of a micro-batch."""
+    """Hold the profiles of one engine, by the size of a micro-batch."""
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._stage, self._wires, self._note = stage, wires, note
@@ -58,9 +58,9 @@ class Profiles:
         return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
     def add_own_time(self) -> float:
-        """Add what the engine itself takes to a profile that was measured here, once that is known. A collective.
+        """Add the engine's own time to a profile that was measured here, once this time is known. A collective.
 
-        Return the most seconds that it takes of the F and B of a slice; 0.0 if there is nothing to add.
+        Return the largest own time in the F and B of a slice, in seconds; 0.0 if there is nothing to add.
         """
         taken = self._engine.own_seconds()
         if self._measured_last is None or taken is None:
@@ -78,7 +78,7 @@ class Profiles:
         return most_s
 
     def from_rank_0(self, ask: Callable[[], T]) -> T:
-        """Return what rank 0 gets from `ask` within a batch, on every rank; all raise its errors."""
+        """Return rank 0's result of `ask` within a batch, on every rank; all raise its errors."""
         try:
             return from_rank_0(ask, self._groups.world)
         except Exception as error:
@@ -118,7 +118,7 @@ class Profiles:
         return [costs for rank in gather(own, self._groups.world) for costs in rank]
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
-        """Return what a cached profile depends on besides its key: its points, the loss, what the memory counts."""
+        """Return all that a cached profile depends on, except its key: points, loss, scope of the memory."""
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         return {
             "granularity_tokens": self._config.granularity_for(length),
@@ -134,7 +134,7 @@ class Profiles:
 
 
 def require_profile(stage: StageToPlan) -> None:
-    """Raise ProfileError on every rank where the config names the profile of something else. A collective."""
+    """Raise ProfileError on every rank if the config names a profile that does not fit this run. A collective."""
     config, path = stage.config, stage.config.planner.profile
     if config.needs_costs and path != "measure":
         key = key_of(stage, length=1, rows=1)
@@ -143,7 +143,7 @@ def require_profile(stage: StageToPlan) -> None:
 
 
 def key_of(stage: StageToPlan, length: int, rows: int) -> ProfileKey:
-    """Return what a profile must have been measured on. A collective over the stages, which know their own layers."""
+    """Return the key that a profile must have. A collective over the stages, which know their own layers."""
     engine, module, placement = stage.engine, stage.engine.module, stage.layout.placement
     described = {int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)}
     if stage.groups.control is not None:
@@ -166,7 +166,7 @@ def key_of(stage: StageToPlan, length: int, rows: int) -> ProfileKey:
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
     profile = Profile.load(path)
-    # if layers were cut otherwise, the costs of parts are still the sums of their layers
+    # if layers were cut differently, the costs of parts are still the sums of their layers
     layers = profile.key.layers_fingerprint
     can_be_cut = layers is not None and layers == key.layers_fingerprint and profile.layers is not None
     profile.require(key, [*ignore, *(("model_fingerprint", "num_stages") if can_be_cut else ())])
@@ -174,7 +174,7 @@ def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Prof
 
 
 def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
-    """Return the profile that the config names, without memory figures: these may be of another optimizer."""
+    """Return the profile that the config names, without memory figures: these may belong to another optimizer."""
     profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity < smallest:
@@ -195,9 +195,9 @@ def _without_memory(profile: Profile) -> Profile:
 
 
 def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
-    """Return the profile that is kept. Without one, refuse a folder that can keep none: nothing is measured yet.
+    """Return the cached profile. Without one, refuse a folder that can keep none, before anything is measured.
 
-    A disk that fails or is full may recover meanwhile. It is no mistake of the config.
+    A disk that fails or is full may recover during the measurement. It is no mistake of the config.
     """
     profile = read_cache(path, key)
     if profile is None and path is not None:

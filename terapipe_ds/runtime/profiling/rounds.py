@@ -1,10 +1,10 @@
-"""Measure what slices of a part take, on all stages at once, before or between batches.
+"""Measure the times of a part's slices, on all stages at once, before or between batches.
 
 All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
 tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
-backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
-round after round, so that a drift of the machine meets all alike. The median counts of the runs in which no other
-program had the processor: otherwise a few commands of another user would make the plan avoid a slice or two.
+backwards in reverse: slices that are live together use memory that is no longer warm, as in training. Groups repeat
+round after round, so that a drift of the machine affects all alike. The result is the median of the runs in which no
+other program had the processor: otherwise a few commands of another user would make the plan avoid a slice or two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Point = tuple[int, int]
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
 WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
-LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
+LIMIT_STEPS = 10  # the rounds take at most this many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _DISTURBED = 0.02  # of its time: a run that lost this much more than the least disturbed one does not count
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
@@ -34,7 +34,7 @@ _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 
 
 class Peers:
-    """Stand for the ranks that measure at the same time: those of `group`, on the CPU, or this one alone."""
+    """Represent the ranks that measure at the same time: the ranks of `group`, on the CPU, or this rank alone."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -77,7 +77,7 @@ def time_part(
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        progress: told the share that is done, between 0 and 1.
+        progress: called with the finished share, between 0 and 1.
     """
     length = timer.sequence_length
     points = grid(length, granularity_tokens)
@@ -94,7 +94,7 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
     """Return the points to measure: few, because the cost model fills in the rest.
 
     They are slices without a prefix from one granule, doubling, to the whole sequence, and some of these lengths with
-    prefixes up to all that fits.
+    prefixes up to the longest that fits.
     """
     smallest = min(granularity_tokens, sequence_length)
     lengths = [smallest]
@@ -109,13 +109,13 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
         contexts.append((tokens, sequence_length - tokens))
         if (sequence_length - tokens) // 2 >= tokens:
             contexts.append((tokens, (sequence_length - tokens) // 2))
-    if not contexts and smallest < sequence_length:  # two slices, of which the second is less than a granule
+    if not contexts and smallest < sequence_length:  # two slices; the second one is less than a granule
         contexts.append((sequence_length - smallest, smallest))
     return tuple(dict.fromkeys(bases + contexts))
 
 
 def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Point, ...], ...]:
-    """Group points that are live together, about a whole sequence each; short slices are in a group repeatedly."""
+    """Group points that are live together, about a whole sequence each; a group repeats short slices."""
     groups: list[list[Point]] = []
     room = 0
     for point in sorted(points, reverse=True):
@@ -131,15 +131,15 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
 
 
 class Taken(NamedTuple):
-    """Hold what one run took."""
+    """Hold the time of one run."""
 
     seconds: float
-    lost_s: float = 0.0  # without a processor: another program had it, or a peer was waited for inside the layers
+    lost_s: float = 0.0  # without a processor: another program had it, or this rank waited for a peer inside the layers
 
 
 @dataclass
 class Rounds:
-    """Collect what the runs of one rank took, by point."""
+    """Collect the times of one rank's runs, by point."""
 
     processor_s: Callable[[], float] | None = None  # of this process so far; None: a device computes beside the host
     forwards: dict[Point, list[Taken]] = field(default_factory=dict)
@@ -195,8 +195,8 @@ def measure(
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
     warm, whole = Rounds(), (sequence_length, 0)
-    # all ranks take as many rounds as the slowest can afford
-    for _ in range(2):  # once to warm up, and once to know what a step takes
+    # all ranks run as many rounds as the slowest can afford
+    for _ in range(2):  # once to warm up, and once to measure a step
         warm.run(timer, [whole], peers)
     limit_s = limit_steps * peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
     rounds, planned = Rounds(processor_s), MAX_ROUNDS
@@ -228,7 +228,7 @@ def undisturbed(runs: Sequence[Taken]) -> list[float]:
 
     Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
-    # a peer inside the layers is waited for in every run, and disturbs none
+    # every run waits for a peer inside the layers, so this disturbs none
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
 

@@ -1,4 +1,4 @@
-"""Run one slice of a part as training runs it, and time it; only the length of its prefix counts, which never ran."""
+"""Run one slice of a part as in training, and time it. Its prefix never ran: only the prefix length counts."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class LiveSlice:
 
 
 class SliceBytes(NamedTuple):
-    """Say what a slice keeps from its F to its B, and what it needs besides at the peak of either."""
+    """Hold the bytes that a slice keeps from its F to its B, and the extra bytes at the peak of either."""
 
     kept: int
     working: int
 
 
 class LayerKept(NamedTuple):
-    """Say what a layer keeps of a slice from its F to its B, its keys and values, and what it hands on, in bytes."""
+    """Hold a layer's bytes of a slice: those kept from F to B, its keys and values, and its outputs."""
 
     kept: int
     stored: int  # for all tokens of the sequence
@@ -63,13 +63,13 @@ class SliceTimer:
     device: torch.device
     store: SliceStore
     part_id: int = 0
-    inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; elsewhere `receive` says what comes
+    inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; `receive` sets those of others
     labels: SliceableTensors | None = None  # of one micro-batch, on the last part
     is_last: bool = False
     loss_fn: Callable[[Any, Any], Any] | None = None  # None if the model computes the loss itself
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
-    clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
+    clock: Callable[[], float] | None = None  # in place of the wall clock: processor time if stages share a core
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
     handed: HandedInputs = field(default_factory=lambda: HandedInputs(may_hand=True))  # as the engine hands inputs
@@ -77,17 +77,17 @@ class SliceTimer:
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
     def now_s(self) -> float:
-        """Return the time once the device has done what it was told, or the time of `clock`, if there is one."""
+        """Return the time once the device has done its issued work, or the time of `clock`, if there is one."""
         return _now_s() if self.clock is None else self.clock()
 
     def receive(self, tokens: int, spec: MessageSpec) -> None:
-        """Take `spec` for what the part before sends for slices of `tokens` tokens; the values are made up."""
+        """Take `spec` as the message of the part before for slices of `tokens` tokens; the values are made up."""
         self._received[tokens] = spec, tuple(_made_up(t, self.device) for t in spec.tensors)
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
-        """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and what its B needs."""
+        """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and the state for its B."""
         begin_s = self.now_s()
         live = self.issue_forward(tokens, prefix)
         return self.now_s() - begin_s, live
@@ -109,7 +109,7 @@ class SliceTimer:
         """Return the seconds of F and B of every layer of the slice of `tokens` tokens after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
-        checkpointing a layer's B has its F in it, but not that of the loss.
+        checkpointing a layer's B includes its F, but not the F of the loss.
         """
         active = self._active(tokens, prefix)
         functions: Any = self.module.forward_funcs
@@ -137,7 +137,7 @@ class SliceTimer:
             seconds.append(self.now_s() - begin_s)
 
         with self._split_backward(tokens, layers) as key:
-            self.weights.compute(key, nullcontext)  # of the loss alone: the layers have graphs of their own
+            self.weights.compute(key, nullcontext)  # only for the loss: the layers have graphs of their own
             with push_slice(self._active(tokens, 0)):
                 layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
         return seconds[::-1]
@@ -156,8 +156,8 @@ class SliceTimer:
 
         Keys, values and messages do not count, but the input that stays until B does.
         """
-        self.backward(self.forward(tokens, prefix)[1])  # buffers of the store are taken
-        # what is left after F is what the slice keeps
+        self.backward(self.forward(tokens, prefix)[1])  # now the store has its buffers
+        # the slice keeps the bytes that are left after F
         with MemoryPeak() as forward:
             _, live = self.forward(tokens, prefix)
         with MemoryPeak() as backward:
@@ -170,9 +170,10 @@ class SliceTimer:
         return sum(t.num_bytes for t in self._received[tokens][0].tensors) if tokens in self._received else 0
 
     def layer_bytes(self, tokens: int, with_memory: bool) -> list[LayerKept]:
-        """Return what each layer keeps of a slice of `tokens` tokens; `with_memory` needs `MemoryPeak.is_available`.
+        """Return the bytes that each layer keeps of a slice of `tokens` tokens.
 
-        The store is emptied: which keys and values are a layer's shows in what it adds.
+        `with_memory` needs `MemoryPeak.is_available`. This empties the store, so that the keys and values that a layer
+        adds are its own.
         """
         self.store.reset()
         found: list[LayerKept] = []
@@ -198,11 +199,11 @@ class SliceTimer:
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
-        """Run F without a clock; a device may still be at work afterwards."""
+        """Run F without a clock; a device may still be busy afterwards."""
         return self._forward(self._active(tokens, prefix))
 
     def issue_backward(self, live: LiveSlice) -> None:
-        """Run what the engine's B does, bookkeeping apart, without a clock."""
+        """Run the engine's B, without its bookkeeping and without a clock."""
         with push_slice(live.active):
             if live.loss is not None:
                 live.loss.backward()
@@ -213,7 +214,7 @@ class SliceTimer:
         live.outputs = live.loss = None
 
     def output_spec(self, tokens: int) -> MessageSpec:
-        """Return what this part sends for a slice of `tokens` tokens; runs the slice once, which also warms it up."""
+        """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
         live = self.issue_forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
@@ -223,7 +224,7 @@ class SliceTimer:
 
     @contextmanager
     def _split_backward(self, tokens: int, layers: LayerByLayer | None = None) -> Iterator[Key]:
-        """Run F, and a B that leaves weight gradients to W, as where the schedule splits backwards."""
+        """Run F, and a B that leaves weight gradients to W, as with a schedule that splits backwards."""
         active = self._active(tokens, 0)
         key = active.part_id, active.micro_batch_id, active.slice_id
         self.weights.open_batch([key])
@@ -237,19 +238,19 @@ class SliceTimer:
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         span, length = (prefix, prefix + tokens), self.sequence_length
-        # a probe writes keys and values like any slice, and nobody trusts them
+        # a probe writes keys and values like any slice, but no code relies on them
         whole = ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
         return self.sequence.part_of(whole)
 
     def _tokens(self, active: ActiveSlice) -> int:
-        """Return the tokens of a slice, of which each sequence rank has a share."""
+        """Return the number of tokens of a slice; each sequence rank has a share of them."""
         return active.num_tokens * self.sequence.size
 
     def _outputs(self, live: LiveSlice) -> Tensors:
         return () if self.is_last else as_tuple(live.outputs, "the outputs of a stage")
 
     def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> LiveSlice:
-        """Run what the engine's F does, bookkeeping apart, on the module or on `layers` in its place."""
+        """Run the engine's F, without its bookkeeping, on the module or on `layers` in its place."""
         leaves, is_tuple = self._leaves(active)
         inputs = self.handed.inputs(leaves)
         with push_slice(active), checkpointing_with_gradients(self.module):
@@ -283,11 +284,11 @@ def _now_s() -> float:
 
 
 def processor_clock() -> Callable[[], float] | None:
-    """Return the clock of this process's processor time; None where a device computes beside the host."""
+    """Return the clock of this process's processor time; None if a device computes beside the host."""
     return time.process_time if get_accelerator().is_synchronized_device() else None
 
 
 def synchronize() -> None:
-    """Wait for the device, where it runs behind the host."""
+    """Wait for the device, if it runs behind the host."""
     if not get_accelerator().is_synchronized_device():
         get_accelerator().synchronize()

@@ -1,4 +1,4 @@
-"""Compare results that are equal but for rounding.
+"""Compare results that are equal except for rounding.
 
 A whole sequence and its slices are summed in different orders, and fused kernels round at different places. Such
 results differ by a few units of precision. A fault makes slices see other tokens, and the difference is much larger.
@@ -25,8 +25,8 @@ class Tolerance(NamedTuple):
     floor: float
 
 
-# Of a layer, and of a loss on the same outputs, where only the order of the sums differs. fp32 allows for long sums and
-# for exponentials of large scores, TF32 for products with ten bits, fp16 and bf16 for a handful of roundings.
+# For a layer, and for a loss on the same outputs, which differs only in the order of the sums. fp32 allows for long
+# sums and exponentials of large scores, TF32 for products with ten bits, fp16 and bf16 for a few roundings.
 _TOLERANCES = {
     torch.float64: (Tolerance(1e-9, 1e-2), Tolerance(1e-6, 0.1)),
     torch.float32: (Tolerance(2e-4, 0.1), Tolerance(1e-4, 0.1)),
@@ -34,9 +34,9 @@ _TOLERANCES = {
     torch.float16: (Tolerance(1e-2, 0.2), Tolerance(2e-2, 0.2)),
     torch.bfloat16: (Tolerance(5e-2, 0.2), Tolerance(2e-2, 0.2)),
 }
-OF_PARAMETER = "gradient of "  # begins the name of its result
+OF_PARAMETER = "gradient of "  # the name of its result begins with this
 EXACT = Tolerance(0.0, 0.0)  # integers and booleans
-_ROUNDINGS = 8.0  # by so many times the rounding of the whole its slices may differ from it, once fp32 agrees
+_ROUNDINGS = 8.0  # once fp32 agrees, slices may differ by this multiple of the rounding of the whole
 _SMALLEST = 1e-300
 _NUMBERS = 2**22  # in fp64 at once: the whole gradient of a large weight would take several times its memory
 
@@ -77,9 +77,9 @@ class Difference:
 def compare(
     what: str, a: Tensor, b: Tensor, tolerance: Tolerance, by_token: bool = False, least_norm: float = 0.0
 ) -> Difference | None:
-    """Compare two tensors; with `by_token` each token of [tokens, ...], for one wrong token must not drown in many.
+    """Compare two tensors; with `by_token` each token of [tokens, ...], so that many tokens cannot hide a wrong one.
 
-    `least_norm` counts where ||b|| is smaller.
+    `least_norm` replaces ||b|| if ||b|| is smaller.
     """
     if a.shape != b.shape:
         return Difference(what, math.inf, math.inf, tolerance.relative)
@@ -102,11 +102,11 @@ def compare_results(
     rounding: Mapping[str, float],
     unable: list[str],
 ) -> list[Difference]:
-    """Return the results that differ; a gradient that is missing counts as zero.
+    """Return the results that differ; a missing gradient counts as zero.
 
-    Each may differ by its `rounding`, as in `allowed`. `unable` gets those for which torch has no operator.
+    Each may differ by its `rounding`, as in `allowed`. `unable` gets the results for which torch has no operator.
     """
-    # a small gradient is measured by the largest one of any parameter
+    # compare a small gradient with the largest one of any parameter
     norms = [0.0]
     for name, gradient in (*a.items(), *b.items()):
         if name.startswith(OF_PARAMETER):
@@ -125,7 +125,7 @@ def compare_results(
 
 
 def largest_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the largest number in these gradients, but for those that are not finite."""
+    """Return the largest number in these gradients, without gradients that are not finite."""
     numbers = [_numbers(each) for each in gradients.values() if each.numel() and is_real(each)]
     sizes = [max(map(abs, map(float, each.aminmax()))) for each in numbers]  # without a copy of a large weight's
     return max(filter(math.isfinite, sizes), default=0.0)
@@ -141,7 +141,7 @@ def compare_output(
         for layout in layouts:  # all: tensor-parallel ranks do the same
             joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
             pairs.append((layout, compare("output", joined, expected, tolerance, by_token=True)))
-        # several dimensions may have the sizes of slices: one that agrees is right
+        # several dimensions may have the sizes of slices: a dimension without a difference is right
         if pairs:
             return next((pair for pair in pairs if pair[1] is None), pairs[0])
         if not any(compare("output", part, whole, tolerance) for part in parts):
@@ -155,7 +155,7 @@ def compare_output(
 
 
 def allowed(what: str, tolerance: Tolerance, rounding: Mapping[str, float]) -> Tolerance:
-    """Return the tolerance of one result, which may differ by as much as its `rounding` was measured to carry."""
+    """Return the tolerance of one result, which may differ by as much as its measured `rounding`."""
     return tolerance._replace(relative=max(tolerance.relative, _ROUNDINGS * rounding.get(what, 0.0)))
 
 
@@ -165,7 +165,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """Return what a tensor holds, dense and real, in a dtype that has all operators."""
+    """Return the numbers of a tensor, dense and real, in a dtype that has all operators."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:  # the gradient of an embedding may be sparse
         tensor = tensor.to_dense()
@@ -178,7 +178,7 @@ def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each if each.dim() > 1 else each.reshape(-1, 1) for each in map(_numbers, (a, b)))
     sizes = []
-    # in pieces, for fp64 takes several times the memory
+    # in pieces, because fp64 takes several times the memory
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))
     for pair in zip(a.split(rows), b.split(rows), strict=True):
         x, y = (part.reshape(len(part), -1).double() for part in pair)
@@ -190,5 +190,5 @@ def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def first_sentence(error: object) -> str:
-    """Return how the text of an error begins: torch lists all its backends after that."""
+    """Return the first sentence of an error's text: torch lists all its backends after it."""
     return str(error).split("\n")[0].split(". ")[0]

@@ -1,4 +1,4 @@
-"""Let random operations give constants, so that a layer with dropout can be compared as it trains.
+"""Let random operations return constants, so that a layer with dropout can be compared in training mode.
 
 In evaluation mode a layer leaves out more than its dropout: batch statistics, auxiliary losses, noise, dropped layers.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Draws(NamedTuple):
     """Hold how many numbers one forward drew at a time, in order, and the states of other generators that it moved.
 
-    A size is 0 where the number does not tell whether a layer draws per token: integers are choices, or seeds.
+    A size is 0 if the number does not tell whether a layer draws per token: integers are choices, or seeds.
     """
 
     sizes: tuple[int, ...]
@@ -26,9 +26,9 @@ class Draws(NamedTuple):
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Replace what random operations draw; dropout keeps every number. Recomputed forwards and backwards do alike.
+    """Replace the draws of random operations; dropout keeps every number. Recomputed forwards and backwards do alike.
 
-    `unknown` names the operations that draw still.
+    `unknown` names the operations that still draw.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ConstantDraws(TorchDispatchMode):
         self._sizes: list[int] = []
 
     def take(self, before: Sequence[bytes], after: Sequence[bytes]) -> Draws:
-        """Return what was drawn since the last call, in which the states of other generators changed like this."""
+        """Return the draws since the last call, with the changes in the states of other generators."""
         sizes, self._sizes = self._sizes, []
         moved = (new if new != old else b"" for old, new in zip(before, after, strict=True))
         return Draws(tuple(sizes), tuple(moved))
@@ -54,11 +54,11 @@ class ConstantDraws(TorchDispatchMode):
             return func(**{**arguments, "dropout_p": 0.0})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        # its backward scales as if some numbers were dropped: of slices and of the whole alike
+        # its backward scales as if some numbers were dropped, for slices and for the whole alike
         if name == "native_dropout":
             self._sizes += [arguments["input"].numel()] * (arguments.get("train") is not False)
             return func(**{**arguments, "p": 0.0})
-        # what is drawn gives shape, dtype and device of the constant
+        # the drawn tensor gives shape, dtype and device of the constant
         drawn = func(*args, **kwargs)
         constant = _constant(name, drawn, args)
         if constant is None:
@@ -70,12 +70,12 @@ class ConstantDraws(TorchDispatchMode):
 
 def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:
     """Return whether slices draw as many numbers as the whole by torch; or only by Python or NumPy, maybe for a log."""
-    # one slice draws as often as the whole in any case
+    # a single slice always draws as often as the whole
     of_all = [whole, *slices] if len(slices) > 1 else []
     sizes = zip(*(draws.sizes for draws in of_all), strict=False)  # place by place: dropout may have several widths
     states = zip(*(draws.moved for draws in of_all), strict=True)
     by_torch, by_others = (any(each[0] and len(set(each)) == 1 for each in places) for places in (sizes, states))
-    return by_torch, by_others and not by_torch  # a generator of torch's is seen by both
+    return by_torch, by_others and not by_torch  # both see a generator of torch's
 
 
 def random_states(module: nn.Module) -> list[Tensor]:
@@ -88,7 +88,7 @@ def random_states(module: nn.Module) -> list[Tensor]:
 
 
 def _constant(name: str, drawn: Tensor, args: Sequence[Any]) -> Tensor | None:
-    """Fill `drawn` with what the operation may give; None where that is not known."""
+    """Fill `drawn` with a possible result of the operation; None if none is known."""
     name = name.rstrip("_").removesuffix("_like").removesuffix("_functional")
     if name in ("bernoulli", "exponential"):
         return drawn.fill_(1.0)
@@ -97,7 +97,7 @@ def _constant(name: str, drawn: Tensor, args: Sequence[Any]) -> Tensor | None:
     if name == "uniform":
         bounds = [float(each) for each in args[1:3] if isinstance(each, (int, float))]
         return drawn.fill_(sum(bounds) / 2 if len(bounds) == 2 else 0.5)
-    if name in ("randint", "random", "multinomial"):  # the least that may be drawn
+    if name in ("randint", "random", "multinomial"):  # the least possible draw
         limits = [each for each in args if type(each) is int]
         return drawn.fill_(limits[0] if len(limits) > 1 else 0)
     return drawn.copy_(drawn.sort().values) if name == "randperm" else None

@@ -1,4 +1,4 @@
-"""Choose what the check compares: a few rows of the first batch, a window of tokens, two or three slices of it.
+"""Choose the data that the check compares: a few rows of the first batch, a window of tokens, two or three slices.
 
 A check of whole sequences costs as much as several steps, and may need more memory than training in slices. A fault
 usually shows at the first boundary between slices, so a short window with unequal slices reveals it.
@@ -14,7 +14,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 
 MOST_ROWS = 2
-LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole
+LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a shorter sequence is compared whole
 _SHARE = 8  # a window has at most 1 / _SHARE of the micro-batch's tokens, which a layer holds all at once
 _MOST_SLICES = 3
 
@@ -51,7 +51,7 @@ class Cut:
         return replace(batch, tensors=tuple(tensors))
 
     def of_starts(self, starts: Starts | None) -> Starts | None:
-        """Return where documents start in the window; its first token starts one in each row."""
+        """Return where documents start in the window; its first token starts a document in each row."""
         if starts is None:
             return None
         stop = self.start + self.plan.sequence_length
@@ -61,8 +61,8 @@ class Cut:
 def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:
     """Return the number of rows, and whether tokens may be cut.
 
-    The number is None where some tensor lacks the rows or the sequence. Tokens may be cut where no tensor has the
-    sequence's length in another dimension.
+    The number is None if some tensor lacks the rows or the sequence. Tokens may be cut if no tensor has the sequence's
+    length in another dimension.
     """
     dim = row_dim(batch)
     sizes = {t.size(dim) if t.dim() > dim else None for t in batch.tensors}
@@ -72,7 +72,7 @@ def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:
 
 
 def row_dim(batch: SliceableTensors) -> int:
-    """Return the dimension of the rows, where there are any."""
+    """Return the dimension of the rows, if there are any."""
     return 0 if batch.dim else 1
 
 
@@ -87,7 +87,7 @@ def window_plan(
     """Return two or three slices of a window of a sequence that is cut by `plan`.
 
     Layers may rely on a common divisor of the plan's lengths. The slices are multiples of one of its divisors, if
-    possible of `granularity`, and always of `multiple`. A window of the whole sequence has the slices of `plan` where
+    possible of `granularity`, and always of `multiple`. A window of the whole sequence has the slices of `plan` if
     these are few. The window is so short that the check takes less time and memory than a step.
     """
     length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
@@ -98,7 +98,7 @@ def window_plan(
     divisors = [n for n in range(multiple, allowed // _MOST_SLICES + 1, multiple) if common % n == 0]
     unit = max(divisors, key=lambda n: (n % granularity == 0, n), default=multiple)
     units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
-    # a sequence that is short enough is compared whole
+    # a short enough sequence is compared whole
     if length <= max(allowed, units * unit):
         if plan.num_slices <= _MOST_SLICES:
             return plan

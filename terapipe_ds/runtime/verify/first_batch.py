@@ -1,7 +1,7 @@
 """Check the layers of every stage on a cut of the first batch, and the loss on the last stage, before the first step.
 
-This is a collective over all ranks. Parts go one after the other, because a part begins with the outputs of the one
-before it. Then all ranks hear of all findings, and all raise or none does.
+This is a collective over all ranks. Parts go one after the other, because a part begins with the outputs of the part
+before it. Then all ranks get all findings, and either all raise or none does.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ _UNWEIGHTED = (
 class FirstBatchCheck:
     """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced.
 
-    It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, a later
-    batch is used. Parameters, gradients, buffers, random numbers and the data stay as they are.
+    It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
+    a later batch. It does not change parameters, gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
         self._groups, self._config, self._layout = stage.groups, stage.config, stage.layout
         self._engine, self._module, self._token_multiple = stage.engine, stage.engine.module, stage.token_multiple
         self._device = torch.device(stage.engine.device)
-        self._note = note  # tells the watch-dog what this rank is busy with
+        self._note = note  # tells the watch-dog the current work of this rank
         trials = Trials(stage.groups.peer_ranks, stage.engine.global_rank, stage.config.stall_timeout_s)
         self._tensor_ranks = TensorRanks.of(stage.engine.grid, trials)
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._is_done = False
-        self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
-        self._labels_agreed = False  # it is clear how labels weigh the losses of slices
+        self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
+        self._labels_agreed = False  # it is known how labels weigh the losses of slices
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
-        self._probe: LabelProbe | None = None  # tries labels that come later for the first time
+        self._probe: LabelProbe | None = None  # tries labels that first appear later
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, if this is it. With `ends`, check a whole micro-batch and then end the process.
 
         Raises:
-            TeraPipeConfigError: on every rank, where it is unknown how tuples of labels weigh the losses of slices.
-            VerifyError: on every rank, where slices give another result than whole sequences on any of them.
+            TeraPipeConfigError: on every rank, if it is unknown how tuples of labels weigh the losses of slices.
+            VerifyError: on every rank, if slices give another result than whole sequences on any of them.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
-        # an evaluation before the first step needs to know only how labels weigh
+        # an evaluation before the first step only needs the weights of labels
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
         sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
@@ -91,15 +91,15 @@ class FirstBatchCheck:
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
-        with layers_as_they_are():  # the check looks at each operation of a layer, and runs it in fp64
+        with layers_as_they_are():  # the check inspects each operation of a layer, and runs it in fp64
             result = self._check(sliced, micro_batches, with_layers, ends)
         text = result.text(time.monotonic() - begin_s, only_loss=again)
-        # the check alone was asked for: its report is the result of the process
+        # the user wants only the check: its report is the result of the process
         if ends:
             if is_first_rank:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
-        if result.findings:  # a caller who goes on is told again
+        if result.findings:  # a caller who goes on gets the error again
             raise RaisedEverywhere(VerifyError(text))
         self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
         if is_first_rank and not (again and result.loss_waits):
@@ -108,15 +108,15 @@ class FirstBatchCheck:
     def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
         """Return the micro-batches with the share of each sequence rank as a slice of its own.
 
-        What a layer must bear so that its tokens may lie on several ranks is what it must bear to get them in slices.
-        Each rank checks all shares, without exchanges: whole sequences are drawn by all of them.
+        A layer whose tokens may lie on several ranks must meet the same conditions as a layer that gets them in slices.
+        Each rank checks all shares, without exchanges: all of them draw whole sequences.
         """
         if self._shares == 1:
             return micro_batches
         return [replace(one, plan=in_shares(one.plan, self._shares)) for one in micro_batches]
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
-        """Raise VerifyError if kinds of labels come for the first time, and slices do not take them as the whole."""
+        """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
         if self._probe is None:
             return
         try:
@@ -131,7 +131,7 @@ class FirstBatchCheck:
             )
 
     def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool]:
-        """Return whether any pipeline has slices, and whether any stage has layers of others."""
+        """Return whether any pipeline has slices, and whether any stage has layers by other authors."""
         if not sliced and self._groups.everyone is None:  # all stages of the only pipeline have the same plans
             return False, True
         labels = sliced[0].labels if sliced else None
@@ -151,8 +151,8 @@ class FirstBatchCheck:
         with_layers: bool,
         ends: bool,
     ) -> Findings:
-        """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
-        # layers may bear the slices of one plan and not those of another
+        """Return the findings of all ranks on a cut; on all tokens with `ends`, or if anything cannot run on a cut."""
+        # layers may support the slices of one plan but not of another
         same_plans = same_plan(sliced)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
@@ -160,17 +160,17 @@ class FirstBatchCheck:
             copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
-            # what cannot run on so few tokens is tried on all
+            # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
         if not get_accelerator().is_synchronized_device():
-            get_accelerator().empty_cache()  # training begins with the memory that it would have
+            get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
     def _check_plan(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, with_layers: bool, is_whole: bool
     ) -> Findings:
-        """Return what this rank finds on a cut of one of the micro-batches, which all have one plan."""
+        """Return this rank's findings on a cut of one of the micro-batches, which all have one plan."""
         result = Findings(with_layers)
         result.cut, result.findings = self._choose_cut(sliced[0], num_micro_batches, is_whole)
         if not result.findings:
@@ -206,7 +206,7 @@ class FirstBatchCheck:
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
-        """Return the first tokens and rows; the loss is compared on all others as well."""
+        """Return the first tokens and rows; the loss check covers all others as well."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, max(self._token_multiple // self._shares, 1)
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
@@ -217,7 +217,7 @@ class FirstBatchCheck:
         return Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
 
     def _weighted(self, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
-        """Return the cut with the weights of its slices' losses; those of the tokens where no label counts."""
+        """Return the cut with the weights of its slices' losses; if no label counts, weigh by tokens."""
         assert micro_batch.labels is not None
         labels, weights = cut.of(micro_batch.labels), cut.plan.shares
         if counts_any(labels, cut.plan, self._config, self._module.loss_fn):
@@ -231,12 +231,12 @@ class FirstBatchCheck:
             if engine.fp16_auto_cast():
                 batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
             inputs = inputs_of(batch)
-        # every layer would be measured with a hook that steps once for each slice
-        problem = problem_of_gradient_hooks(module)  # some come after the engine was built
+        # otherwise every layer would be measured with a hook that steps once for each slice
+        problem = problem_of_gradient_hooks(module)  # some are added after the engine was built
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
             return
-        # what layers leave for a report shows by its value before they run
+        # the value before layers run shows which reports the layers write
         at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
             for part_id in range(layout.num_parts):
@@ -297,15 +297,15 @@ class FirstBatchCheck:
 
 
 def in_shares(plan: SlicePlan, ranks: int) -> SlicePlan:
-    """Return the plan with each slice cut in as many equal slices as there are sequence ranks."""
+    """Return the plan with each slice cut into as many equal slices as there are sequence ranks."""
     return SlicePlan(tuple(length // ranks for length in plan.lengths for _ in range(ranks)))
 
 
 def same_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[list[MicroBatchInFlight]]:
-    """Return the micro-batches by the lists of slices that sequences of one length have; of other lengths all in one.
+    """Group micro-batches with sequences of one length by their lists of slices; other lengths join one group.
 
-    Layers may bear the slices of one list and not those of another. Sequences of other lengths have plans of their
-    own by the dozen, of the same kind.
+    Layers may support the slices of one list but not of another. Sequences of other lengths have dozens of plans, all
+    of the same kind.
     """
     by_plan: dict[tuple[int, ...], list[MicroBatchInFlight]] = {}
     for one in micro_batches:

@@ -1,4 +1,4 @@
-"""Try every kind of label on `loss_fn`, to see which ones it ignores, independently of the `terapipe` section."""
+"""Try every kind of label on `loss_fn`, to learn which ones it ignores, independently of the `terapipe` section."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TokenDim
 
 _MOST_KINDS = 4096  # of a micro-batch: the most frequent ones
-_TOKENS = 64  # of a call, each with one kind of label
-_SHARE = 512  # in later batches of large vocabularies rare labels come for the first time for ever
-_EVEN = 0.01  # with smaller differences between the slices' shares, rounding hides which mean it is
+_TOKENS = 64  # in a call, each with one kind of label
+_SHARE = 512  # with large vocabularies, later batches always contain new rare labels
+_EVEN = 0.01  # if the slices' shares differ by less, rounding hides which mean it is
 _NAMED = 8  # labels in a message
 
 
 class LabelProbe:
     """Compare the losses of slices and of the whole on labels that get no gradient, or no weight.
 
-    A kind of label is its value, and where masks are beside it, whether they are zero. Each kind is one token of a
-    small call. Tokens that get a gradient and a weight are mixed with those that lack one of them, unevenly, so that
-    an `ignore_index`, reduction or `slice_weight` that does not fit `loss_fn` shows.
+    A kind of label is its value, and if it has masks, whether they are zero. Each kind is one token of a small call.
+    Tokens that get a gradient and a weight are mixed unevenly with tokens that lack one of them. This reveals an
+    `ignore_index`, reduction or `slice_weight` that does not fit `loss_fn`.
     """
 
     def __init__(self, check: LossCheck, tokens: int) -> None:
@@ -43,7 +43,7 @@ class LabelProbe:
 
     @classmethod
     def of(cls, check: LossCheck) -> LabelProbe | None:
-        """Return the probe, or None where a loss of a few tokens cannot be asked for, or tells nothing."""
+        """Return the probe, or None if a loss of a few tokens cannot be computed, or shows nothing."""
         layouts = [layout for layout in check.outputs.layouts if isinstance(layout, TokenDim)]
         tokens = min(_TOKENS, check.slicing.plan.sequence_length)
         is_told = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction != "sum"
@@ -52,18 +52,18 @@ class LabelProbe:
 
     @property
     def has_peers(self) -> bool:
-        """Return whether tensor-parallel ranks must call together, each of which draws later batches by itself."""
+        """Return whether tensor-parallel ranks, which draw later batches by themselves, must call together."""
         return self._check.slicing.ranks.size > 1
 
     def look(self, labels: SliceableTensors, is_later: bool = False) -> str | None:
-        """Return what is wrong with kinds of labels that were not tried yet; of later batches only frequent ones."""
+        """Return the problem of kinds of labels that were not tried yet; of later batches try only frequent ones."""
         kinds = _kinds(labels)
         fresh = ~np.isin(kinds, self._seen)
         values, first, counts = np.unique(kinds[fresh], return_index=True, return_counts=True)
-        # the most frequent first; a later batch may cost one call only
+        # the most frequent first; a later batch may cost only one call
         order = np.argsort(-counts, kind="stable")[: self._tokens if is_later else _MOST_KINDS]
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
-        # tensor-parallel ranks try the same labels, for loss_fn may communicate
+        # tensor-parallel ranks try the same labels, because loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
         self._seen = np.union1d(self._seen, values[order])
         holder = nn.Module()
@@ -75,10 +75,10 @@ class LabelProbe:
             return next(filter(None, (self._try(self._at(labels, each)) for each in calls)), None)
 
     def _try(self, labels: SliceableTensors) -> str | None:
-        """Try one kind of label per token; where some lack a gradient or a weight, compare slices with the whole."""
+        """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole."""
         config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
         num_kinds, ranks = labels.length, self._check.slicing.ranks
-        # which kinds get a gradient; NaN, where all labels are ignored, is none
+        # which kinds get a gradient; NaN, when all labels are ignored, is none
         whole = replace(self._check, labels=_picked(labels, np.arange(self._tokens) % num_kinds))
         losses = whole.losses(whole.slicing)
         norms = [each.reshape(self._tokens, -1).double().norm(dim=1) for each in losses.gradients if each.dim() > 0]
@@ -104,7 +104,7 @@ class LabelProbe:
         )
 
     def _compare(self, special: SliceableTensors) -> str | None:
-        """Compare two slices: of tokens that get a gradient and a weight, and of as many such tokens as others."""
+        """Compare two slices: one of tokens with a gradient and a weight, one with as many such tokens as others."""
         # unequal slices, in which special labels are spread unevenly, tell the means apart
         first = self._tokens // 3
         plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
@@ -141,8 +141,8 @@ def compare_everywhere(
 ) -> tuple[str | None, str]:
     """Compare the loss with the labels of all rows and tokens, window by window, each on the outputs of `check`.
 
-    Return what differs; and why nothing was compared, empty otherwise. What the labels are worth depends on no setting
-    here: a window without any loss is compared with no weight at all.
+    Return the difference, and the reason if nothing was compared, empty otherwise. The labels' worth depends on no
+    setting here: a window without any loss is compared with no weight at all.
     """
     waits, not_finite = "no label counts in this batch", ""
     own = (check, "") if counts_any(check.labels, check.slicing.plan, check.config, check.loss_fn) else None
@@ -154,7 +154,7 @@ def compare_everywhere(
             not_finite = not_finite or ("the loss of the whole is not finite" + where) * any(here.slicing.weights)
         elif counts_any(here.labels, here.slicing.plan, here.config, here.loss_fn):
             waits = ""
-    # nothing but losses that are not finite shows no fault of slices
+    # if no loss is finite, this shows no fault of slices
     if not_finite and waits:
         return None, "the loss is not finite on whole sequences"
     return f"{not_finite}, though the terapipe section counts labels there" if not_finite else None, waits
@@ -163,12 +163,12 @@ def compare_everywhere(
 def _windows(
     check: LossCheck, everyone: Sequence[SliceableTensors], note: Callable[[str], None]
 ) -> Iterator[tuple[LossCheck, str]]:
-    """Return the check with the labels of each window, and where that is."""
-    # the outputs have the size of a window: labels of any place fit them
+    """Return the check with the labels of each window, and the window's place."""
+    # the outputs have the size of a window: labels from any place fit them
     rows, device, plan = num_rows(check.labels), check.outputs.tensors[0].device, check.slicing.plan
     for micro_batch_id, labels in enumerate(everyone):
         of_rows = num_rows(labels)
-        if labels.length < plan.sequence_length or of_rows < rows:  # of another form than the one that is compared
+        if labels.length < plan.sequence_length or of_rows < rows:  # its form differs from the compared one
             continue
         firsts, starts = _firsts(of_rows, rows), _firsts(labels.length, plan.sequence_length)
         for first_row, start in itertools.product(firsts, starts):
@@ -179,7 +179,7 @@ def _windows(
 
 
 def _firsts(length: int, window: int) -> list[int]:
-    """Return where windows start that cover everything; the last one ends with it."""
+    """Return the starts of windows that cover everything; the last window ends at the end."""
     return [*range(0, length - window, window), length - window]
 
 
@@ -196,7 +196,7 @@ def _joined(a: SliceableTensors, b: SliceableTensors) -> SliceableTensors:
 
 
 def _tokens_first(tensor: Tensor, dim: int) -> Tensor:
-    """Return labels as [tokens, rows, ...], with one row where there are none."""
+    """Return labels as [tokens, rows, ...], with one row if there are none."""
     tokens = tensor.movedim(dim, 0)
     return tokens[:, None] if tokens.dim() == 1 else tokens
 
@@ -234,7 +234,7 @@ def _with_labels(
 ) -> LossCheck:
     """Return the check of other labels, whose slices weigh as in training.
 
-    Values of slices, all different, come to the values of the whole by these weights, or by `shares`.
+    Values of slices, all different, combine to the values of the whole by these weights, or by `shares`.
     """
     # values per slice, all different, so that wrong weights show
     weights = weights_of(labels, plan, check.config, check.loss_fn)

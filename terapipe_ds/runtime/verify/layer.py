@@ -22,8 +22,8 @@ from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
-_NOTHING = 1e-9  # of the largest gradient: without output gradients, less than that is rounding
-_MAY_ADD = ("MoEAuxLossAutoScaler", "CheckpointFunction")  # Megatron's; and what hides the functions within
+_NOTHING = 1e-9  # of the largest gradient: without output gradients, a smaller number is rounding
+_MAY_ADD = ("MoEAuxLossAutoScaler", "CheckpointFunction")  # Megatron's, and the one that hides the functions within
 _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
     "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
@@ -32,7 +32,7 @@ OUTPUTS = "the outputs of a layer"
 
 
 class _Forward(NamedTuple):
-    """Hold what went into a forward, and what came out with its graph."""
+    """Hold the inputs of a forward, and its outputs with their graph."""
 
     leaves: Tensors
     outputs: Tensors
@@ -40,7 +40,7 @@ class _Forward(NamedTuple):
 
 
 class _SeesFp32(TorchFunctionMode):
-    """Sees whether a forward makes fp32 of what is fp64."""
+    """Detect whether a forward converts fp64 to fp32."""
 
     narrows = False
 
@@ -55,7 +55,7 @@ class _SeesFp32(TorchFunctionMode):
 
 
 class UncutOutput(ValueError):
-    """Say that a layer gives tensors that cannot be cut in slices, so that it is compared with the next one."""
+    """Say that a layer returns tensors that cannot be cut into slices, so that it is compared with the next one."""
 
 
 @dataclass
@@ -67,21 +67,21 @@ class LayerCheck:
     slicing: Slicing
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
-    with_gradients: bool = True  # False compares the outputs alone
-    is_random: bool = False  # the layer draws in a way that is not known, in evaluation mode as well: not compared
+    with_gradients: bool = True  # False compares only the outputs
+    is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
     outputs: Activations | None = None  # of the whole sequence
     gradients: dict[str, Tensor] | None = None  # of the whole sequence: of the inputs and of the parameters
-    adds_loss: bool = False  # what differs is a gradient that the layer gives without any of its outputs
-    faults: list[str] = field(default_factory=list)  # what the layer keeps or draws otherwise than on whole sequences
-    counters: list[str] = field(default_factory=list)  # what no checkpoint holds and is updated once per call
-    may_drop: bool = False  # it draws once per call where only Python shows it
-    unable: list[str] = field(default_factory=list)  # what torch has no operator to compare with
+    adds_loss: bool = False  # the difference is in a gradient that the layer adds without any of its outputs
+    faults: list[str] = field(default_factory=list)  # state or draws of the layer that differ from whole sequences
+    counters: list[str] = field(default_factory=list)  # state that no checkpoint holds and each call updates
+    may_drop: bool = False  # it draws once per call, but only from Python's generators
+    unable: list[str] = field(default_factory=list)  # results that torch has no operator to compare
     is_running: bool = False  # the layer itself, or its backward
     _may_add: bool = False  # functions of the user are in its graph
     _scale: float = 1.0  # of the output gradients
-    _has_fp32_inside: bool = False  # on whole sequences it computes something in fp32 of what is fp64
+    _has_fp32_inside: bool = False  # on whole sequences it computes in fp32 from fp64
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
@@ -89,8 +89,8 @@ class LayerCheck:
     def run(self) -> Difference | None:
         """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients.
 
-        A layer that may add a loss in its backward is compared once more without output gradients, where that loss is
-        all that is left: beside other gradients it may be too small to show.
+        A layer that may add a loss in its backward is compared once more without output gradients. Then only this loss
+        is left: beside other gradients it may be too small to show.
         """
         self.keep()
         difference = self.compare_all()
@@ -99,7 +99,7 @@ class LayerCheck:
         outputs_differ = difference is not None and difference.is_of_outputs
         if not self.with_gradients or outputs_differ or not any(self.slicing.ranks.exchange(self._may_add)):
             return difference
-        # without output gradients nothing but its own loss has a gradient
+        # without output gradients only its own loss has a gradient
         largest = compare.largest_of(self.gradients or {})
         added = self._compare_again(0.0)
         self.adds_loss = added is not None and _NOTHING * largest < added.largest < math.inf
@@ -118,7 +118,7 @@ class LayerCheck:
         return self.compare_all()
 
     def compare_all(self) -> Difference | None:
-        """Compare. The slices begin with what the layer kept before the whole ran, its counters and running means."""
+        """Compare. The slices begin with the layer's state before the whole ran: its counters and running means."""
         ranks, before = self.slicing.ranks, self._kept.values()
         whole, drawn, of_outputs = self.run_whole()
         of_whole = self._kept.values()
@@ -148,8 +148,8 @@ class LayerCheck:
         return whole, drawn, of_outputs
 
     def _forward_whole(self) -> tuple[_Forward, Draws]:
-        """Run the whole sequence; in evaluation mode where the layer draws in a way that is not known."""
-        # generators that move without a known operation: some kernel draws
+        """Run the whole sequence; in evaluation mode if the layer draws in an unknown way."""
+        # if generators move without a known operation, some kernel draws
         before = random_states(self.stage)
         [run], [drawn] = self._forwards(self.slicing.whole())
         has_moved = not all(map(torch.equal, before, random_states(self.stage)))
@@ -165,19 +165,19 @@ class LayerCheck:
         return self._forward_whole()
 
     def _begin_anew(self) -> None:
-        """Let the layer forget what it was run for."""
+        """Restore the layer's state before another run."""
         self.slicing.store.reset()
         self._kept.renew()
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
     def _forwards(self, slicing: Slicing) -> tuple[list[_Forward], list[Draws]]:
-        """Return the forwards of all slices, and what each has drawn."""
+        """Return the forwards of all slices, and the draws of each."""
         runs, drawn = [], []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
-            # each slice draws what the whole draws first: equal numbers drawn show draws per call
+            # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
             states, sees = self._kept.generator_states(), _SeesFp32()
             constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
@@ -195,13 +195,13 @@ class LayerCheck:
     def _compare_kept(
         self, before: Mapping[str, Any], of_whole: Mapping[str, Any], difference: Difference | None
     ) -> None:
-        """Find what has another value after the slices than after the whole: a fault if a checkpoint holds it."""
+        """Find state whose value after the slices differs from the whole's: a fault if a checkpoint holds it."""
         of_slices, tolerance, plan = self._kept.values(), self._tolerance(()), self.slicing.plan
         saved = {} if self.layer.module is None else self.layer.module.state_dict(keep_vars=True)
         outputs_differ = difference is not None and difference.is_of_outputs
         for name in sorted(before.keys() & of_whole.keys() & of_slices.keys()):
             old, whole, sliced = before[name], of_whole[name], of_slices[name]
-            # a checkpoint does not hold it: as meant, perhaps
+            # a checkpoint does not hold it: this may be intended
             if name not in saved or not all(map(torch.is_tensor, (whole, sliced))):
                 if not outputs_differ and _is_updated_per_call(old, whole, sliced, plan.num_slices, tolerance):
                     self.counters.append(name)
@@ -242,7 +242,7 @@ class LayerCheck:
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """Take the parameters' gradients, summed over tensor-parallel ranks: each may have a share of the tokens."""
-        # of all layers of the stage: a tied one may have its weight elsewhere
+        # of all layers of the stage: a tied layer may have its weight elsewhere
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:
@@ -270,7 +270,7 @@ class LayerCheck:
         return compare.tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
     def _compare_outputs(self, whole: _Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
-        """Return the outputs of the whole with their layouts, and the first one that differs."""
+        """Return the outputs of the whole with their layouts, and the first output that differs."""
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in whole.outputs)
         layouts: list[TensorLayout] = []
         differences = []
@@ -300,7 +300,7 @@ class LayerCheck:
 
 
 def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices: int, tolerance: Tolerance) -> bool:
-    """Return whether a number or tensor counts calls, or is a mean over calls; not where it remembers a length."""
+    """Return whether a number or tensor counts calls, or is a mean over calls; not if it remembers a length."""
     values = before, of_whole, of_slices
     kinds = {(type(each), getattr(each, "shape", None)) for each in values}
     if len(kinds) > 1 or before is None or getattr(before, "dtype", None) == torch.bool:

@@ -23,17 +23,17 @@ _CANNOT = (
     "if a token's loss depends on other tokens in any other way (labels shifted in loss_fn, the root of a mean, a "
     "contrastive loss, a statistic of the batch), shift labels in the data, or set terapipe.slices to 1"
 )
-_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # of the size of its terms: a smaller loss is mostly rounding
+_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # relative to the size of its terms: a smaller loss is mostly rounding
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Hold the weighted losses of slices, the gradients of the outputs, and the size of what the losses add up."""
+    """Hold the weighted losses of slices, the gradients of the outputs, and the size of the losses' terms."""
 
     values: Tensor
     gradients: list[Tensor]
     size: float
-    reported: list[dict[str, float]]  # by slice what the module reports beside the loss
+    reported: list[dict[str, float]]  # by slice, the values that the module reports beside the loss
 
 
 def _nothing() -> None:
@@ -45,7 +45,7 @@ def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> 
 
 
 def reported_so_far(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
-    """Return what the module reports now; nothing where it cannot, for the engine asks after each loss alone."""
+    """Return the module's present reports; none if it cannot report, since the engine asks only after each loss."""
     try:
         return _reported(get_additional_losses)
     except Exception:
@@ -54,10 +54,10 @@ def reported_so_far(get_additional_losses: Callable[[], Mapping[str, Any] | None
 
 @dataclass
 class LossCheck:
-    """Check the loss on what the last layer gives; `slicing` has the weights that training gives the slices' losses.
+    """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
 
-    `get_additional_losses` is the module's. What it reports is compared as well, weighted as the losses are;
-    `at_start` is what it reported before any layer ran, None where layers did not run for this check.
+    `get_additional_losses` is the module's. Its reports are compared as well, weighted like the losses. `at_start` has
+    its reports before any layer ran, None if layers did not run for this check.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -68,11 +68,11 @@ class LossCheck:
     get_additional_losses: Callable[[], Mapping[str, Any] | None] = _nothing
     at_start: Mapping[str, float] | None = None
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
-    is_finite: bool = True  # else there is nothing to compare
+    is_finite: bool = True  # otherwise there is nothing to compare
 
     def run(self) -> str | None:
-        """Return what differs and which weights fit; None where the loss and its gradients agree."""
-        # a report that does not change from here on is not of loss_fn
+        """Return the difference and the weights that fit; None if the loss and its gradients agree."""
+        # a report that does not change from here on does not come from loss_fn
         before = reported_so_far(self.get_additional_losses)
         whole = self.losses(self.slicing.whole())
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
@@ -85,7 +85,7 @@ class LossCheck:
         return self.slicing.ranks.first(self._problem_of_reports(before, whole, sliced))
 
     def _problem_of_reports(self, before: Mapping[str, float], whole: Losses, sliced: Losses) -> str | None:
-        """Return what the module reports otherwise from slices, or from elsewhere than `loss_fn`."""
+        """Return reports of the module that differ with slices, or that do not come from `loss_fn`."""
         weights, allowed = self.slicing.weights, self._tolerance().relative
         for name, expected in whole.reported[0].items():
             values = [of_slice[name] for of_slice in sliced.reported if name in of_slice]
@@ -101,7 +101,7 @@ class LossCheck:
                     f"{what}, which loss_fn does not change: what a layer leaves there is of one slice alone. Hand it "
                     "on with the layer's outputs and report it from loss_fn (docs/auxiliary_losses.md), or leave it out"
                 )
-            # values that cancel out are measured by their terms
+            # compare values that cancel out relative to their terms
             size = max(abs(expected), *map(abs, shares))
             if math.isfinite(expected) and not abs(sum(shares) - expected) <= allowed * size:
                 return (
@@ -144,7 +144,7 @@ class LossCheck:
     def _compare(self, whole: Losses, sliced: Losses) -> Difference | None:
         dtypes, tolerance = self._dtypes(), self._tolerance()
         cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
-        # where terms cancel out, the loss itself is mostly rounding
+        # if terms cancel out, the loss itself is mostly rounding
         size = max(whole.size, float(sliced.values.abs().sum()))
         least = size if float(whole.values.abs()) < cancels * size else 0.0
         differences = [compare("the loss", sliced.values.sum()[None], whole.values, tolerance, least_norm=least)]

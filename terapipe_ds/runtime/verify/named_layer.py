@@ -1,4 +1,4 @@
-"""Name the layers of a stage, call them as training does, and tell whose they are."""
+"""Name the layers of a stage, call them as training does, and identify their authors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NamedLayer:
 
     @property
     def module(self) -> nn.Module | None:
-        """Return what holds its parameters; None for a plain function."""
+        """Return the module that holds its parameters; None for a plain function."""
         return module_of(self.function)
 
     def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
@@ -43,7 +43,7 @@ class NamedLayer:
 
 
 class _Chain(nn.Module):
-    """Layers that are compared as one."""
+    """Join layers that are compared as one."""
 
     def __init__(self, layers: Sequence[NamedLayer]) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ def layers_of(module: Any) -> list[NamedLayer]:
     return layers
 
 
-# -- whose layers they are ---------------------------------------------------------------------------------------------
+# -- authors of layers -------------------------------------------------------------------------------------------------
 
 _PACKAGE = "terapipe_ds"
-_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # what the package's layers are made of
+_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # packages that the package's layers are made of
 _WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -87,7 +87,7 @@ def all_own(module: Any) -> bool:
 
 
 def _is_own(layer: Any) -> bool:
-    """Return whether a layer and all that it holds are the package's; a derived class belongs to its author."""
+    """Return whether a layer and all its contents are the package's; a derived class belongs to its author."""
     if isinstance(layer, functools.partial):  # DeepSpeed makes one of a tied layer's own forward
         return all(_is_own(each) for each in (layer.func, *layer.args) if callable(each))
     inner = layer.modules() if isinstance(layer, nn.Module) else ()

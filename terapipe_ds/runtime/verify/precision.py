@@ -1,4 +1,4 @@
-"""Tell faults from rounding: run a layer in a wider dtype as well, and measure how much its own rounds."""
+"""Tell faults from rounding: run a layer in a wider dtype as well, and measure the rounding of its own dtype."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a 
 
 
 class PreciseLayerCheck(LayerCheck):
-    """Check a layer; where the tolerance of its dtype is too small, allow as much as its rounding is measured to be."""
+    """Check a layer; if the tolerance of its dtype is too small, allow as much as its measured rounding."""
 
     def _beyond_rounding(self, difference: Difference) -> Difference | None:
-        """Return a difference that is more than rounding; None where a wider dtype has none, and rounding explains it.
+        """Return a difference that is more than rounding; None if a wider dtype has none, and rounding explains it.
 
-        Gradients may cancel out, and then what is left is mostly rounding. How much that is shows the whole sequence,
-        in the layer's own dtype against the wider one. A layer that does not run in a wider one keeps its difference.
+        Gradients may cancel out, and then the rest is mostly rounding. The whole sequence shows the size of this
+        rounding, in the layer's own dtype against the wider one. A layer that cannot run in a wider dtype keeps its
+        difference.
         """
         # fp64 has no wider dtype: a difference there is a fault
         dtype = wider(self._dtypes(()))
@@ -43,18 +44,18 @@ class PreciseLayerCheck(LayerCheck):
         except Exception as error:  # kernels that know no other dtype, too little memory
             caught = error
             logger.debug("%s does not run in %s", self.layer, dtype, exc_info=True)
-        # a tensor-parallel peer may wait in the layer for the one that raised
+        # a tensor-parallel peer may wait in the layer for the rank that raised
         if self.slicing.ranks.trials.failure(caught, f"{self.layer} in {dtype}") is not None:
             return difference
         if not all(self.slicing.ranks.exchange(agrees)):
             return difference
-        # the wider dtype sees no difference: measure how much of this one is rounding
+        # the wider dtype shows no difference: measure how much of this difference is rounding
         for scale in _SCALES:
             self._measure(reference, scale)
         return self._compare_again(1.0)
 
     def _measure(self, reference: LayerCheck, scale: float) -> None:
-        """Keep by how much rounding changes the results of the whole sequence, with gradients of this scale."""
+        """Measure how much rounding changes the results of the whole sequence, with gradients of this scale."""
         assert reference.outputs is not None
         self._begin_anew()
         self._scale, self.outputs = scale, None

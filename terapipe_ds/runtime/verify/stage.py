@@ -1,6 +1,6 @@
-"""Check the layers of one stage and the loss, and put what all ranks found into words.
+"""Check the layers of one stage and the loss, and describe the findings of all ranks in words.
 
-Each layer gets the inputs that the whole run gives it.
+Each layer gets its inputs from the run on the whole sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenD
 _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
 _SHOWN = 5  # findings in a report
-_MOST_LINES = 8  # of an error; torch lists what each of its backends knows
+_MOST_LINES = 8  # of an error; torch lists the abilities of each backend
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
 _NO_SHARE = (
     "which is no share of that of the whole sequence (a mean, a balance of experts): hand on what each token adds to "
@@ -64,10 +64,10 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collect what one rank found, or all ranks, and put it into words."""
+    """Collect the findings of one rank, or of all ranks, and describe them in words."""
 
     with_layers: bool = True  # layers are compared, not the loss alone
-    cut: Cut | None = None  # None where every sequence runs in one slice
+    cut: Cut | None = None  # None if every sequence runs in one slice
     num_layers: int = 0
     num_losses: int = 0
     without_dropout: int = 0  # layers that draw random numbers, compared with constants in their place
@@ -77,7 +77,7 @@ class Findings:
 
     @classmethod
     def of_all(cls, ranks: Sequence[Findings], copies: int) -> Findings:
-        """Join the findings of all ranks, of which `copies` (replicas, tensor-parallel peers) have the same layers."""
+        """Join the findings of all ranks; `copies` of them (replicas, tensor-parallel peers) have the same layers."""
         num_losses = max(rank.num_losses for rank in ranks)
         by_layer = {(one.layer_id, one.layer): one for rank in reversed(ranks) for one in reversed(rank.findings)}
         return cls(
@@ -93,7 +93,7 @@ class Findings:
 
     @classmethod
     def of_plans(cls, plans: Sequence[Findings]) -> Findings:
-        """Join what was found with several lists of slices: the first list with a difference, or what all cover."""
+        """Join the findings for several lists of slices: the first list with a difference, or the coverage of all."""
         wrong = next((found for found in plans if found.findings), None)
         if wrong is not None or len(plans) == 1:
             return wrong or plans[0]
@@ -104,7 +104,7 @@ class Findings:
         return replace(first, num_losses=num_losses, loss_waits=waits, notes=list(dict.fromkeys(more + notes)))
 
     def text(self, took_s: float, only_loss: bool = False) -> str:
-        """Return one line per finding; without findings, one line that says what was covered."""
+        """Return one line per finding; without findings, one line about the coverage."""
         cut = self.cut
         if cut is None:
             return "verify: nothing to compare, every sequence runs in one slice"
@@ -133,12 +133,12 @@ class StageCheck:
     slicing: Slicing
     found: Findings
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
-    note: Callable[[str], None] = lambda text: None  # told which layer is checked
+    note: Callable[[str], None] = lambda text: None  # called with the checked layer
     intercept: bool = True  # plain causal attention goes to sliced_attention
-    _is_uncut: bool = False  # the layer gave what cannot be cut, and is compared together with the next one
+    _is_uncut: bool = False  # the layer's output cannot be cut, so it is compared together with the next layer
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
-        """Check one layer after the other; return what the last one gives, None where one cannot run."""
+        """Check one layer after the other; return the last one's outputs, None if one cannot run."""
         if not self.found.with_layers:
             return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
@@ -159,7 +159,7 @@ class StageCheck:
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
-        # plain attention is found by its call, whatever it adds to the output
+        # detect plain attention by its call, whatever it adds to the output
         check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
         def run() -> Difference | None:
@@ -171,14 +171,14 @@ class StageCheck:
         if failure is not None and self._is_uncut:
             return None
         is_unable = failure is not None and failure.kind == NotImplementedError.__name__ and not check.is_running
-        # torch or the memory failed beside the layer, which is no fault of it: its outputs serve the next one
+        # torch or the memory failed outside the layer, which is not its fault: its outputs serve the next one
         if failure is not None and (is_unable or failure.kind == _NO_MEMORY):
             self.found.notes.append(f"{layer}: not checked: {failure.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
         if failure is not None:
             self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
-        # the layer ran: first what differs, then what is only worth a note
+        # the layer ran: first the differences, then facts that are only worth a note
         assert check.outputs is not None
         problems = [] if difference is None else [_shown_by(difference, self.slicing.plan, check.adds_loss)]
         if problems or check.faults:
@@ -200,7 +200,7 @@ class StageCheck:
         return check.outputs
 
     def _run_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
-        """Run all layers as one, forward only. What cannot run is a note and no finding: layers are not checked."""
+        """Run all layers as one, forward only. If this fails, it is a note, not a finding: layers are not checked."""
         running: NamedLayer | None = None
 
         def joined(values: Any) -> Any:
@@ -220,7 +220,7 @@ class StageCheck:
     def _run(
         self, layer: NamedLayer, inputs: Activations, what: str
     ) -> tuple[Activations | None, Difference | None, TrialFailure | None]:
-        """Run a layer without graphs, to find out what it gives and how slices are cut from that."""
+        """Run a layer without graphs, to learn its outputs and how slices are cut from them."""
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
         with torch.no_grad():
             difference, failure = self._try(check.run, what)
@@ -230,7 +230,7 @@ class StageCheck:
         self.found.findings.append(Finding(layer_id, layer, problem, raised))
 
     def check_labels(self, probe: LabelProbe, everyone: Sequence[SliceableTensors], layer_id: int) -> bool:
-        """Return whether `loss_fn` takes every kind of label as the section says, or cannot tell."""
+        """Return whether `loss_fn` treats every kind of label as the section says, or whether this is unknown."""
         looks = (probe.look(labels) for labels in everyone)
         problem, failure = self._try(lambda: next(filter(None, looks), None), "trying labels on the loss")
         if failure is not None:
@@ -258,7 +258,7 @@ class StageCheck:
         return False
 
     def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, TrialFailure | None]:
-        """Return what `run` gives; or what it raises, here or on a tensor-parallel peer, with a text for the report."""
+        """Return the result of `run`; or its failure, here or on a tensor-parallel peer, with a text for the report."""
         result = caught = None
         where = ""
         try:
@@ -315,6 +315,6 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
 
 
 def inputs_of(batch: SliceableTensors) -> Activations:
-    """Return what the first layer gets of a micro-batch."""
+    """Return the first layer's inputs from a micro-batch."""
     layouts = tuple(TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced)
     return Activations(batch.tensors, batch.is_tuple, layouts)

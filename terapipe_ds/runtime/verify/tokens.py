@@ -1,7 +1,7 @@
-"""Tell how a tensor of a whole sequence and the same tensor of its slices belong together.
+"""Match a tensor of a whole sequence with the same tensor of its slices.
 
 Layers do not say which dimension of their outputs holds the tokens (hidden states may be [B, T, H], [T, B, H],
-[B * T, H], or divided over tensor-parallel ranks). It is the one whose size goes with the length of the slice.
+[B * T, H], or divided over tensor-parallel ranks). It is the dimension whose size follows the length of the slice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """Stand for the tensor-parallel ranks, this one among them. Their layers communicate, so all must decide alike."""
+    """Represent the tensor-parallel ranks, including this one. Their layers communicate, so all must decide alike."""
 
     size: int = 1
     rank: int = 0
     group: Any = None
-    trials: Trials = field(default_factory=Trials)  # what fails on one of them
+    trials: Trials = field(default_factory=Trials)  # handles a failure on one of them
 
     @classmethod
     def of(cls, grid: Any, trials: Trials) -> TensorRanks:
@@ -55,12 +55,12 @@ class TensorRanks:
 
 @dataclass(frozen=True)
 class TokenDim:
-    """Say that tokens are in dimension `dim`, together with `rows` rows where both were flattened into it."""
+    """Say that tokens are in dimension `dim`, together with `rows` rows if both were flattened into it."""
 
     dim: int
     rows: int = 1
     rows_first: bool = True
-    shared_by: int = 1  # ranks, each of which has a share of the tokens under sequence parallelism
+    shared_by: int = 1  # number of ranks that share the tokens under sequence parallelism
 
     def tokens_first(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as [tokens, ...]."""
@@ -78,12 +78,12 @@ class TokenDim:
 
 @dataclass(frozen=True)
 class Same:
-    """Stand for a tensor without tokens that each slice has as a whole (a mask, a scale)."""
+    """Represent a tensor without tokens that each slice has as a whole (a mask, a scale)."""
 
 
 @dataclass(frozen=True)
 class PerSlice:
-    """Stand for values without tokens, one per slice (an auxiliary loss), which add up as the slices' losses do."""
+    """Represent values without tokens, one per slice (an auxiliary loss), which add up like the slices' losses."""
 
     values: tuple[Tensor, ...]
 
@@ -93,7 +93,7 @@ TensorLayout = TokenDim | Same | PerSlice
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold what goes into or comes out of a layer on the whole sequence, detached, and how slices are cut from it."""
+    """Hold the inputs or outputs of a layer on the whole sequence, detached, and how slices are cut from them."""
 
     tensors: Tensors
     is_tuple: bool
@@ -114,7 +114,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Say how sequences are sliced, on which ranks, and what the slices' losses weigh."""
+    """Describe how sequences are sliced, on which ranks, and the weights of the slices' losses."""
 
     plan: SlicePlan
     weights: tuple[float, ...]
@@ -124,18 +124,18 @@ class Slicing:
     starts: Starts | None = None  # where documents start in the rows
 
     def whole(self) -> Slicing:
-        """Return the sequence in one slice."""
+        """Return the slicing of the sequence into one slice."""
         return replace(self, plan=SlicePlan((self.plan.sequence_length,)), weights=(1.0,))
 
     def active(self, slice_id: int, mode: str = "train") -> ActiveSlice:
-        """Return what layers may ask about a slice."""
+        """Return the facts about a slice that layers may read."""
         span, length, store = self.plan.span(slice_id), self.plan.sequence_length, self.store
         documents = None if self.starts is None else Documents(self.starts, *span)
         active = ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
         return active if documents is None else active.replace(documents=documents)
 
     def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
-        """Return all layouts by which the shapes of `parts` are those of the slices of `whole`."""
+        """Return all layouts in which the shapes of `parts` fit slices of `whole`."""
         for shared_by in sorted({1, self.ranks.size}):
             layouts = []
             for dim in range(whole.dim()):
@@ -151,7 +151,7 @@ class Slicing:
         return []
 
     def cut(self, layout: TensorLayout, whole: Tensor, slice_id: int) -> Tensor:
-        """Return what a slice has of `whole`, a copy that requires a gradient where `whole` does."""
+        """Return a slice's share of `whole`, a copy that requires a gradient if `whole` does."""
         part = whole.detach()
         if isinstance(layout, TokenDim):
             part = self._tokens(layout, part, slice_id)
@@ -160,7 +160,7 @@ class Slicing:
         return part.clone().requires_grad_(whole.requires_grad)
 
     def share_of_gradient(self, layout: TensorLayout, whole: Tensor, slice_id: int) -> Tensor:
-        """Return what a slice gets of `whole`, the gradient of an output of the whole sequence."""
+        """Return a slice's share of `whole`, the gradient of an output of the whole sequence."""
         if isinstance(layout, TokenDim):
             return self._tokens(layout, whole, slice_id)
         if isinstance(layout, PerSlice):
@@ -168,7 +168,7 @@ class Slicing:
         return whole * (self.plan.lengths[slice_id] / self.plan.sequence_length)
 
     def joined(self, layout: TensorLayout, parts: Sequence[Tensor]) -> Tensor:
-        """Return what the slices' values are together, with tokens first."""
+        """Return the joined values of the slices, with tokens first."""
         if isinstance(layout, TokenDim):
             return torch.cat([self._all_tokens(layout, part) for part in parts])
         if isinstance(layout, Same):
@@ -176,9 +176,9 @@ class Slicing:
         return torch.stack([part.double() * weight for part, weight in zip(parts, self.weights, strict=True)]).sum(0)
 
     def joined_gradients(self, layout: TensorLayout, parts: Sequence[Tensor]) -> Tensor:
-        """Return what the slices' gradients are together, with tokens first; without tokens they add up.
+        """Return the joined gradients of the slices, with tokens first; without tokens they add up.
 
-        Those of values per slice weigh as the slices' losses do, and a sum has the weight one for each slice.
+        Gradients of values per slice weigh like the slices' losses, and a sum has the weight one for each slice.
         """
         if isinstance(layout, TokenDim):
             return self.joined(layout, parts)

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 
 
 class Way(NamedTuple):
-    """Say how a layer runs in slices, through `sliced_attention` (`is_fast`) or by a cache, and whether it has states."""
+    """Hold a layer's way through slices: `sliced_attention` (`is_fast`) or a cache, and whether it has states."""
 
     is_fast: bool
     has_states: bool

@@ -95,7 +95,7 @@ class Case:
         return SEQUENCE_PARALLEL_PLAN if uneven_pairs else PLANS[self.plan]
 
     def reference(self) -> Case:
-        """Return the unsliced run in one process that this one must equal; the layout only decides the replicas' data."""
+        """Return the unsliced run in one process that this one must equal; its layout only decides replicas' data."""
         data = {1: "tp2_pp2", 2: "tp2_dp2"}[self.data_parallel]
         return replace(self, layout=data, schedule="none", plan="whole", recompute="off")
 

@@ -231,7 +231,7 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
 
 
 class _DotProductAttention(DotProductAttention):
-    """Drop arguments that latent attention only has for Transformer Engine; the config's `kv_channels` says the same."""
+    """Drop arguments that latent attention has for Transformer Engine; here the config's `kv_channels` says them."""
 
     def __init__(
         self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any

@@ -1,7 +1,7 @@
-"""Token-level pipeline parallelism (TeraPipe, arXiv 2102.07988) for DeepSpeed.
+"""Train with token-level pipeline parallelism (TeraPipe, arXiv 2102.07988) on DeepSpeed.
 
-Nothing is imported until it is asked for (PEP 562): ``import terapipe_ds`` loads neither torch nor deepspeed,
-so that planning and the command line work on any machine.
+Each public name is imported at its first use (PEP 562). ``import terapipe_ds`` loads neither torch nor deepspeed,
+so planning and the command line work on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `terapipe` command: the commands themselves are in `terapipe_ds.commands`."""
+"""Run the `terapipe` command; its subcommands are in `terapipe_ds.commands`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from terapipe_ds.messages import show_key, show_value
 _POSITION_IDS = "position_ids"
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
-_BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # besides the position ids
+_BY_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "seq_idx")  # in addition to the position ids
 _OTHERS = (*_BY_TOKEN, *_CUMULATIVE, *_LONGEST)
 
 
@@ -25,11 +25,11 @@ _FIXES = {
 
 
 class BatchError(ValueError):
-    """A batch that cannot be cut into token slices."""
+    """Refuse a batch that cannot be cut into token slices."""
 
 
 class ReadBatch(NamedTuple):
-    """A micro-batch as all that follows knows it. Labels of a dict are None, or one tensor of shifted labels."""
+    """Hold a micro-batch in one form for later code. Labels of a dict are None, or one tensor of shifted labels."""
 
     inputs: Any
     labels: Any
@@ -40,7 +40,7 @@ def read_dict(batch: Mapping[Any, Any], config: TeraPipeConfig) -> ReadBatch:
     """Return `input_ids`, or `(input_ids, position_ids)` where there are any, with shifted labels and the documents.
 
     `labels` are shifted: token t is trained on `labels[t + 1]`, and the last token of a row or document on none.
-    `shift_labels` replace them as they are. Labels of right padding are ignored.
+    `shift_labels` replace them unchanged. Labels of right padding are ignored.
 
     Raises BatchError, which names the entry.
     """
@@ -66,7 +66,7 @@ def _refuse(key: Any, value: Any, problem: str) -> NoReturn:
 
 
 def _name_of_position_ids(config: TeraPipeConfig) -> str:
-    """Return the entry that holds the position ids; refuse what the config says of tuples."""
+    """Return the entry that holds the position ids; refuse config keys that are meant for tuples."""
     documents = config.documents
     if config.sliced_inputs is not None:
         raise BatchError(
@@ -98,7 +98,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _check_entries(given: Mapping[Any, Any], position_ids: str) -> None:
-    """Refuse entries that nothing reads, and those that are not integers of the shape of `input_ids`."""
+    """Refuse entries that nothing reads, and entries that are not integers of the shape of `input_ids`."""
     known = (position_ids, *_OTHERS)
     for key, value in given.items():
         if key not in known:
@@ -159,10 +159,10 @@ def _shifted(labels: torch.Tensor, starts: Starts, ignore_index: int) -> torch.T
 
 
 def _starts(given: Mapping[Any, Any], position_ids: str, is_off: bool, lengths: Sequence[int]) -> Starts:
-    """Return where documents start in each row, as every entry that says so agrees; those of padding do not count."""
+    """Return where documents start in each row, checked against every entry that tells; padding does not count."""
     ids, numbers = (given[key].to("cpu", torch.int64) if key in given else None for key in (position_ids, "seq_idx"))
     by_key: dict[str, Starts] = {}
-    if ids is not None:  # what grows in other steps than 1 does not yet say that rows are packed
+    if ids is not None:  # ids that grow in other steps than 1 do not yet mean that rows are packed
         begins = ids[:, 1:] <= ids[:, :-1] if is_off else ids[:, 1:] != ids[:, :-1] + 1
         by_key[position_ids] = starts_at(begins)
     if (flat := _cumulative(given)) is not None:
@@ -205,7 +205,7 @@ def _cumulative(given: Mapping[Any, Any]) -> torch.Tensor | None:
         if key in given and not _is_at_least(given[key], longest):
             _refuse(key, given[key], f"the longest document of {name} has {longest} tokens: give that, or leave it out")
     begins = torch.zeros(rows * length + 1, dtype=torch.bool)
-    begins[edges] = True  # empty documents, which have one edge twice, are none
+    begins[edges] = True  # an empty document has one edge twice and does not count
     for row in (~begins[: rows * length : length]).nonzero().flatten().tolist():
         problem = f"no document starts at {row * length}, where row {row} does"
         _refuse(name, value, f"{problem}, and a document cannot go on in another row: give an edge there")

@@ -1,4 +1,4 @@
-"""What messages and checks of arguments share: values cut short, counts, and names that are looked up."""
+"""Share code among messages and checks of arguments: values cut short, counts, and look-ups of names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def show_value(value: Any, limit: int = 80) -> str:
-    """Return `repr` for a message: cut short, and safe for what has none (an int of thousands of digits)."""
+    """Return `repr` for a message: cut short, and safe for values without one (an int of thousands of digits)."""
     try:
         text = repr(value[: limit + 1] if isinstance(value, str) else value)
     except Exception:
@@ -21,7 +21,7 @@ def show_value(value: Any, limit: int = 80) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return `str` of an error, or that it raises, so that the error itself is still reported."""
+    """Return `str` of an error, or a note that `str` raises, so that the message can still name the error."""
     try:
         return str(error)
     except Exception as raised:
@@ -39,7 +39,7 @@ def show_key(key: Any, limit: int = 80) -> str:
 
 
 def first_repeated(items: Iterable[Item]) -> Item | None:
-    """Return the first item that has come before, or None."""
+    """Return the first item that occurs a second time, or None."""
     seen: set[Item] = set()
     for item in items:
         if item in seen:
@@ -60,11 +60,11 @@ def check_count(name: str, value: Any, error: type[ValueError] = ValueError) -> 
 
 
 def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str], error: type[ValueError]) -> T:
-    """Return what has `name`, whatever the case of its letters, or raise `error` with the nearest name.
+    """Return the entry called `name`, in any case of its letters, or raise `error` with the nearest name.
 
     Args:
-        known: by names in small letters.
-        what: names the kind of thing, as "device".
+        known: entries by their names in small letters.
+        what: the kind of thing, as "device".
         listed: the names that the error lists.
     """
     wanted = name.lower() if isinstance(name, str) else ""

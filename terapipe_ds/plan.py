@@ -1,4 +1,4 @@
-"""Where to cut a sequence: the one owner of slice arithmetic."""
+"""Describe the cuts of a sequence: the one owner of slice arithmetic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from terapipe_ds.messages import check_count, show_value
 
 
 class PlanError(ValueError):
-    """A plan that no sequence can be cut by, or text that is not a plan."""
+    """Refuse a plan that cannot cut any sequence, or text that is not a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlicePlan:
-    """The slices of one sequence: `lengths[i]` tokens in slice `i`, in the order of the sequence.
+    """Hold the slices of one sequence: `lengths[i]` tokens in slice `i`, in the order of the sequence.
 
-    Any iterable of integers is taken and kept as a tuple of ints.
+    It takes any iterable of integers and keeps a tuple of ints.
 
     Raises:
         PlanError: no slice at all, or a length that is not an integer >= 1.
@@ -41,9 +41,9 @@ class SlicePlan:
 
     @classmethod
     def equal(cls, sequence_length: int, num_slices: int, granularity_tokens: int = 1) -> SlicePlan:
-        """Return slices as equal as cuts at multiples of `granularity_tokens` allow, larger first.
+        """Return slices that are as equal as cuts at multiples of `granularity_tokens` allow, larger first.
 
-        The last slice ends with the sequence, which need not be such a multiple.
+        The last slice ends with the sequence, whose length need not be such a multiple.
 
         Raises:
             PlanError: an argument is not an integer >= 1, the granularity is larger than the sequence, or there are
@@ -60,13 +60,13 @@ class SlicePlan:
 
     @classmethod
     def of_granules(cls, granules: Iterable[int], sequence_length: int, granularity_tokens: int) -> SlicePlan:
-        """Return the plan with so many granules in each slice; the last slice ends with the sequence."""
+        """Return the plan from the number of granules in each slice; the last slice ends with the sequence."""
         lengths = [count * granularity_tokens for count in granules]
         lengths[-1] -= sum(lengths) - sequence_length  # the last granule may be partial
         return cls(tuple(lengths))
 
     def joined(self, fewest_tokens: int) -> SlicePlan:
-        """Return the plan with slices of fewer tokens joined to the next one, and the last to the one before."""
+        """Return the plan with each slice of fewer tokens joined to the next one, and the last to the one before."""
         lengths: list[int] = []
         for length in self.lengths:
             if lengths and lengths[-1] < fewest_tokens:
@@ -79,22 +79,22 @@ class SlicePlan:
 
     @property
     def num_slices(self) -> int:
-        """How many slices there are; at least 1."""
+        """Return the number of slices; at least 1."""
         return len(self.lengths)
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in the whole sequence."""
+        """Return the tokens in the whole sequence."""
         return sum(self.lengths)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the part of the sequence that each slice is."""
+        """Return the share of the sequence that each slice has."""
         return tuple(length / self.sequence_length for length in self.lengths)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first token of each slice, which is also the number of tokens before it (its prefix)."""
+        """Return the first token of each slice, which is also the number of tokens before it (its prefix)."""
         return tuple(itertools.accumulate(self.lengths[:-1], initial=0))
 
     def span(self, slice_id: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def split_evenly(total: int, count: int) -> tuple[int, ...]:
 
 
 def count_granules(sequence_length: int, granularity_tokens: int, error: type[ValueError] = PlanError) -> int:
-    """Return how many granules a sequence has, of which the last may be partial; `error` where it has none."""
+    """Return the number of granules in a sequence, the last perhaps partial; raise `error` where it has none."""
     sequence_length = check_count("sequence_length", sequence_length, error)
     granularity_tokens = check_count("granularity_tokens", granularity_tokens, error)
     if granularity_tokens > sequence_length:

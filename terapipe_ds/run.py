@@ -2,7 +2,7 @@
 
 `deepspeed --module terapipe_ds.run train.py ARGS` registers the plugin and then runs `train.py` as `__main__`.
 DeepSpeed's launcher starts `python -m terapipe_ds.run --local_rank=N train.py ARGS`: its own option stands in front of
-the script and is handed on to it, exactly where the launcher would have put it.
+the script. This module hands it on to the script, exactly where the launcher would have put it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--verify` is in front of the script, and the arguments without it; after the script it stays."""
+    """Return whether `--verify` is in front of the script, and the arguments without it; keep it after the script."""
     front = 0
     while front < len(arguments) and arguments[front].startswith("-"):
         if arguments[front] == "--verify":

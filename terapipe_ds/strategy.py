@@ -1,4 +1,4 @@
-"""Strategy: everything above a plan, as a value, as a DeepSpeed JSON and as a command that starts it.
+"""Describe a strategy, everything above a plan: as a value, as a DeepSpeed JSON and as the command that starts it.
 
 A placement is a map from the grid to devices. Ranks are numbered in the order of the hosts, so that rank r is device
 r mod d of node r div d where nodes have d devices, and the order of the axes says which coordinates a rank has:
@@ -59,12 +59,12 @@ def _rising(bounds: list[int]) -> list[int]:
 
 
 class StrategyError(ValueError):
-    """Text that is no strategy; the message says what to change."""
+    """Refuse text that is no strategy; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Degrees of parallelism and the order of the axes on a cluster."""
+    """Hold the degrees of parallelism and the order of the axes on a cluster."""
 
     pipe: int
     data: int
@@ -89,10 +89,10 @@ class Grid:
 
 
 class Strategy(BaseModel):
-    """How a model is trained on a cluster. `predicted_s` is of one step, with reduction and optimizer.
+    """Describe how to train a model on a cluster. `predicted_s` is for one step, with reduction and optimizer.
 
     `lower_bound_s` is proven: no strategy that the search covers takes less. `is_complete` is False where the search
-    was stopped: then this is the best until then.
+    was stopped: then this is the best strategy until then.
     """
 
     model_config = STRICT | ConfigDict(frozen=True)
@@ -156,7 +156,7 @@ class Strategy(BaseModel):
         return -(-math.prod(self.dims) // self.devices_per_node)
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """Return a DeepSpeed config that trains so; its learning rate is a placeholder to change."""
+        """Return a DeepSpeed config for this strategy; its learning rate is a placeholder to change."""
         data = self.grid["data"]
         section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": copy.deepcopy(self.slices)}
         if self.plan is not None and self.plan.num_slices == 1:
@@ -176,7 +176,7 @@ class Strategy(BaseModel):
         }
 
     def launch_command(self, hostfile: str, script: str = "train.py", config: str = "ds.json") -> str:
-        """Return the line that starts a script on the hosts of a hostfile, in whose order nodes are counted."""
+        """Return the line that starts a script on the hosts of a hostfile; nodes are counted in its order."""
         devices = min(self.devices_per_node, math.prod(self.dims))
         words = ["deepspeed", "--hostfile", hostfile, "--num_nodes", str(self.num_nodes), "--num_gpus", str(devices)]
         return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
@@ -187,7 +187,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Strategy:
-        """Read what `to_json` wrote. Raises StrategyError for anything else, or parts that do not fit one another."""
+        """Read the text of `to_json`. Raises StrategyError for anything else, or parts that do not fit one another."""
         try:
             strategy = parse_as(cls, text)
         except JsonError as error:

@@ -1,4 +1,4 @@
-"""`terapipe bench`: what token slices give against stock schedules, on this machine."""
+"""Run `terapipe bench`: compare token slices with stock schedules on this machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _size = functools.partial(_sized, "in the place of the preset's", "N", ge=1)
 
 
 def _refuse_moved(preset: str) -> str:
-    """Refuse the presets of one accelerator, and name the study that measures the same."""
+    """Refuse the presets that have become studies, and name the study that measures the same."""
     if preset in ("gpu-attention", "gpu-layer"):
         study = f"python -m studies.gpu {preset.removeprefix('gpu-')}"
         raise CommandError(f"preset {preset} is a study now: run `{study}` in a checkout of the repository")
@@ -68,7 +68,7 @@ def _refuse_moved(preset: str) -> str:
 
 
 class BenchOptions(Options):
-    """What runs, how large it is, and what is written; None stands for what the preset says."""
+    """Choose the runs, their sizes and the output files; None takes the value of the preset."""
 
     preset: Annotated[Literal["cpu-2stage", "cpu-8stage"], BeforeValidator(_refuse_moved)] = option(
         "cpu-2stage (default), cpu-8stage", None, "cpu-2stage", flags=("preset",), nargs="?"
@@ -162,7 +162,7 @@ def _measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def job_of(options: BenchOptions) -> Job:
-    """Return what the preset and the options ask for; refuse what contradicts itself or the model."""
+    """Return the settings from preset and options; refuse those that contradict one another or the model."""
     from terapipe_ds.bench.cases import PRESETS, Job, choose
     from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 
@@ -180,7 +180,7 @@ def job_of(options: BenchOptions) -> Job:
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
     if ds_config is not None and options.slices is None and options.schedules is None:
         cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, options.systems))))
-    # What runs at the preset's largest accumulation runs at those it lacks, too.
+    # A run at the preset's largest accumulation also runs at accumulations that the preset lacks.
     more, most = [m for m in accumulations if m not in preset.accumulations], max(preset.accumulations)
     cases = tuple(
         dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
@@ -194,7 +194,7 @@ def job_of(options: BenchOptions) -> Job:
 
 
 def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:
-    """Refuse in one line what every rank would refuse seconds later."""
+    """Refuse in one line the settings that every rank would refuse seconds later."""
     from terapipe_ds.bench.cases import num_layers
     from terapipe_ds.bench.ranks import gpt_config
     from terapipe_ds.models.gpt import GPTConfigError
@@ -302,7 +302,7 @@ def _check_devices(job: Job) -> None:
 
 
 def _check_success(result: dict[str, Any]) -> None:
-    """Refuse to call it a success where every run, or every run with token slices, has failed."""
+    """Raise an error where every run, or every run with token slices, has failed."""
     ours = [row for row in result["runs"] if row["system"] == "terapipe"]
     for what, rows in (("", result["runs"]), (" of terapipe", ours)):
         if rows and all("error" in row for row in rows):

@@ -1,4 +1,4 @@
-"""`terapipe doctor`: what is wrong with an installation, a machine or a config, and how to mend it."""
+"""Run `terapipe doctor`: find the faults of an installation, a machine or a config, and say how to fix them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXAMPLES = """\
 
 
 class DoctorOptions(Options):
-    """What is looked at besides the installation and the machine."""
+    """Choose what to check in addition to the installation and the machine."""
 
     config: Text | None = option("a DeepSpeed JSON to look at as well", "DS.json")
     stages: int | None = option("pipeline stages of the run", "K", ge=1, le=MAX_STAGES)
@@ -48,7 +48,7 @@ add_arguments = DoctorOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Look, print, and end with exit code 1 where something will fail."""
+    """Run the checks, print them, and end with exit code 1 where something will fail."""
     options = DoctorOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     from terapipe_ds.doctor import VERDICTS, look
@@ -91,7 +91,7 @@ _INDENT = 32
 
 
 def _text(line: Line) -> str:
-    """Return a finding as a person reads it: verdict, name and what was found, the fix below it."""
+    """Return a finding as text: verdict, name and finding, with the fix below."""
     width = max(min(shutil.get_terminal_size((120, 24)).columns, 140), _INDENT + 40)
     wrapped = textwrap.wrap(line.found, width - _INDENT, break_on_hyphens=False) or [""]
     if line.fix:

@@ -1,7 +1,7 @@
-"""The options of a command, declared once, as a pydantic model, for argparse to parse and to explain.
+"""Declare the options of a command once, as a pydantic model that argparse parses and explains.
 
-What is refused is refused in one line: the option, its value, what is allowed. Below are the options that describe a
-schedule, for all commands that take one.
+An error takes one line: the option, its value, and the allowed values. This module also holds the options that
+describe a schedule, for all commands that take one.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def option(
 
     Args:
         group: the title under which the help lists it, or a key of `Options.exclusive`.
-        flags: what the user writes where that is not the name of the field, without dashes for a positional argument.
-        more: limits (`ge`, `gt`, `le`); what `add_argument` of argparse takes.
+        flags: the user's spelling where it differs from the field's name, without dashes for a positional argument.
+        more: limits (`ge`, `gt`, `le`); keywords of argparse's `add_argument`.
     """
     limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
     more |= {"help": help} | ({"metavar": metavar} if metavar else {})
@@ -104,7 +104,7 @@ def switch(help: str, *flags: str, group: str = "") -> Any:
 
 
 class Options(BaseModel):
-    """The options of one command; `model_fields_set` has the names of those that were given."""
+    """Hold the options of one command; `model_fields_set` has the names of those that the user set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     exclusive: ClassVar[Mapping[str, bool]] = {}
@@ -112,7 +112,7 @@ class Options(BaseModel):
 
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
-        """Add all options to a parser; it leaves those that are not given out of its result."""
+        """Add all options to a parser; its result omits those that the user does not set."""
         groups: dict[str, Any] = {"": parser}
         for name, field in cls.model_fields.items():
             declared: Any = field.json_schema_extra
@@ -133,7 +133,7 @@ class Options(BaseModel):
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
             context = mistake.get("ctx", {})
-            if isinstance(context.get("error"), CommandError):  # complete as it is
+            if isinstance(context.get("error"), CommandError):  # its message is complete
                 raise context["error"] from None
             allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
             given = f"{cls.name_of(str(mistake['loc'][0]))} {_show(mistake['input'])}"
@@ -147,11 +147,11 @@ class Options(BaseModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, in field order."""
+        """Return the options that the user set, in field order."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def filled(self, *sources: Mapping[str, Any]) -> Self:
-        """Return the options; each one not given has its value from the first source that has one."""
+        """Return the options; one that the user did not set has its value from the first source that has one."""
         known = ChainMap(*map(dict, sources))
         missing = type(self).model_fields.keys() - self.model_fields_set
         return self.model_copy(update={name: known[name] for name in missing & known.keys()})
@@ -178,7 +178,7 @@ _ALLOWED = {
 
 
 def _show(value: Any) -> str:
-    """Return a value as the user wrote it, where that can be read."""
+    """Return a value as the user wrote it, where it can be printed so."""
     text = " ".join(value) if isinstance(value, list) else str(value)
     return text if text.isprintable() and 0 < len(text) <= 80 else show_value(value)
 
@@ -211,7 +211,7 @@ def details_option(group: str = "") -> Any:
 
 
 class ScheduleOptions(Options):
-    """A schedule by its name and counts, or from a file that says all of it."""
+    """Describe a schedule by its name and counts, or name a file that holds all of it."""
 
     exclusive: ClassVar[Mapping[str, bool]] = {"source": True}
 
@@ -224,7 +224,7 @@ class ScheduleOptions(Options):
     forward_only: bool = switch("the schedule of an evaluation")
 
     def load(self, path: str, *more: str) -> Schedule:
-        """Return the schedule in a file; options that describe one too, and `more` of them, are refused."""
+        """Return the schedule in a file; refuse options, `more` included, that describe a schedule too."""
         from terapipe_ds.schedule import load
 
         describing = {*ScheduleOptions.model_fields, *more} - {"from_csv"}
@@ -253,7 +253,7 @@ class ScheduleOptions(Options):
 
 
 class Progress:
-    """A bar on stderr for as long as a search runs, redrawn when it has moved; none where stderr is no terminal."""
+    """Show a bar on stderr while a search runs, redrawn when it moves; show none where stderr is no terminal."""
 
     def __init__(self, hint: str = "") -> None:
         self._hint, self._shown = hint, ""
@@ -267,7 +267,7 @@ class Progress:
 
     @property
     def callback(self) -> Callable[[str, int, int], None] | None:
-        """Return what a search calls with the name of its step, how much of it is done, and of how much."""
+        """Return the function that a search calls with the name of its step, the amount done, and the total."""
         return self._show if sys.stderr.isatty() else None
 
     def _show(self, what: str, done: int, of: int) -> None:

@@ -1,4 +1,4 @@
-"""`terapipe plan`: where to cut the sequences of a model on a cluster, without the cluster."""
+"""Run `terapipe plan`: choose the cuts of a model's sequences for a cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ add_arguments = PlanOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plan, and print what a person or a program wants to know."""
+    """Plan, and print the result for a person or a program."""
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
     from terapipe_ds.schedule import to_csv
@@ -142,7 +142,7 @@ def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
 
 
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
-    """Return what to put in the DeepSpeed JSON to train with this plan: a number where the slices are equal.
+    """Return the section of the DeepSpeed JSON that trains with this plan; equal slices are one number.
 
     The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """

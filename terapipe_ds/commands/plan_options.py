@@ -1,4 +1,4 @@
-"""The options of `terapipe plan`, and those that `terapipe strategy` shares with it."""
+"""Declare the options of `terapipe plan`, some of them shared with `terapipe strategy`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _what, _batch, _search, _output = (
 
 
 class CostOptions(Options):
-    """Which model runs on which devices, and what is written. An empty name or 0 is not known yet."""
+    """Choose the model, the devices and the output files. An empty name or 0 means that it is not known yet."""
 
     model: Text = _what("a named size, for example gpt3-13b or llama-3-8b; strategy: or a config.json", "NAME", "")
     device: Text = _what("a device card: v100, a100, h100, h200, ...", "NAME", "")
@@ -50,7 +50,7 @@ class CostOptions(Options):
 
 
 class PlanOptions(CostOptions):
-    """What is planned for on given stages."""
+    """Describe the run to plan for on a fixed number of stages."""
 
     sequence_parallel: bool = switch("Megatron's, over the tensor-parallel ranks", group="model and devices")
     micro_batches: int = _batch("per step and pipeline (default 1)", "M", 1, ge=1)
@@ -76,7 +76,7 @@ class PlanOptions(CostOptions):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Return what a part's costs and memory depend on besides model, device and dtype."""
+        """Return the settings, other than model, device and dtype, that decide a part's costs and memory."""
         return {
             "micro_batch": self.micro_batch_size,
             "tensor_parallel": self.tensor_parallel,

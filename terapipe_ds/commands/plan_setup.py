@@ -1,6 +1,7 @@
-"""What `terapipe plan` plans for on given stages: the costs and memory of the parts, measured or counted.
+"""Collect the input of `terapipe plan` on a fixed number of stages: measured or counted costs and memory of the parts.
 
-An option that is not given comes from the profile, then from the DeepSpeed JSON, then from the model: see `complete`.
+An option that the user does not set comes from the profile, then from the DeepSpeed JSON, then from the model: see
+`complete`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NO_STAGES = "--stages is missing: give the number of pipeline stages"
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
-    """Return all that the options say; raise CommandError where something is missing, or does not fit together."""
+    """Return the setup that the options describe; raise CommandError where one is missing, or two do not agree."""
     from terapipe_ds.costs.profile import Profile
 
     profile = None if options.profile is None else Profile.load(options.profile)
@@ -48,9 +49,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
 
 
 def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:
-    """Return the options where those not given come from the profile, the DeepSpeed JSON, or the model.
+    """Return the options; those that the user did not set come from the profile, the DeepSpeed JSON, or the model.
 
-    Raises CommandError where what is asked for was not measured, or is missing.
+    Raises CommandError where an option is missing, or asks for something that the profile did not measure.
     """
     from terapipe_ds.costs.model_sizes import model_size
 
@@ -73,7 +74,7 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
 
 def from_config(path: str | None) -> dict[str, Any]:
-    """Return what a DeepSpeed JSON says; its terapipe section is validated as by the engine, even if disabled."""
+    """Return the options that a DeepSpeed JSON sets; validate its terapipe section as the engine, even if disabled."""
     from terapipe_ds.config import TeraPipeConfig
 
     if path is None:
@@ -102,7 +103,7 @@ def from_config(path: str | None) -> dict[str, Any]:
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured; no option can turn it into another dtype or micro-batch size.
+    """Return the options that the profile fixes; no option can turn it into another dtype or micro-batch size.
 
     The stages are not guessed where a profile of an earlier version counts parts only: one that was measured between
     stages (it has links) may have had several on each.
@@ -132,13 +133,13 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class PlanSetup:
-    """What is planned for; `options` are complete."""
+    """Hold the input of the planner; `options` are complete."""
 
     options: PlanOptions
     subject: str  # of the heading: model, dtype, devices
     costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
     memory_of: PartsOf | None
-    both_ways_s_of: SecondsOf  # what bidirectional schedules take besides their makespan
+    both_ways_s_of: SecondsOf  # seconds of bidirectional schedules on top of their makespan
     notes: str = ""
     bounds: Sequence[int] | None = None  # of the parts, where the config cuts the layers by hand
 
@@ -162,7 +163,7 @@ class PlanSetup:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return what every search takes."""
+        """Return the arguments that every search takes."""
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
@@ -217,13 +218,13 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
-    """Return what is planned for with measured costs; with `bounds` the layers are cut there and nowhere else."""
+    """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
-    if len(models) == 1:  # of which the stages are copies
+    if len(models) == 1:  # the stages are copies of it
         parts = parts.copies(stages)
     if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.layers)):
         raise CommandError(

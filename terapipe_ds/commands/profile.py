@@ -1,4 +1,4 @@
-"""`terapipe profile`: measure what the slices of a model take on this device."""
+"""Run `terapipe profile`: measure the seconds of a model's slices on this device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ activation checkpointing and granularity.
 
 
 class ProfileOptions(ModelOptions):
-    """What is measured, and where the profile goes."""
+    """Choose the measurements and the file of the profile."""
 
     out: Output = option("where to write the profile", "FILE", required=True)
     stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
@@ -39,7 +39,7 @@ add_arguments = ProfileOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the file, and say how good the numbers are."""
+    """Measure, write the file, and report how well the fit meets the samples."""
     options = ProfileOptions.read(arguments)
     section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
@@ -71,7 +71,7 @@ def _warn(text: str) -> None:
 
 
 def _bounds(partition: tuple[int, ...] | None, stages: int, num_layers: int) -> tuple[int, ...] | None:
-    """Return where the config cuts the layers; raise CommandError where it is not for these stages and layers."""
+    """Return the config's cut of the layers; raise CommandError where it does not fit these stages and layers."""
     if partition is None:
         return None
     shown = f"terapipe.partition = {list(partition)} in --config"

@@ -1,4 +1,4 @@
-"""`terapipe show`: print a schedule."""
+"""Run `terapipe show`: print a schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = """\
 
 
 class ShowOptions(ScheduleOptions):
-    """What to show, and in which form."""
+    """Choose the schedule and the form in which to show it."""
 
     exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "form": False}
 
@@ -44,7 +44,7 @@ add_arguments = ShowOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print, or write, the schedule that is asked for."""
+    """Print or write the schedule."""
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import ScheduleError, to_csv, validate
 

@@ -1,4 +1,4 @@
-"""`terapipe simulate`: how long a schedule takes with given costs."""
+"""Run `terapipe simulate`: compute the seconds of a schedule from the costs of its slices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ mixed precision, live slices, keys and values; without ZeRO or activation checkp
 
 
 class SimulateOptions(ScheduleOptions):
-    """A schedule with the plan of each micro-batch, what its slices cost, and what to write of it."""
+    """Choose a schedule, the plan of each micro-batch, the costs of the slices, and the output files."""
 
     exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "costs": True}
 
@@ -89,7 +89,7 @@ add_arguments = SimulateOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulate, print, and write the files that are asked for."""
+    """Simulate, print, and write the files that the user names."""
     from terapipe_ds.schedule import SEARCH, validate
     from terapipe_ds.simulator import simulate
 
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
-    """Write the files that the user asks for."""
+    """Write the files that the user names."""
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import to_csv as csv_of
     from terapipe_ds.timeline.export import to_chrome_trace, to_csv
@@ -133,7 +133,7 @@ def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> 
 
 
 def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, Any, dict[str, Any]]:
-    """Return the order that is found for the costs, with its plans, costs and memory, and what to say of it."""
+    """Search an order for the costs; return it with its plans, costs and memory, and the line that reports it."""
     from terapipe_ds.planner.orders.find import find_order
     from terapipe_ds.schedule import SEARCH, placement_for
 
@@ -164,7 +164,7 @@ def _found_lines(found: dict[str, Any], makespan_s: float) -> list[str]:
 
 
 def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
-    """Return what --json prints, in seconds and bytes."""
+    """Return the content of --json, in seconds and bytes."""
     names, path = ("stage_id", "action", "start_s", "end_s"), timeline.critical_path or ()
     return {
         "schedule": timeline.name,

@@ -1,4 +1,4 @@
-"""`terapipe strategy`: from a model and a cluster to a strategy, a DeepSpeed JSON and the line that starts it."""
+"""Run `terapipe strategy`: turn a model and a cluster into a strategy, a DeepSpeed JSON and the line that starts it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EXAMPLES = """\
   terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
 """
 _SHOWN = 10  # strategies in the table
-_ROOM = 4e9  # bytes that a device should have left: what CUDA, NCCL and the allocator take is not counted
+_ROOM = 4e9  # bytes that a device should have left: nothing counts the bytes of CUDA, NCCL and the allocator
 _FIXED = ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage")
 
 
 class StrategyOptions(CostOptions):
-    """Which cluster, how large a step, and what is written."""
+    """Choose the cluster, the size of a step, and the output files."""
 
     devices: int = option("so many in all", "N", group="cluster", required=True, ge=1, le=MAX_DEVICES)
     devices_per_node: int = option(
@@ -64,7 +64,7 @@ add_arguments = StrategyOptions.add_to
 
 
 class _Question(NamedTuple):
-    """What `rank_strategies` is asked."""
+    """Hold the arguments of `rank_strategies`."""
 
     model: str | list[str]
     cluster: Cluster
@@ -76,7 +76,7 @@ class _Question(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Search, print the best strategies, and write the files that the user asks for."""
+    """Search, print the best strategies, and write the files that the user names."""
     from terapipe_ds.planner.strategy import rank_strategies
 
     options = StrategyOptions.read(arguments)
@@ -98,10 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _question(options: StrategyOptions) -> _Question:
-    """Return what to search; raise CommandError with all that is missing."""
+    """Return the arguments of the search; raise CommandError that lists every missing option."""
     if options.strategy_out and not options.strategy_out.endswith(".json"):
         raise CommandError(f"--strategy-out {options.strategy_out}: terapipe.strategy takes files that end with .json")
-    # the rest of a DeepSpeed JSON is what the search finds
+    # the search chooses the rest of a DeepSpeed JSON
     configured = from_config(options.config)
     taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
     options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
@@ -244,7 +244,7 @@ def _best_lines(best: Strategy, tokens: int) -> Iterator[str]:
 
 
 def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
-    """Return the table: what each strategy takes, and what of it differs from the best."""
+    """Return the table: the time of each strategy, and its differences from the best one."""
     best = _choices(strategies[0])
     rows = [("", "step", "ratio", "memory", "what differs from the best")]
     for place, strategy in enumerate(strategies, 1):
@@ -261,7 +261,7 @@ def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
 
 
 def _choices(strategy: Strategy) -> dict[str, str]:
-    """Return what is chosen, by its name, in few words; layers come last, and only count where nothing else differs."""
+    """Return the choices by name, in few words; layers come last, and only count where nothing else differs."""
     sizes, again = strategy.grid, strategy.recompute
     return {
         "stages": str(sizes["pipe"]),
@@ -278,7 +278,7 @@ def _choices(strategy: Strategy) -> dict[str, str]:
 
 
 def _slices(strategy: Strategy) -> str:
-    """Return how many slices of how many tokens: `8 x 512`, or `3: 768, 2 x 640`."""
+    """Return the number of slices and their tokens: `8 x 512`, or `3: 768, 2 x 640`."""
     slices = strategy.slices
     if len(slices) == 1:
         return "1"

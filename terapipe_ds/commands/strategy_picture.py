@@ -1,4 +1,4 @@
-"""The picture of a strategy: which device holds which part of the model, the cut of its layers, and one step."""
+"""Draw a strategy: the part of the model on each device, the cut of the layers, and one step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw_strategy(strategy: Strategy, model: str | Sequence[str], cluster: Clust
 
 
 class _Devices:
-    """Nodes with their devices, coloured by stage, and below them the layers in the same colours."""
+    """Draw nodes with their devices, coloured by stage, and below them the layers in the same colours."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

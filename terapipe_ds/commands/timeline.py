@@ -1,4 +1,4 @@
-"""`terapipe timeline`: draw what the ranks of a pipeline did, or compare it with what was predicted."""
+"""Run `terapipe timeline`: draw the timeline of a pipeline's ranks, or compare it with a predicted one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ A single file may also be one that `terapipe simulate --timeline` wrote.
 
 
 class TimelineOptions(Options):
-    """Which timelines, and what to make of them."""
+    """Choose the timelines and the output files."""
 
     traces: tuple[Text, ...] = option(
         "a trace directory, its files, or one timeline file", "TRACE_DIR_OR_FILE", flags=("traces",), nargs="+"
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None:
-    """Write the files that are asked for."""
+    """Write the files that the user names."""
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.timeline.export import to_chrome_trace
     from terapipe_ds.timeline.interactive import timeline_page
@@ -99,7 +99,7 @@ def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None
 def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
     """Return the name of the step (the wanted one, or the last that all ranks have) and its pipeline's timeline.
 
-    A single file with a name of its own is a whole timeline, of a step without a number.
+    A single file that does not have the name of a rank's file is a whole timeline, of a step without a number.
     """
     from terapipe_ds.timeline import Timeline, parse_file_name
 

@@ -1,4 +1,4 @@
-"""What a command takes from the files of `--model` and `--config`."""
+"""Read the model and the config that a command takes from the files of `--model` and `--config`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
 
 class ModelOptions(Options):
-    """A model and a config, for one device."""
+    """Choose a model and a config, for one device."""
 
     config: Text = option("the DeepSpeed config", "DS.json", required=True)
     model: Text = option("a named size, or a JSON file", "NAME_OR_JSON", required=True)
@@ -26,7 +26,7 @@ class ModelOptions(Options):
     threads: int | None = option("CPU threads of torch (default: torch's choice)", "N", ge=1, le=MAX_THREADS)
 
     def settings(self) -> tuple[TeraPipeConfig, DeepSpeedJson]:
-        """Return what the config says."""
+        """Return the `terapipe` section of the config, and its other keys."""
         from terapipe_ds.config import TeraPipeConfig
 
         ds_config = read_json(self.config, "--config")

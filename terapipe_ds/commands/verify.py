@@ -1,4 +1,4 @@
-"""`terapipe verify`: are the layers of a model safe to slice?"""
+"""Run `terapipe verify`: check whether the layers of a model are safe to slice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ docs/verify.md explains the report.
 
 
 class VerifyOptions(ModelOptions):
-    """What is checked."""
+    """Choose the model, the config and the slices to check."""
 
     slices: Numbers | None = option("slice lengths (default: the config's)", "T", nargs="+")
 
@@ -91,7 +91,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
 
 
 def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:
-    """Return the given slices, the config's, or four equal ones."""
+    """Return the user's slices, the config's, or four equal ones."""
     from terapipe_ds.plan import SlicePlan
 
     if lengths is not None:

@@ -1,4 +1,4 @@
-"""Know the third parties: tested versions, optional packages, names that are overridden."""
+"""Describe the third-party packages: tested versions, optional packages, overridden names."""
 
 from terapipe_ds.compat.hooks import require_hooks as require_hooks
 from terapipe_ds.compat.hooks import require_megatron as require_megatron

@@ -1,7 +1,7 @@
-"""Leave out an operator that DeepSpeed compiles when it starts on a CPU, and end the wait for a build that was killed.
+"""Skip an operator that DeepSpeed compiles when it starts on a CPU, and end the wait for a killed build.
 
-torch compiles each operator in a folder of its own, with a file `lock` in it that the building process holds open. A
-build that is killed leaves the file, and torch lets every later start wait for it without a word.
+torch compiles each operator in a separate folder with a file `lock`, which the building process holds open. A killed
+build leaves the file, and torch makes every later start wait for it silently.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from terapipe_ds.compat.versions import CompatError
 
 BUILD_SHM_COMM = "TERAPIPE_BUILD_SHM_COMM"  # environment variable; "1" lets DeepSpeed compile deepspeed_shm_comm
-QUIET_S = 300.0  # a build elsewhere that has written nothing for so long is over: one file takes a minute or two
+QUIET_S = 300.0  # a build elsewhere that has written nothing for this time is over: one file takes a minute or two
 _LOOK_S = 0.25
 
 
 def builds_shm_comm() -> bool:
-    """Return whether DeepSpeed may load its all-reduce over shared memory, which only its inference uses."""
+    """Return whether DeepSpeed may load its all-reduce over shared memory; only DeepSpeed's inference uses it."""
     from deepspeed.git_version_info import installed_ops
 
     return os.environ.get(BUILD_SHM_COMM) == "1" or bool(installed_ops.get("deepspeed_shm_comm"))
 
 
 def build_locks() -> list[Path]:
-    """Return the locks of builds that run or were killed, where torch compiles operators."""
+    """Return the locks of running or killed builds in the folder where torch compiles operators."""
     from torch.utils.cpp_extension import get_default_build_root
 
     own = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -51,7 +51,7 @@ def state_of(lock: Path) -> tuple[int | None, str]:
 def wait_for_build(baton: Any) -> None:
     """Wait as `torch.utils.file_baton.FileBaton.wait` does, but log the lock; raise CompatError for a killed build.
 
-    It was killed if no process of this machine holds the lock, and nothing in its folder was written for `QUIET_S`.
+    A build was killed if no process of this machine holds its lock, and none has written in its folder for `QUIET_S`.
     """
     lock, is_told, began_s = Path(baton.lock_file_path), False, time.time()
     while lock.exists():

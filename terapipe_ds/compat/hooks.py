@@ -1,7 +1,7 @@
 """Check that DeepSpeed and megatron-core have the names that this package overrides or replaces.
 
-Few of these names are documented, and an override that a new version never calls would be passed over without a word.
-A name that is only called or read fails by itself where it is missing.
+Few of these names are documented, and a new version that never calls an override would ignore it silently. A missing
+name that this package only calls or reads fails by itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MEGATRON_HOOKS = {
 
 
 def require_hooks() -> None:
-    """Raise CompatError, with all that is missing, unless the installed DeepSpeed has every name that is overridden."""
+    """Raise CompatError, listing the missing names, unless the installed DeepSpeed has every overridden name."""
     try:
         import deepspeed
     except Exception as error:  # its dependencies fail in many ways
@@ -63,10 +63,10 @@ def require_hooks() -> None:
 
 
 def require_megatron(what: str) -> None:
-    """Make sure that megatron-core is installed and has every name that is replaced; `what` needs it.
+    """Make sure that megatron-core is installed and has every replaced name; `what` needs it.
 
     Raises:
-        MissingExtraError: it is not installed; the message says which extra to install.
+        MissingExtraError: it is not installed; the message names the extra to install.
         CompatError: it lacks names.
     """
     if not versions.has_megatron():

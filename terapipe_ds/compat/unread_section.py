@@ -1,4 +1,4 @@
-"""Refuse to build an engine of DeepSpeed's that would pass over an enabled `terapipe` section."""
+"""Refuse to build a DeepSpeed engine that would ignore an enabled `terapipe` section."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ READS_SECTION = "reads_terapipe_section"  # attribute of an engine class
 
 
 def is_enabled(raw: Any) -> bool:
-    """Return whether a DeepSpeed config has a `terapipe` section that is switched on."""
+    """Return whether a DeepSpeed config has an enabled `terapipe` section."""
     section = raw.get("terapipe") if isinstance(raw, Mapping) else None
     return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
-    """Return DeepSpeed's `DeepSpeedEngine.__init__`, which first checks the config.
+    """Return DeepSpeed's `DeepSpeedEngine.__init__` with a check of the config before it.
 
-    `always` means that `terapipe_ds.register()` was called. Without it only models of this package are checked.
+    `always` means that `terapipe_ds.register()` was called. Without it the check covers only models of this package.
     """
     signature = inspect.signature(stock)
 
@@ -48,14 +48,14 @@ def guard_unregistered() -> None:
     """
     try:
         from deepspeed.runtime.engine import DeepSpeedEngine
-    except Exception:  # what needs it says what is wrong with it
+    except Exception:  # the code that needs DeepSpeed reports the fault
         return
     if not hasattr(DeepSpeedEngine.__init__, _GUARD):
         DeepSpeedEngine.__init__ = guarded(DeepSpeedEngine.__init__, always=False)
 
 
 def _is_of_this_package(model: Any) -> bool:
-    """Look at what every rank sees alike: the specs of a `PipelineModule`, whose stages build some of them each."""
+    """Check the specs of a `PipelineModule`: all ranks see the same ones, though each stage builds only some."""
     specs = getattr(model, "_layer_specs", None)
     of_model = model.modules() if specs is None and hasattr(model, "modules") else [model, *(specs or ())]
     kinds = [getattr(each, "typename", type(each)) for each in of_model]

@@ -1,6 +1,6 @@
-"""Know the tested versions of third parties, and which optional packages are installed.
+"""Hold the tested versions of third-party packages, and detect which optional packages are installed.
 
-Everything is imported inside the functions: planning works where nothing of this is installed.
+The functions do all imports: planning works where none of these packages is installed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 
 logger = logging.getLogger("terapipe_ds")
 
-# Name of the distribution -> the version that all tests run with at every change, and to go back to if another fails.
+# Name of the distribution -> the version that all tests run with at every change; go back to it if another fails.
 TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1", "transformers": "5.24.0"}
 # Every version that passes all tests: torch at both ends and in between (`make test-versions`), the others exactly.
-# transformers 4.57.6 passes those of the families without recurrent layers.
+# transformers 4.57.6 passes the tests of the families without recurrent layers.
 TESTED_RANGES = {
     "torch": ">=2.11,<2.16", "deepspeed": "==0.19.8", "megatron-core": "==0.16.1",
     "transformers": "==5.24.0 or ==5.23.0 or ==4.57.6"
 }  # fmt: skip
-# Since which version of transformers a model's forward takes its cache under which names, the newest first; the later
-# names are those of models that are not of transformers. In 5.23 `cache` is something else (XLM).
+# Version of transformers -> the names under which a model's forward takes its cache since then, the newest version
+# first. The later names of an entry belong to models outside transformers. In 5.23 `cache` is something else (XLM).
 CACHE_ARGUMENTS = {"5.24": ("cache", "past_key_values", "cache_params"), "4.57": ("past_key_values", "cache_params")}
 TESTED_PYTHONS = ("3.11", "3.12")
 _OPTIONAL = ("megatron-core", "transformers")
 
 
 class CompatError(RuntimeError):
-    """The installed third-party packages lack something that cannot be worked around."""
+    """Report that the installed third-party packages lack something that this package cannot work around."""
 
 
 class MissingExtraError(CompatError, ImportError):
-    """An optional package that was asked for is not installed."""
+    """Report that an optional package is needed and not installed."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -63,15 +63,15 @@ def cache_arguments(transformers: str) -> tuple[str, ...]:
 
 
 def is_there(module: str) -> bool:
-    """Return whether a top-level module can be found, without importing it."""
+    """Return whether a top-level module exists, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def check_versions(versions: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:
-    """Return one warning for each package, or Python itself, whose version is not tested; none when all are.
+    """Return one warning for each package, or Python itself, whose version is untested; none when all are tested.
 
-    A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a version before its
-    release ("2.15.0rc1") is not tested. None stands for what is installed and running.
+    A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a pre-release
+    ("2.15.0rc1") counts as untested. None stands for the installed packages and the running Python.
     """
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
@@ -98,9 +98,9 @@ def check_versions(versions: Mapping[str, str] | None = None, python: str | None
 
 @functools.cache
 def warn_about_versions() -> None:
-    """Log what `check_versions` says about this installation: one warning, once, on the first rank."""
+    """Log the findings of `check_versions` about this installation: one warning, once, on the first rank."""
     lines = check_versions()
-    if lines and os.environ.get("RANK", "0") == "0":  # set by launchers, long before ranks meet
+    if lines and os.environ.get("RANK", "0") == "0":  # launchers set it long before ranks meet
         logger.warning("; ".join(lines))
 
 

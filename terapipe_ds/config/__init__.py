@@ -1,4 +1,4 @@
-"""What the user may say: the `terapipe` section of a DeepSpeed config."""
+"""Read the `terapipe` section of a DeepSpeed config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put into words which keys of a `terapipe` section do not go together, although each is valid by itself."""
+"""Report keys of a `terapipe` section that exclude one another, although each is valid by itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _planner(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have as schedule, although each value is valid by itself."""
+    """Yield the schedule problems of an enabled section whose values are each valid by themselves."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     options, file = section.get("schedule_options", {}), show_value(name)
     if name == SEARCH:
@@ -53,7 +53,7 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have beside `"compile": true`."""
+    """Yield the values of an enabled section that exclude `"compile": true`."""
     if section.get("compile") is not True:
         return
     name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
@@ -78,14 +78,14 @@ def _splits_in_file(name: str) -> bool:
 
 
 def link_problems(links: LinksConfig) -> Iterator[str]:
-    """Yield what `links` says of messages that travel exactly anyway."""
+    """Yield the problem of an `exact_until_part` where all messages are exact anyway."""
     if links.exact_until_part and links.is_exact:
         shown = shown_value(links.exact_until_part, "links", "exact_until_part")
         yield f"{shown}: all links are exact; give links.forward or links.backward a format, or leave this out"
 
 
 def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a section that is switched on cannot have beside `"recompute": "auto"`."""
+    """Yield the values of an enabled section that exclude `"recompute": "auto"`."""
     if section.get("recompute") != "auto":
         return
     shown, planner = 'terapipe.recompute = "auto"', _planner(section)

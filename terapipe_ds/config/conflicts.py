@@ -1,4 +1,4 @@
-"""List what of DeepSpeed's own config cannot be combined with an enabled `terapipe` section, and why."""
+"""List the keys of DeepSpeed's own config that exclude an enabled `terapipe` section, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from terapipe_ds.messages import show_value
 
 @dataclass(frozen=True)
 class Conflict:
-    """A key of DeepSpeed's own config that an enabled section excludes."""
+    """Describe a key of DeepSpeed's own config that an enabled section excludes."""
 
     key: str
     is_set: Callable[[Any], bool]
@@ -31,7 +31,7 @@ def _more_than(limit: int) -> Callable[[Any], bool]:
         try:
             return isinstance(value, int | float | str) and float(value) > limit
         except (ValueError, OverflowError):
-            return False  # not a number, so that DeepSpeed's own validation says what is wrong with it
+            return False  # not a number: DeepSpeed's own validation reports it
 
     return exceeds
 
@@ -82,7 +82,7 @@ CONFLICTS = (
 )  # fmt: skip
 
 
-# sections in which "auto" has a meaning, and those in which it may be a name
+# sections that give "auto" a meaning, or may have it as a name
 _OWN_AUTO = ("terapipe", "pipeline", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet")
 
 
@@ -99,7 +99,7 @@ def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Ite
 
 
 def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
-    """Say which keys hold "auto" outside of Trainer; None: none does."""
+    """Report the keys that hold "auto" outside of Trainer; return None where none does."""
     if not (keys := list(unfilled_in(ds_config))):
         return None
     return (
@@ -109,7 +109,7 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each such key of a config: its value, the reason, what to do."""
+    """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
     if problem := problem_of_auto(ds_config):
         yield problem
     for conflict in CONFLICTS:

@@ -1,7 +1,7 @@
 """Validate the `terapipe` section of a DeepSpeed config.
 
-Plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value "auto". It
-ignores sections that it does not know, so misspelt keys are refused here.
+It is plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value "auto".
+DeepSpeed ignores sections that it does not know, so this module refuses misspelt keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from terapipe_ds.strategy import Strategy
 
 
 class TeraPipeConfig(StrictModel):
-    """The section; attributes are its keys. `from_deepspeed` is the way in.
+    """Hold the section; its keys are attributes. Build it with `from_deepspeed`.
 
     Raises:
         TeraPipeConfigError: all mistakes of the section at once, also when called with keywords.
@@ -122,7 +122,7 @@ class TeraPipeConfig(StrictModel):
         None, description="a number > 0, the dense peak of one device in 10^12 FLOP/s, or null"
     )
     _strategy: Strategy | None = PrivateAttr(None)
-    _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
+    _multiple: int = PrivateAttr(1)  # slices are multiples of it where the config does not set the granularity
 
     def __init__(self, /, **section: Any) -> None:
         problems: dict[Path, str] = {}
@@ -144,11 +144,11 @@ class TeraPipeConfig(StrictModel):
 
     @classmethod
     def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
-        """Return the section of a DeepSpeed config; switched off where there is none.
+        """Return the section of a DeepSpeed config; it is disabled where the config has none.
 
         Raises:
-            TeraPipeConfigError: all mistakes of the section, switched off or not; where it is switched on, also what it
-                cannot be combined with in the rest of `ds_config`.
+            TeraPipeConfigError: all mistakes of the section, enabled or not; where it is enabled, also the keys in the
+                rest of `ds_config` that exclude it.
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
@@ -178,7 +178,7 @@ class TeraPipeConfig(StrictModel):
         return config.with_strategy(ds_config) if config.enabled and config.strategy is not None else config
 
     def with_strategy(self, ds_config: Mapping[str, Any]) -> TeraPipeConfig:
-        """Return the config with what the file at `strategy` says. Raises TeraPipeConfigError, as `from_deepspeed`."""
+        """Return the config with the values of the strategy's file. Raises TeraPipeConfigError, as `from_deepspeed`."""
         section, shown = self.model_dump(exclude_unset=True), shown_value(self.strategy, "strategy")
         try:
             strategy = read_strategy(str(self.strategy))
@@ -192,13 +192,13 @@ class TeraPipeConfig(StrictModel):
 
     @property
     def planned(self) -> Strategy | None:
-        """Return the strategy that the config comes from; None where it names none."""
+        """Return the strategy that the config names; None where it names none."""
         return self._strategy
 
     def plan_for(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
 
-        Where `slices` has a list for each micro-batch, those of an evaluation take them in turns.
+        Where `slices` has a list for each micro-batch, an evaluation's micro-batches take the lists in turns.
 
         Raises:
             TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
@@ -226,7 +226,7 @@ class TeraPipeConfig(StrictModel):
             raise TeraPipeConfigError(f"{shown_value(getattr(self, key), key)}: {error}") from None
 
     def plans_for(self, sequence_length: int, num_micro_batches: int) -> tuple[SlicePlan, ...]:
-        """Return the plan of each micro-batch; raise as `plan_for`, or where there are not so many."""
+        """Return the plan of each micro-batch; raise as `plan_for`, or where `slices` lists another number of plans."""
         if problem := self.problem_of_count(num_micro_batches):
             raise TeraPipeConfigError(problem)
         return tuple(self.plan_for(sequence_length, m) for m in range(num_micro_batches))
@@ -255,7 +255,7 @@ class TeraPipeConfig(StrictModel):
         return isinstance(self.slices, tuple) and isinstance(self.slices[0], tuple)
 
     def problem_of_count(self, num_micro_batches: int) -> str | None:
-        """Return why steps of so many micro-batches cannot be cut; None where they can."""
+        """Return why the config cannot cut steps of `num_micro_batches`; None where it can."""
         count = len(self.listed_slices)
         if not self.has_plan_of_each or count == num_micro_batches:
             return None
@@ -266,10 +266,10 @@ class TeraPipeConfig(StrictModel):
         )
 
     def granularity_for(self, sequence_length: int) -> int:
-        """Return the tokens at whose multiples such sequences are cut.
+        """Return the tokens at whose multiples slices of such sequences end.
 
-        A default never refuses: where the config does not set `granularity_tokens`, it is halved until the number of
-        slices fits, and never larger than the sequence.
+        A default never refuses: where the config does not set `granularity_tokens`, the default is halved until the
+        number of slices fits, and is at most the length of the sequence.
         """
         granularity = self.granularity_tokens
         if "granularity_tokens" in self.model_fields_set:
@@ -281,7 +281,7 @@ class TeraPipeConfig(StrictModel):
         return min(granularity, sequence_length)
 
     def with_multiple(self, multiple: int) -> TeraPipeConfig:
-        """Return the config for layers that need multiples of so many tokens per slice; listed slices stay."""
+        """Return the config for layers whose slices must be multiples of `multiple` tokens; listed slices stay."""
         if multiple == 1 or isinstance(self.slices, tuple):
             return self
         if "granularity_tokens" in self.model_fields_set:
@@ -304,7 +304,7 @@ class TeraPipeConfig(StrictModel):
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether slices or schedule are planned from costs."""
+        """Return whether the planner needs costs, for slices, schedule or recomputed layers."""
         return "auto" in (self.slices, self.schedule, self.recompute)
 
     @property
@@ -333,6 +333,6 @@ class TeraPipeConfig(StrictModel):
         return dict(self.schedule_options) if schedule == self.schedule else {}
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that two configs share exactly when every key has the same value."""
+        """Return 16 hex digits; two configs share them exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Read the strategy that `terapipe.strategy` names, and say where the rest of the config contradicts it."""
+"""Read the strategy that `terapipe.strategy` names, and report where the rest of the config contradicts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def read_strategy(path: str) -> Strategy:
-    """Return the strategy in a file. Raises ValueError with a text that ends with what to give."""
+    """Return the strategy in a file. Raises ValueError, whose text ends with the fix."""
     try:
         return Strategy.from_json(read_bytes(path))
     except OSError as error:
@@ -25,13 +25,13 @@ def read_strategy(path: str) -> Strategy:
 
 
 def section_of(strategy: Strategy) -> dict[str, Any]:
-    """Return the keys of the section that a strategy settles. Sequences of another length are refused by `slices`."""
+    """Return the keys of the section that a strategy settles. Its `slices` refuse sequences of another length."""
     names = ("schedule", "chunks_per_stage", "partition", "slices", "recompute")
     return {name: getattr(strategy, name) for name in names} | {"schedule_options": {}}
 
 
 def sizes_of(strategy: Strategy) -> dict[str, int]:
-    """Return what DeepSpeed calls the sizes of a batch."""
+    """Return the sizes of a batch under DeepSpeed's names."""
     wanted = strategy.to_deepspeed()
     return {name: wanted[name] for name in _SIZES}
 
@@ -57,7 +57,7 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
 
 
 def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
-    """Return whether a value means what the strategy says, perhaps in another form."""
+    """Return whether a value means the same as the strategy's, perhaps in another form."""
     if name == "slices" and isinstance(given, int):
         lists = {plan.lengths for plan in strategy.plans}
         return {given} == set(map(len, lists)) and all(max(lengths) - min(lengths) <= 1 for lengths in lists)

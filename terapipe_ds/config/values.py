@@ -1,4 +1,4 @@
-"""What keys of the `terapipe` section may hold, and the error for what they may not."""
+"""Define the values that keys of the `terapipe` section may hold, and the error for other values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some 
 
 
 class TeraPipeConfigError(ValueError):
-    """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
+    """Refuse a config; `problems` has one line per mistake with its key, value and fix."""
 
     def __init__(self, *problems: str) -> None:
         heading = [f"{len(problems)} problems with the DeepSpeed config:"] if len(problems) > 1 else []
@@ -27,12 +27,12 @@ class TeraPipeConfigError(ValueError):
 
 
 def list_to_tuple(value: Any) -> Any:
-    """Return a list as a tuple, and anything else as it is."""
+    """Return a list as a tuple, and anything else unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def lists_to_tuples(value: Any) -> Any:
-    """Return a list, and the lists in it, as tuples, and anything else as it is."""
+    """Return a list, and the lists in it, as tuples, and anything else unchanged."""
     return tuple(map(list_to_tuple, value)) if isinstance(value, list) else value
 
 
@@ -75,13 +75,13 @@ Recompute = Literal["off", "full", "auto"] | Indices | None
 
 
 class StrictModel(BaseModel):
-    """A section whose fields say in their `description` what is allowed: error messages end with it."""
+    """Hold an object of the section; a field's `description` lists its allowed values and ends the error messages."""
 
     model_config = STRICT | ConfigDict(frozen=True)
 
 
 class PlannerConfig(StrictModel):
-    """`terapipe.planner`: how slices are found when `slices` is "auto"."""
+    """Hold `terapipe.planner`: how the planner chooses slices when `slices` is "auto"."""
 
     profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
     cache_dir: NonEmpty | None = Field(default=None, description="the path of a directory, or null")
@@ -91,13 +91,13 @@ class PlannerConfig(StrictModel):
 
 
 class CheckpointsConfig(StrictModel):
-    """`terapipe.checkpoints`: what may be in the files that are loaded."""
+    """Hold `terapipe.checkpoints`: whether checkpoint files may hold pickles."""
 
     allow_pickle: bool = Field(default=False, description="true or false: whether loaded files may run code")
 
 
 class LinksConfig(StrictModel):
-    """`terapipe.links`: in what formats activations and gradients travel between stages; null is exact."""
+    """Hold `terapipe.links`: the formats of activations and gradients between stages; null is exact."""
 
     forward: ForwardFormat | None = Field(default=None, description='null (exact), "bf16", "fp8" or "int8"')
     backward: BackwardFormat | None = Field(
@@ -109,11 +109,11 @@ class LinksConfig(StrictModel):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether all messages travel as the layers gave them."""
+        """Return whether all messages travel in the dtype of the layers."""
         return self.forward is None and self.backward is None
 
 
 def shown_value(value: Any, *path: Any) -> str:
-    """Return a key of the section with its value, as messages begin; the name of a file is whole."""
+    """Return `terapipe.KEY = VALUE`, the beginning of a message; only names of files are never cut short."""
     limit = 4096 if path[-1:] in (("strategy",), ("profile",)) else 80
     return f"{'.'.join([SECTION, *map(str, path)])} = {show_value(value, limit)}"

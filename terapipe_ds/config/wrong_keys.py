@@ -1,4 +1,4 @@
-"""Put into words what is wrong with single keys of a `terapipe` section: misspelt or unknown ones, and wrong values."""
+"""Describe the mistakes in single keys of a `terapipe` section: misspelt or unknown keys, and wrong values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Models = Mapping[Path, type[BaseModel]]
 
 
 def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
+    """Refuse a section that DeepSpeed would silently ignore: the run would go on without slices."""
     for key, value in ds_config.items():
         is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
         if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
@@ -28,14 +28,14 @@ def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
 
 @functools.cache
 def models_of(root: type[BaseModel]) -> Models:
-    """Return the model of the section and those of its objects, by the path of their key."""
+    """Return the models of the section and of its objects, by the path of their key."""
     objects = {(name,): field.annotation for name, field in root.model_fields.items()}
     inner = {path: type_ for path, type_ in objects.items() if isinstance(type_, type) and issubclass(type_, BaseModel)}
     return {(): root} | inner
 
 
 def take_known(section: dict[Any, Any], models: Models, problems: dict[Path, str], path: Path = ()) -> dict[str, Any]:
-    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
+    """Return `section` without its unknown keys, and add these to `problems`. A key need not be a string."""
     known: dict[str, Any] = {}
     for key, value in section.items():
         if key not in models[path].model_fields:
@@ -59,7 +59,7 @@ def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Pa
 
 
 def unknown_key(path: Path, value: Any, models: Models) -> str:
-    """Return the problem of a key that no model has, with the nearest that one has."""
+    """Return the problem of an unknown key, with the nearest known one."""
     known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
     nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
     hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"

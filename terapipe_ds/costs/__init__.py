@@ -1,4 +1,4 @@
-"""What a slice costs: measured and fitted, or counted for hardware that one does not have."""
+"""Give the costs of a slice: measured and fitted, or counted for hardware that one does not have."""
 
 from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.devices import DeviceCard, LinkCard, device_card

@@ -1,4 +1,4 @@
-"""Costs of a model on hardware that one does not have: counted work over what a device card says.
+"""Count the costs of a model on hardware that one does not have: work over the rates of a device card.
 
 Each group of operations takes max(FLOPs / reachable FLOP/s, bytes / reachable bytes/s) (the roofline of Williams et
 al., 2009), and each kernel its launch floor on top, so that small slices meet the floor of launches and of reading
@@ -21,7 +21,7 @@ from terapipe_ds.messages import check_count
 
 Array = npt.NDArray[np.float64]
 
-# Kernels of one layer's forward: norms 2, qkv and rotary 3, K/V store 2, attention 2, out 1, MLP 3, residual 2.
+# Kernels in one layer's forward: norms 2, qkv and rotary 3, K/V store 2, attention 2, out 1, MLP 3, residual 2.
 LAYER_KERNELS = 15
 EMBEDDING_KERNELS, HEAD_KERNELS = 2, 8
 # A fused attention backward recomputes the scores: five matrix products instead of two (Dao, 2023, section 3.1).
@@ -31,7 +31,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 28
 
 
 class AnalyticCostError(ValueError):
-    """Refuse a cut or a division that the model does not have."""
+    """Refuse a cut or a division that the model does not allow."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AnalyticCosts:
         return _like(i, seconds)
 
     def weight_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return what the weight gradients take of the backward; the prefix does not matter."""
+        """Return the seconds of the weight gradients, a part of the backward; the prefix does not matter."""
         i, j = _arguments(tokens, prefix)
         return _like(i, self._weight_s(i) + 0.0 * j)
 
@@ -112,7 +112,7 @@ class AnalyticCosts:
         return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
 
     def _weight_s(self, i: Array) -> Array:
-        """Count as many FLOPs as in the forward."""
+        """Count the FLOPs of the weight gradients, as many as in the forward."""
         head_s = self._head_s(i, accumulated=True) if self.has_head else 0.0
         return self.num_layers * self._matmul_s(i, accumulated=True) + head_s
 
@@ -138,7 +138,7 @@ class AnalyticCosts:
     # -- groups of operations on one rank
 
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
-        """Time the matrix products of one layer, or their weight gradients, which are read and written."""
+        """Time the matrix products of one layer, or of its weight gradients, which are read and written."""
         size, rows = self.model, self.micro_batch * i
         query = size.num_heads * size.head_dim / self.tensor_parallel
         widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
@@ -220,16 +220,16 @@ def analytic_costs(
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
-    the network where the pipeline does not fit in one node. `wire_formats` are those of `terapipe.links`, forward and
-    backward.
+    the network where the pipeline does not fit in one node. `wire_formats` are the formats of `terapipe.links`, forward
+    and backward.
 
     Raises:
-        AnalyticCostError: numbers that the model cannot be cut by.
+        AnalyticCostError: numbers by which the model cannot be cut.
         DeviceError, ModelSizeError: an unknown name, or a dtype that the device lacks.
     """
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device
-    # refuse what no cluster has before anything is counted
+    # refuse impossible numbers before anything is counted
     for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
         check_count(name, value, AnalyticCostError)
     size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
@@ -240,7 +240,7 @@ def analytic_costs(
 
     links = link_of(num_stages * tensor_parallel), link_of(tensor_parallel)
     dtype = card.resolve_dtype(dtype)
-    # equal parts are one object, which planner and simulator ask once
+    # equal parts are one object, so planner and simulator ask it once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
     parts = {
         key: AnalyticCosts(

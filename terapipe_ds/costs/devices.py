@@ -1,4 +1,4 @@
-"""Device cards: what data sheets say about hardware that one does not have (`data/devices.json`)."""
+"""Read device cards: the data sheets of hardware that one does not have (`data/devices.json`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DeviceCard:
     peak_flops: Mapping[str, _Positive | None]  # dense FLOP/s by dtype; None where the device lacks it
     memory_bandwidth_bytes_per_s: _Positive
     memory_bytes: _Count
-    kernel_floor_s: _Positive  # what the smallest kernel takes
+    kernel_floor_s: _Positive  # seconds of the smallest kernel
     matmul_efficiency: _Fraction  # of the peak that real kernels reach
     attention_efficiency: _Fraction
     bandwidth_efficiency: _Fraction
@@ -67,7 +67,7 @@ class DeviceCard:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Return the dtypes that it computes in."""
+        """Return the dtypes in which the device computes."""
         return tuple(name for name, peak in self.peak_flops.items() if peak is not None)
 
     def resolve_dtype(self, dtype: str) -> str:

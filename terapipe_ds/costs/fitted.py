@@ -1,6 +1,6 @@
-"""Seconds of a slice as a function of its tokens and its prefix, fitted to measured samples.
+"""Fit the seconds of a slice, as a function of its tokens and its prefix, to measured samples.
 
-The form is that of Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
+The form is from Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
 tokens after j, with t_ctx(i, j) = a0 + a1 i + a2 j + a3 i j for j > 0. Without a prefix t_ctx is exactly zero, and
 a0 + a1 i stay as a jump from j = 0 to j > 0. That jump is real: any prefix costs one more kernel call and the merging
 of two partial results.
@@ -33,7 +33,7 @@ _CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear con
 
 
 class CostModelError(ValueError):
-    """Refuse samples that no model fits, or a question beyond what was measured."""
+    """Refuse samples that no model fits, or a slice beyond the measured ones."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class FitErrors:
     """Hold the relative errors of one fitted function, by sample. The fit meets samples without a prefix exactly."""
 
     in_sample: tuple[float, ...]  # of the samples with a prefix
-    held_out: tuple[float, ...]  # of each sample with a prefix, in a fit without it
-    held_out_base: tuple[float, ...]  # in fits without it, of each sample without a prefix between two others
+    held_out: tuple[float, ...]  # of each sample with a prefix, by a fit that leaves it out
+    held_out_base: tuple[float, ...]  # of each sample without a prefix between two others, by a fit that leaves it out
 
     @classmethod
     def of(cls, tokens: Array, prefix: Array, seconds: Array, window: float) -> FitErrors:
@@ -89,7 +89,7 @@ class Curve:
             return base
         i, j = tokens[~plain], prefix[~plain]
         curve = base
-        for _ in range(2):  # between points the base bends by a term that the first fit finds
+        for _ in range(2):  # the first fit yields the term by which the base bends between points
             terms = _fit_terms(i, j, seconds[~plain] - curve(i, np.zeros_like(j)), seconds[~plain], window)
             curve = dataclasses.replace(base, terms=terms)
         return curve
@@ -98,7 +98,7 @@ class Curve:
     def bend(self) -> float:
         """Return the share of `_own_s` by which the base curves upwards between its points.
 
-        It is at most as much as lets the base rise wherever its points rise.
+        The share is small enough that the base rises wherever its points rise.
         """
         steps = np.diff(self._own_s(self.base_tokens))
         if len(steps) == 0 or not (steps > 0).all():
@@ -106,13 +106,13 @@ class Curve:
         return float(max(0.0, min(1.0, *(np.diff(self.base_s) / steps))))
 
     def _own_s(self, tokens: Array) -> Array:
-        """Return the seconds in which tokens attend to one another, at what a pair of token and prefix takes."""
+        """Return the seconds in which tokens attend to one another, if a pair takes as long as one with the prefix."""
         *_, each, windowed = self.terms or (0.0, 0.0)
         own_s: Array = max(each, 0.0) * tokens**2 / 2 + max(windowed, 0.0) * _seen(tokens, self.window)
         return own_s
 
     def __call__(self, tokens: Array, prefix: Array) -> Array:
-        """Return seconds, never below those without prefix: more to attend to never takes less."""
+        """Return seconds, never fewer than without a prefix: attention to more tokens never takes less."""
         straight_s = _interpolate(tokens, self.base_tokens, self.base_s - self.bend * self._own_s(self.base_tokens))
         seconds: Array = straight_s + self.bend * self._own_s(np.maximum(tokens, self.base_tokens[0]))
         if self.terms is None:
@@ -126,8 +126,8 @@ class CostModel:
     """Give the measured costs of one part to planner and simulator.
 
     Below the smallest measured slice, time is constant: launches, and reading the weights, do not depend on tokens.
-    Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or,
-    with `allow_extrapolation`, what continues the last segment (one point: in proportion to the tokens) and t_ctx.
+    Between measured points it is linear but for attention, which grows with the square. A slice beyond them is an
+    error. With `allow_extrapolation` the last segment (one point: in proportion to the tokens) and t_ctx go on there.
 
     `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
     `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
@@ -135,7 +135,7 @@ class CostModel:
 
     vectorized = True
     weight_s: Callable[[Any, Any], Any]  # of the backward, the seconds of W
-    send_s: Callable[[Any], Any]  # of a message of so many tokens to the next part
+    send_s: Callable[[Any], Any]  # of a message with this number of tokens to the next part
     step_s: Callable[[], float]  # of gradient reduction and optimizer
 
     def __init__(
@@ -149,7 +149,7 @@ class CostModel:
         allow_extrapolation: bool = False,
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
-        # a fit of strange samples would answer every question, and wrongly
+        # a fit of strange samples would give wrong seconds for every slice
         self._check_samples()
         tokens, prefix, forward, backward, weight = (
             np.array([getattr(sample, name) for sample in self.samples], float)  # None becomes NaN
@@ -159,7 +159,7 @@ class CostModel:
         self.backward_curve = Curve.fit(tokens, prefix, backward, window)
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
-        # a method exists where every sample has what it is fitted to
+        # a method exists where every sample has the seconds for its fit
         if not np.isnan(weight).any():
             self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
         points = sorted((link.tokens, link.send_s) for link in links)
@@ -178,7 +178,7 @@ class CostModel:
         models = []
         for part in profile.parts:
             own = [link for link in profile.links if link.part_id == part.part_id]
-            links = own or [link for link in profile.links if link.part_id is None]  # these serve for all links
+            links = own or [link for link in profile.links if link.part_id is None]  # these stand for all links
             model = cls(
                 part.samples,
                 links=links,
@@ -208,7 +208,7 @@ class CostModel:
         return self._evaluate(self.forward_curve, tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of the backward; as `forward_s`."""
+        """Return the seconds of the backward, as `forward_s` does for the forward."""
         return self._evaluate(self.backward_curve, tokens, prefix)
 
     def _evaluate(self, curve: Curve, tokens: Any, prefix: Any, what: str = "slices without prefix") -> Any:
@@ -250,7 +250,7 @@ def window_of(memory: Mapping[str, Any] | None) -> float:
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array, window: float) -> tuple[float, ...]:
-    """Fit a0 to a4 by least squares of relative errors; terms that the points cannot tell from earlier ones are 0."""
+    """Fit a0 to a4 by least squares of relative errors; a term that the points cannot tell from earlier ones is 0."""
     columns = np.stack([np.ones_like(i), i, j, i * j, _pairs(i, j, window)], axis=1) / seconds[:, None]
     scale = np.maximum(np.linalg.norm(columns, axis=0), np.finfo(float).tiny)
     columns = columns / scale
@@ -265,12 +265,12 @@ def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array, window: flo
 
 
 def _pairs(tokens: Array, prefix: Array, window: float) -> Array:
-    """Return how many pairs of a token and one of its prefix a window leaves; without one it is not asked for."""
+    """Return the number of pairs (token, token of its prefix) within the window; without a window the result is 0."""
     return _seen(tokens + prefix, window) - _seen(tokens, window) - _seen(prefix, window)
 
 
 def _seen(tokens: Array, window: float) -> Array:
-    """Return the area of min(t, window) over 0 < t < `tokens`: 0 without a window, whose pairs a3 counts."""
+    """Return the area of min(t, window) over 0 < t < `tokens`; 0 without a window, since a3 then counts the pairs."""
     if window == math.inf:
         return np.zeros_like(tokens)
     inside = np.minimum(tokens, window)
@@ -279,7 +279,7 @@ def _seen(tokens: Array, window: float) -> Array:
 
 
 def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
-    """Interpolate linearly: constant below the first point, the last slope (never falling) beyond the last."""
+    """Interpolate linearly: constant below the first point, with the last slope (never falling) beyond the last."""
     last = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(at) > 1 else values[-1] / at[-1]
     beyond = np.maximum(wanted - at[-1], 0.0) * max(last, 0.0)
     return np.asarray(np.interp(wanted, at, values) + beyond)

@@ -1,4 +1,4 @@
-"""What planner and simulator ask of costs, whoever measured or counted them."""
+"""Define the interface of costs for planner and simulator, whoever measured or counted them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Costs(Protocol):
     """Give the seconds of a slice of a layer or a part.
 
     Costs may also have `weight_s(tokens, prefix)`, `send_s(tokens)`, `send_gradient_s(tokens)`, `step_s()` and a true
-    `vectorized`. A method that is absent stands for a time that nobody knows.
+    `vectorized`. An absent method means that the time is unknown.
     """
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Named model sizes as plain numbers, for models and planner alike.
+"""Hold named model sizes as plain numbers, for models and planner alike.
 
 Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models of Li et al.,
 "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al. (2020, arXiv
-2005.14165). `llama-*` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024, arXiv
-2407.21783).
+2005.14165). `llama-*` are the models of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024,
+arXiv 2407.21783).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from terapipe_ds.plan import split_evenly
 
 
 class ModelSizeError(ValueError):
-    """Refuse a name that no size has, or numbers that no model can have."""
+    """Refuse an unknown name, or numbers that no model can have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ModelSize:
         return self.hidden_size * (2 if self.bias else 1)
 
     def layers_of_parts(self, num_parts: int, given: Sequence[int] | None, error: type[ValueError]) -> tuple[int, ...]:
-        """Return how many layers each part has: those `given` if they add up, or as even as can be, larger first."""
+        """Return the number of layers of each part: `given` if it adds up, else as even as possible, larger first."""
         if given is None and num_parts <= self.num_layers:
             return split_evenly(self.num_layers, num_parts)
         if given is None:

@@ -1,6 +1,6 @@
-"""The profile: measured seconds of every part and link, with what they were measured on, as one JSON file.
+"""Hold a profile: measured seconds of every part and link, with the setting of the measurement, as one JSON file.
 
-`runtime/profiling` writes it and `costs/fitted.py` fits it. It is only good for what was measured: see `ProfileKey`.
+`runtime/profiling` writes it and `costs/fitted.py` fits it. It holds only for the measured setting: see `ProfileKey`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CostSample:
     forward_spread: _Ratio = 0.0
     backward_spread: _Ratio = 0.0
     repeats: _Count = 1
-    weight_s: _Seconds | None = None  # the part of the backward that W takes, where W was measured on its own
+    weight_s: _Seconds | None = None  # of the backward, the seconds of W, where W was measured on its own
 
     def __post_init__(self) -> None:
         if self.weight_s is not None and self.weight_s > self.backward_s:
@@ -85,7 +85,7 @@ class LinkSample:
 
 @dataclass(frozen=True, config=STRICT)
 class Overhead:
-    """Hold what every F and B of `tokens` tokens takes beyond its layers: the engine's own work, and messages."""
+    """Hold the seconds of every F and B of `tokens` tokens beyond its layers: the engine's own work, and messages."""
 
     tokens: _Count
     forward_s: _Ratio
@@ -94,12 +94,12 @@ class Overhead:
 
 @dataclass(frozen=True, config=STRICT)
 class LayerProfile:
-    """Hold what one kind of layer takes on one rank; equal layers share one. None: not measured."""
+    """Hold the seconds and bytes of one kind of layer on one rank; equal layers share one. None: not measured."""
 
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     parameters: _Index
-    trained_parameters: _Index  # those that have gradients, which DeepSpeed counts where it cuts
-    output_bytes_per_token: _Bytes  # of what it hands on, with all rows
+    trained_parameters: _Index  # with gradients; DeepSpeed counts these for its cuts
+    output_bytes_per_token: _Bytes  # of its output, with all rows
     memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
 
     def __post_init__(self) -> None:
@@ -127,13 +127,13 @@ class LayerProfiles:
 
 @dataclass(frozen=True, config=STRICT)
 class PartProfile:
-    """Hold what one part takes; None: not measured."""
+    """Hold the seconds and bytes of one part; None: not measured."""
 
     part_id: _Index
     samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
     step_s: _Seconds | None = None  # gradient reduction and optimizer step of its stage
     memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
-    overheads: tuple[Overhead, ...] = ()  # what of the samples is not its layers'
+    overheads: tuple[Overhead, ...] = ()  # the share of the samples that is not its layers'
 
     def __post_init__(self) -> None:
         _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
@@ -217,7 +217,7 @@ class Profile:
             raise ProfileError(f"{source}: {describe_error(error, 'the file')}; {MEASURE_AGAIN}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one move: a reader sees the old file or the new one. May raise ProfileError."""
+        """Write the file in one move: a reader sees the old file or the new one. It may raise ProfileError."""
         try:
             write_text(path, self.to_json())
         except OSError as error:
@@ -237,7 +237,7 @@ _PROFILE = TypeAdapter(Profile)
 
 
 def is_profile(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file says that it is a profile, whatever else is wrong with it."""
+    """Return whether a file declares itself a profile, whatever else is wrong with it."""
     try:
         document = parse_json(read_bytes(path))
     except (OSError, JsonError):

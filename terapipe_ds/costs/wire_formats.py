@@ -1,4 +1,4 @@
-"""What numbers take on a link: the formats of `terapipe.links`, which the engine packs and the costs count."""
+"""Count the bytes of numbers on a link in the formats of `terapipe.links`, as the engine packs them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HAS_SCALES = frozenset({"fp8", "int8"})
 
 
 def is_packed(wire_format: str | None, itemsize: int) -> bool:
-    """Return whether numbers of so many bytes become smaller in that format; None is exact."""
+    """Return whether numbers of this many bytes become smaller in that format; None is exact."""
     return wire_format is not None and NUMBER_BYTES[wire_format] < itemsize
 
 
 def bytes_of_token(wire_format: str | None, width: int, itemsize: int) -> int:
-    """Return what a token of `width` numbers takes on the wire, with its scales."""
+    """Return the bytes of a token of `width` numbers on the wire, with its scales."""
     if wire_format is None or not is_packed(wire_format, itemsize):
         return width * itemsize
     scales = -(-width // TILE) * SCALE_BYTES if wire_format in HAS_SCALES else 0

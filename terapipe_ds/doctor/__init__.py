@@ -1,6 +1,6 @@
-"""Look at an installation, a machine and a DeepSpeed JSON: what is there, what is wrong, and how to mend it.
+"""Examine an installation, a machine and a DeepSpeed JSON; report faults and how to fix them.
 
-A check is a function that returns lines. Whatever it imports, it imports inside: one that fails is a line as well.
+A check is a function that returns lines. It imports inside its body, so that a failed import becomes a line as well.
 """
 
 from terapipe_ds.doctor.lines import VERDICTS as VERDICTS

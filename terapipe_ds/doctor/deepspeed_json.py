@@ -1,4 +1,4 @@
-"""Look at a DeepSpeed JSON as the engine would: what will run, and what is refused."""
+"""Read a DeepSpeed JSON as the engine would; report what will run, and what the engine refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def checks(path: str, stages: int | None, replicas: int | None) -> tuple[Check, ...]:
-    """Return the checks of a config for so many stages and replicas, where they are known."""
+    """Return the checks of a config, for known numbers of stages and data-parallel replicas or without them."""
     return (Check(path, lambda: _look_at(path, stages, replicas)),)
 
 
@@ -66,7 +66,7 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 
 
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
-    """Say what a step runs, and how long the stages would wait with equal parts and slices."""
+    """Describe what a step runs, and how long the stages would wait with equal parts and slices."""
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import ScheduleError, build
     from terapipe_ds.simulator import UnitCosts, simulate
@@ -102,7 +102,7 @@ def _shown(slices: Any) -> str:
 
 
 def _folders(config: TeraPipeConfig) -> Iterator[Line]:
-    """Look whether what a run keeps can be written."""
+    """Check whether a run can write its files."""
     for key, folder in (("planner.cache_dir", config.planner.cache_dir), ("trace_dir", config.trace_dir)):
         if folder is None:
             continue

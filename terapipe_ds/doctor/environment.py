@@ -1,4 +1,4 @@
-"""Look at variables that CUDA, torch's allocator and NCCL read at the start of a process."""
+"""Check the variables that CUDA, torch's allocator and NCCL read at the start of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def variables(environment: Mapping[str, str], on_cuda: bool) -> Iterator[Line]:
-    """Say which variables can make a pipeline hang or slow. Without a GPU nothing reads them."""
+    """Report the variables that can make a pipeline hang or slow. Without a GPU nothing reads them."""
     if on_cuda:
         yield _queues(environment.get(_QUEUES, ""))
         yield _allocator(next((environment[name] for name in _ALLOCATOR if name in environment), ""))

@@ -1,4 +1,4 @@
-"""Look at Python and the packages: tested versions, extras, and what may be there besides."""
+"""Check Python and the packages: tested versions, extras, and other optional packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor.lines import Check, Line
 
-# Extra -> what is for it, and its packages.
+# Extra -> its purpose, and its packages.
 EXTRAS = {
     "hf": ("Hugging Face models", ("transformers", "safetensors", "peft")),
     "megatron": ("Megatron's layers", ("megatron-core",)),
@@ -17,7 +17,7 @@ EXTRAS = {
 
 
 def python() -> Iterator[Line]:
-    """Say which Python runs."""
+    """Report the version of Python."""
     running = f"{sys.version_info[0]}.{sys.version_info[1]}"
     tested = versions.TESTED_PYTHONS
     if running in tested:
@@ -27,7 +27,7 @@ def python() -> Iterator[Line]:
 
 
 def required() -> Iterator[Line]:
-    """Say whether torch and DeepSpeed are there, in tested versions."""
+    """Report whether torch and DeepSpeed are installed, in tested versions."""
     wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
     for name in ("torch", "deepspeed"):
         installed, tested = versions.version_of(name), versions.TESTED_VERSIONS[name]
@@ -41,7 +41,7 @@ def required() -> Iterator[Line]:
 
 
 def hooks() -> Iterator[Line]:
-    """Say whether DeepSpeed has the undocumented names that the engine overrides."""
+    """Report whether DeepSpeed has the undocumented names that the engine overrides."""
     from terapipe_ds.compat import require_hooks
 
     try:
@@ -54,7 +54,7 @@ def hooks() -> Iterator[Line]:
 
 
 def extras() -> Iterator[Line]:
-    """Say what is there of each extra."""
+    """Report the installed packages of each extra."""
     wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
     for extra, (what, packages) in EXTRAS.items():
         found = {name: versions.version_of(name) for name in packages}
@@ -72,7 +72,7 @@ def extras() -> Iterator[Line]:
 
 
 def apex() -> Iterator[Line]:
-    """Say whether NVIDIA's apex is there, or the package of the same name."""
+    """Report whether NVIDIA's apex is installed, or the other package of that name."""
     if versions.has_apex():
         yield Line("ok", "apex", "NVIDIA's, with FusedAdam")
     elif versions.is_there("apex"):
@@ -82,7 +82,7 @@ def apex() -> Iterator[Line]:
 
 
 def optional(name: str, has: Callable[[], bool], without: str) -> Check:
-    """Return the check of a package that is used where it is installed."""
+    """Return the check of a package that the engine uses where it is installed."""
     module = name.replace("-", "_")
 
     def check() -> Iterator[Line]:

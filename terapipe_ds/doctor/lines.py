@@ -1,4 +1,4 @@
-"""The lines of a report, and how checks become lines."""
+"""Define the lines of a report, and turn checks into lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "fail")
 
 @dataclass(frozen=True)
 class Line:
-    """Say what was found, how good that is, and what to do about it.
+    """State a finding, its verdict, and the fix.
 
     Args:
         verdict: "ok"; "note": nothing is wrong, but worth knowing; "warning": it may fail or be slow; "fail": it will.
-        fix: the next step; "" where there is none to take.
+        fix: the next step; "" where none is needed.
     """
 
     verdict: Verdict
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Check:
-    """Look at one thing; `needs` are packages without which there is nothing to look at."""
+    """Check one thing; `needs` are packages without which there is nothing to check."""
 
     name: str
     look: Callable[[], Iterable[Line]]
@@ -40,7 +40,7 @@ class Check:
 
 
 def look(check: Check) -> list[Line]:
-    """Return the lines of a check; one that says so where it cannot run, or fails."""
+    """Return the lines of a check; where it cannot run, or fails, return one line that says why."""
     from terapipe_ds.compat.versions import is_there
 
     missing = [name for name in check.needs if not is_there(name)]
@@ -48,7 +48,7 @@ def look(check: Check) -> list[Line]:
         verb = "are" if missing[1:] else "is"
         return [Line("note", check.name, f"not looked at: {' and '.join(missing)} {verb} not installed")]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints as it is imported
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints during its import
             warnings.simplefilter("ignore")
             return list(check.look())
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Look at the machine for what a pipeline needs: devices, kernels, cores, limits, launchers, killed builds.
+"""Check the machine for the needs of a pipeline: devices, kernels, cores, limits, launchers, killed builds.
 
-What `ds_report` (operators, /dev/shm) and `python -m torch.utils.collect_env` (cards, drivers, libraries) print is
-left to them.
+The output of `ds_report` (operators, /dev/shm) and `python -m torch.utils.collect_env` (cards, drivers, libraries) is
+not repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOW = "plain torch is slow: use another dtype, or install flash-attn"
 
 
 def devices() -> Iterator[Line]:
-    """Say what training would run on."""
+    """Report the devices on which training would run."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -41,7 +41,7 @@ def devices() -> Iterator[Line]:
 
 
 def kernels() -> Iterator[Line]:
-    """Say which kernel computes attention in each dtype, and why not one that is preferred to it."""
+    """Report the kernel that computes attention in each dtype, and why a preferred one does not."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -59,7 +59,7 @@ def kernels() -> Iterator[Line]:
 
 
 def cores(ranks: int | None) -> Iterator[Line]:
-    """Say how many cores there are for how many ranks."""
+    """Compare the number of cores with the number of ranks."""
     allowed, in_all = len(os.sched_getaffinity(0)), os.cpu_count()
     text = f"{allowed} of {in_all} for this process"
     if ranks is not None and ranks > allowed:
@@ -74,7 +74,7 @@ def cores(ranks: int | None) -> Iterator[Line]:
 
 
 def limits() -> Iterator[Line]:
-    """Look at what the shell and the container allow."""
+    """Check the limits of the shell and the container."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _FEWEST_FILES:
         fix = f"ulimit -n {_FEWEST_FILES} or more (up to {'unlimited' if most == resource.RLIM_INFINITY else most})"
@@ -90,7 +90,7 @@ def limits() -> Iterator[Line]:
 
 
 def launchers() -> Iterator[Line]:
-    """Say whether the launchers on the path belong to this Python."""
+    """Report whether the launchers on the path belong to this Python."""
     here = Path(sys.executable).parent
     for name in ("deepspeed", "torchrun"):
         path = shutil.which(name)
@@ -106,7 +106,7 @@ def launchers() -> Iterator[Line]:
 
 
 def builds() -> Iterator[Line]:
-    """Say which builds of DeepSpeed's operators were killed, and whether others can run."""
+    """Report the killed builds of DeepSpeed's operators, and whether others can run."""
     from deepspeed.accelerator import get_accelerator
 
     from terapipe_ds.compat.builds import build_locks, state_of
@@ -125,7 +125,7 @@ def builds() -> Iterator[Line]:
 
 
 def checks(ranks: int | None) -> tuple[Check, ...]:
-    """Return the checks of a machine that is to run so many ranks; None: not known."""
+    """Return the checks of a machine for a number of ranks; None means that it is not known."""
     both = ("torch", "deepspeed")
     return (
         Check("devices", devices, both),

@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all: under another name first, then put in place in one move.
+"""Write files whole or not at all: under another name first, then put in place in one move.
 
-A process may be killed in any line. Whoever reads a file of ours sees the old one or the new one, never a half.
+A process may be killed at any line. A reader of our files sees the old one or the new one, never a half.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
     """Let `write` fill a temporary file beside `path`, then put it in place in one move.
 
     The temporary file is a new one with a random name, so that no other process has it and no link waits there. A
-    `path` that is a link is followed. The new file has the permissions and the group of the file that it replaces. What
-    is no file of a folder (`/dev/stdout`, a pipe) is written as it is: nothing may take its place.
+    `path` that is a link is followed. The new file has the permissions and the group of the file that it replaces. A
+    path that is no file in a folder (`/dev/stdout`, a pipe) is written in place: nothing may replace it.
 
     Args:
         durable: wait until the disk has it, so that the file survives a machine that stops as well as a killed process.
 
     Raises:
-        OSError: naming `path`. What was there before is there still, unless only the flush of the folder failed.
+        OSError: naming `path`. The old file is still there, unless only the flush of the folder failed.
     """
     if _is_special(Path(path)):
         write(Path(path))
@@ -38,13 +38,13 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
     target, temporary = Path(os.path.realpath(path)), _temporary(path)
     try:
         old = target.stat() if target.exists() else None
-        descriptor = _create(temporary, 0o666 if old is None else 0o600)  # never wider than what it replaces
+        descriptor = _create(temporary, 0o666 if old is None else 0o600)  # never wider than the file that it replaces
         try:
             write(temporary)
             if old is not None:
                 _take_after(descriptor, old)
             if durable:
-                os.fsync(descriptor)  # opened before the writing, it is told of every error since
+                os.fsync(descriptor)  # open since before the writing, this descriptor reports every error since then
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
@@ -52,16 +52,16 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
             sync(target.parent)
     except OSError as error:
         is_other = error.filename is not None and Path(os.fsdecode(error.filename)) not in (temporary, target.parent)
-        if is_other or error.errno is None:  # the latter with a text of its own alone
+        if is_other or error.errno is None:  # without errno the error has only its own text
             raise
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error  # the name that the caller knows
     finally:
-        with contextlib.suppress(OSError):  # it would hide the error that matters
+        with contextlib.suppress(OSError):  # an error here would hide the one that matters
             temporary.unlink()
 
 
 def check_writable(path: PathLike) -> None:
-    """Raise OSError, naming `path`, where `write_atomically` could not begin: it tries, as root has all permissions."""
+    """Raise OSError, naming `path`, where `write_atomically` could not begin. It tries: root has all permissions."""
     if _is_special(Path(path)):
         return
     temporary = _temporary(path)
@@ -91,7 +91,7 @@ def _take_after(descriptor: int, old: os.stat_result) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether a path is no file, or a name of what this process has open (`/dev/stdout`, `/dev/fd/3`)."""
+    """Return whether a path is no file, or names an open file of this process (`/dev/stdout`, `/dev/fd/3`)."""
     is_open = str(path.absolute()).startswith(("/dev/fd/", "/dev/std"))
     return is_open or (path.exists() and not path.is_file())
 
@@ -102,10 +102,10 @@ def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:
 
 
 def sync(path: PathLike) -> None:
-    """Wait until the disk has a file, or the names in a folder. Folders of file systems that cannot say are believed.
+    """Wait until the disk has a file, or the names in a folder; trust folders whose file system cannot tell.
 
     Raises:
-        OSError: naming `path`; the disk does not have it. Full disks and quotas may say so here for the first time.
+        OSError: naming `path`; the disk does not have it. A full disk or a quota may show here for the first time.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Files that others have written, read up to a limit: what has no end is refused before it fills the memory."""
+"""Read files that others have written, up to a limit: refuse an endless one before it fills the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return what a file holds. Neither `/dev/zero` nor a pipe that waits for its writer holds the reader up.
+    """Return the content of a file. Neither `/dev/zero` nor a pipe that waits for its writer blocks the reader.
 
     Raises:
         OSError: naming `path`; it cannot be read, or is too large to be a file of this package.
@@ -25,13 +25,13 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     with open(Path(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         os.set_blocking(file.fileno(), True)
         is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
-        if is_pipe and not os.path.abspath(path).startswith("/dev/"):  # there the shell's own pipes are
+        if is_pipe and not os.path.abspath(path).startswith("/dev/"):  # the shell's own pipes are there
             raise OSError(errno.ESPIPE, "a pipe, not a file", os.fspath(path))
         return _read(file, path)
 
 
 def unpacked(data: bytes, path: str | os.PathLike[str]) -> bytes:
-    """Return `data` of `path` without its compression by gzip, where it has one.
+    """Return `data` of `path`, decompressed where gzip has compressed it.
 
     Raises:
         OSError: naming `path`; it would be too large. gzip.BadGzipFile, EOFError, zlib.error: it is damaged.

@@ -1,4 +1,4 @@
-"""JSON from files that may have been edited, cut short or mistaken for others: read strictly, refused in words."""
+"""Read JSON strictly from files that may be edited, cut short or mistaken for others; explain every refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANYTHING = TypeAdapter(Any)
 
 
 class JsonError(ValueError):
-    """Why a text is no JSON, or none that can be used; readers say which file it is and what to give."""
+    """Tell why a text is no JSON, or no usable one; the reader adds the file and the fix."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -34,7 +34,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         data = text.encode() if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
-        # The signs before values bound the memory that they take; few of them are part of texts
+        # The characters before values bound the memory that the values take; few of them are part of texts
         containers, values = data.count(b"{") + data.count(b"["), data.count(b",")
         for number, limit, what in ((containers, MAX_CONTAINERS, "lists and objects"), (values, MAX_VALUES, "values")):
             if number > limit:
@@ -50,7 +50,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_as(model: type[_Model], text: str | bytes) -> _Model:
-    """Return what a JSON text holds as a value of `model`, read strictly: no value is converted to another type.
+    """Return the content of a JSON text as a value of `model`, read strictly: no value is converted to another type.
 
     Raises:
         JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
@@ -77,7 +77,7 @@ def describe_error(error: ValidationError, whole: str = "the file") -> str:
         return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{_dotted(place[:-1]) or whole} has an unknown key {show_value(place[-1])}"
-    if kind == "value_error":  # raised by a check of our own, in its own words
+    if kind == "value_error":  # from one of our own checks, with its own text
         return f"{_dotted(place) or whole}: {complaint['ctx']['error']}"
     expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
     return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"

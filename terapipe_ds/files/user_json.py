@@ -1,4 +1,4 @@
-"""JSON that the user wrote for a command: the DeepSpeed config, the fields of a model."""
+"""Read JSON that the user wrote for a command: the DeepSpeed config, the fields of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32":
 
 
 class CommandError(ValueError):
-    """A command cannot do what the user asked for; the text says why and what to do."""
+    """Tell why a command cannot do what the user asked, and how to fix it."""
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def read_json(path: str, option: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJson:
-    """The content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
+    """Hold the content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
 
     All methods raise CommandError where a key has an impossible value.
     """

@@ -1,4 +1,4 @@
-"""Where to cut a sequence: the slice program, memory and the search over schedules."""
+"""Plan the cuts of a sequence: the slice program, memory and the search over schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines, and what messages and collectives between their devices take."""
+"""Describe the machines, and time messages and collectives between their devices."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from terapipe_ds.strategy import Grid
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices. Rates are those of one device's link in one direction.
+    """Describe equal nodes of equal devices. Each rate is for one device's link in one direction.
 
     Args:
         device: the name of a device card, or a card.
         within_bytes_per_s: between devices of a node; None: the card's.
         between_bytes_per_s: between devices of different nodes; None: the card's.
         node_bytes_per_s: of all links of a node to other nodes together, where its devices share a network card. A
-            message shares it with those of the node's other replicas and tensor ranks, and a sum with all sums of the
-            node's devices. None: each device has its own link.
+            message shares it with the messages of the node's other replicas and tensor ranks, and a sum with all sums
+            of the node's devices. None: each device has its own link.
         within_latency_s: of a message between devices of a node; None: the card's.
         between_latency_s: of a message between devices of different nodes; None: the card's.
 
@@ -63,7 +63,7 @@ class Cluster:
         return device_card(self.device) if isinstance(self.device, str) else self.device
 
     def shared(self, streams: int) -> LinkCard:
-        """Return the link to other nodes of one of so many devices of a node that use theirs at the same time."""
+        """Return the link of one device to other nodes while `streams` devices of its node use theirs."""
         if self.node_bytes_per_s is None:
             return self.between
         rate = min(self.between.bandwidth_bytes_per_s, self.node_bytes_per_s / streams)
@@ -84,7 +84,7 @@ class Cluster:
         return _link(self.card.network_link, self.between_bytes_per_s, self.between_latency_s)
 
     def link_between(self, grid: Grid, stage_id: int, to: int) -> LinkCard:
-        """Return the slowest of the links between two stages, of all replicas."""
+        """Return the slowest link between two stages, over all replicas."""
         nodes = self._nodes(grid)
         leaving = nodes[stage_id][nodes[stage_id] != nodes[to]]
         return self.shared(_most_alike(leaving)) if leaving.size else self.within
@@ -92,8 +92,9 @@ class Cluster:
     def all_reduce_s(self, grid: Grid, num_bytes: float, stage_id: int) -> float:
         """Return the seconds of a sum over the replicas of a stage, each of `num_bytes`.
 
-        As NCCL does: rings through all n replicas, as many as a node has of them, so that each device's link to other
-        nodes carries one. Every hop carries 2 (n - 1) / n of the bytes, and the slowest hop sets the pace.
+        As in NCCL, rings go through all n replicas. There are as many rings as a node has replicas, so that each
+        device's link to other nodes carries one ring. Every hop carries 2 (n - 1) / n of the bytes, and the slowest hop
+        sets the pace.
         """
         if grid.data == 1:
             return 0.0
@@ -117,11 +118,11 @@ class Cluster:
 
 
 def _most_alike(nodes: np.typing.NDArray[np.int64]) -> int:
-    """Return how often the most frequent node is in the list."""
+    """Return the number of entries of the most frequent node."""
     return int(np.bincount(nodes.ravel()).max())
 
 
 def _link(card: LinkCard, bytes_per_s: float | None, latency_s: float | None) -> LinkCard:
-    """Return a card's link with what was given in the place of its numbers."""
+    """Return a card's link; a number that is not None replaces the card's."""
     rate = card.bandwidth_bytes_per_s if bytes_per_s is None else bytes_per_s
     return LinkCard(rate, card.latency_s if latency_s is None else latency_s)

@@ -1,4 +1,4 @@
-"""Which schedules can be compared with one another: those that run the same parts."""
+"""List the schedules that can be compared with one another: they run the same parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ranked_schedules(
     knows_weights: bool = True,
     placement: Mapping[tuple[int, int], int] | None = None,
 ) -> tuple[str, ...]:
-    """Return the schedules that "auto" compares: those with the given chunks per stage and parts.
+    """Return the schedules that "auto" compares: all with this number of chunks per stage and of parts.
 
     `dapple` is left out (its default is `1f1b`). Schedules that split backwards need `knows_weights`. With a
     `placement` only the schedules that run on it are left: layers do not move while a model trains.
@@ -38,7 +38,7 @@ def ranked_schedules(
 
 
 def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: Any) -> int:
-    """Return how many parts `costs` must have: the schedule's, or for "auto" the length of a `costs` list.
+    """Return the number of parts that `costs` must have: the schedule's, or for "auto" the length of a `costs` list.
 
     Raises PlannerError where no schedule, or not this one, takes that number of chunks per stage.
     """

@@ -1,4 +1,4 @@
-"""What the planner refuses, and the checks of its arguments."""
+"""Define the planner's errors, and check its arguments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from terapipe_ds import messages
 
 
 class PlannerError(ValueError):
-    """A question that the planner cannot answer; the text names the value and what to change."""
+    """Refuse a question that the planner cannot answer; the text names the value and the fix."""
 
 
 class MemoryLimitError(PlannerError):
-    """No plan fits in the memory limit. `need_bytes` is the least that any of them needs, on `stage_id`."""
+    """Report that no plan fits in the memory limit. `need_bytes` is the least need of any plan, on `stage_id`."""
 
     def __init__(self, message: str, need_bytes: int = 0, stage_id: int = 0) -> None:
         super().__init__(message)

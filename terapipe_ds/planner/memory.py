@@ -1,8 +1,8 @@
-"""How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
+"""Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
-Every share is linear in tokens, but carried states come per slice, and a window limits what is kept, so that a part is
-fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule follows
-from its orders alone: `Replay.peak_bytes`.
+Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
+part is fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+follows from its orders alone: `Replay.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory."""
+    """Hold the parts of a pipeline, in bytes; simulator and search take memory from here."""
 
     parts: tuple[PartMemory, ...]
-    offloads: bool = False  # what slices keep goes to the host meanwhile (`simulator.offload`)
+    offloads: bool = False  # the tensors that slices keep wait on the host (`simulator.offload`)
     host_bytes_per_s: float | None = None  # of a device's link to the host, one way; None: copies take no time
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].gradient_bytes)
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
-        """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`."""
+        """Return the bytes that a micro-batch of one slice keeps in place of `store_bytes` and `store_grad_bytes`."""
         rate = self.parts[part_id].whole_bytes_per_token
         # nobody measured a whole sequence apart, so the store's bytes stand for it
         if rate is None:
@@ -69,31 +69,31 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].store_bytes_per_token * sequence_length)
 
     def store_grad_bytes(self, part_id: int, sequence_length: int, largest: int) -> int:
-        """Return their gradients, from the B of the micro-batch's last slice to the end of that of slice 0.
+        """Return their gradients, from the B of the micro-batch's last slice to the end of slice 0's B.
 
-        With a window they are those of what is in reach of one slice; `largest` is the tokens of the largest one.
+        With a window only keys and values in reach of one slice have them; `largest` is the tokens of the largest one.
         """
         part = self.parts[part_id]
         dropped = part.windowed_grad_bytes_per_token * self._out_of_reach(part_id, sequence_length, largest)
         return math.ceil(part.store_grad_bytes_per_token * sequence_length - dropped)
 
     def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int:
-        """Return keys and values of a micro-batch in evaluation, which drops what is out of reach."""
+        """Return keys and values of a micro-batch in evaluation, which drops those out of reach."""
         part = self.parts[part_id]
         dropped = part.windowed_store_bytes_per_token * self._out_of_reach(part_id, sequence_length, largest)
         return math.ceil(part.store_bytes_per_token * sequence_length - dropped)
 
     def _out_of_reach(self, part_id: int, sequence_length: int, largest: int) -> float:
-        """Return the tokens that a slice does not see through a window: of several windows no more than of each."""
+        """Return the tokens outside a slice's window; of several windows at most the tokens outside each."""
         return max(0.0, sequence_length - self.parts[part_id].window_tokens - largest)
 
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """Return what a live slice keeps from its F to the end of its B, with the carried states that it has read."""
+        """Return the bytes of a live slice from its F to the end of its B, with the carried states that it has read."""
         part = self.parts[part_id]
         return math.ceil(part.slice_bytes_per_token * tokens + (part.carried_bytes_per_slice if prefix else 0))
 
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """Return what its W needs, from its B to its W: inputs and output gradients of linear layers."""
+        """Return the bytes that a slice keeps from its B to its W: inputs and output gradients of linear layers."""
         rate = self.parts[part_id].weight_bytes_per_token
         return self.slice_bytes(part_id, tokens, prefix) if rate is None else math.ceil(rate * tokens)
 
@@ -111,10 +111,10 @@ class MemoryModel:
 def fill_drain_peak_bytes(
     plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
 ) -> tuple[int, ...]:
-    """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk.
+    """Return the result of `Replay.peak_bytes` where all forwards come before all backwards, without a walk.
 
-    All slices are live, but for the first micro-batch in backward: of that one, those up to the slice that runs. No
-    slice sends back more than it keeps, so that later micro-batches need less.
+    All slices are live, but of the first micro-batch in backward only the slices up to the running one. No slice sends
+    back more than it keeps, so that later micro-batches need less.
     """
     peaks = []
     spans = list(zip(plan.lengths, plan.starts, strict=True))
@@ -126,13 +126,13 @@ def fill_drain_peak_bytes(
         unheard = [sum(sent[after : after + OUTSTANDING_SENDS]) for after in range(1, plan.num_slices + 1)]
         parameters = memory.gradient_bytes(part_id)
         live = [total + more + parameters for total, more in zip(itertools.accumulate(slices), unheard, strict=True)]
-        live[-1] += sent[-1] - slices[-1]  # gradients come while what the slice kept goes
+        live[-1] += sent[-1] - slices[-1]  # gradients come while the slice's kept tensors go
         # one slice keeps its keys and values itself; several keep them in the store
         if plan.num_slices == 1:
             whole = memory.whole_bytes(part_id, plan.sequence_length)
             stores = num_micro_batches * whole
             live[-1] -= whole
-        else:  # keys and values of all micro-batches, and the gradients of those of one
+        else:  # keys and values of all micro-batches, and their gradients for one micro-batch
             stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
             stores += memory.store_grad_bytes(part_id, plan.sequence_length, max(plan.lengths))
         live[-1] = max(sum(slices), live[-1])

@@ -1,38 +1,38 @@
-"""The memory of a part counted from model sizes: what the layers of `models/gpt.py` save for their backward.
+"""Count the memory of a part from model sizes: the tensors that layers of `models/gpt.py` save for their backward.
 
 Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of the MLP, V vocabulary:
 
   norm          its input i h and statistics (LayerNorm, and RMSNorm where it is one kernel, as on a GPU); where it is
                 made of plain operations, as on a CPU, input and normalised input, both in fp32 at least. The first
-                norm's input is what the part has received
+                norm's input is the part's received input
   qkv, up       their input, the norm's output: i h each
   attention     queries, output and log-sum-exp: 2 i q + max(4, i) H. Keys and values are in the slice store, 2 i kv. A
-                sequence in one slice keeps them itself, and where positions are rotary the fused product (q + 2 kv),
-                of which values are a part, beside the turned keys
+                sequence in one slice keeps them itself; where positions are rotary it keeps the turned keys and the
+                fused product (q + 2 kv), which includes the values
   out           its input is the attention's output, counted there
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
   loss          the log-probabilities in fp32 at least, V, and the labels
   W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
-                untied output matrix (a tied one has its gradient in B), whatever was kept before
+                untied output matrix (a tied one has its gradient in B), whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
 
-Beside what is kept, while a slice runs (peaks in its backward, in which kept things go as gradients come):
+On top of the kept tensors, while a slice runs (peaks in its backward, in which kept tensors go as gradients come):
 
   a layer       begins with its MLP: the gradients of gate and up (GELU: of the product), and of the residual stream.
-                Attention comes when what MLP and its norm kept is gone; only what it needs beyond that counts
-  head          begins with the gradients of log-probabilities and logits; the layers come when what it kept is gone
-  links         gradients or activations of two computations ahead, and a message on its way; gradients that were
-                sent, until the stage hears from the other end or waits for it (the budget of sends)
+                Attention comes when the tensors of MLP and its norm are gone; only its need beyond them counts
+  head          begins with the gradients of log-probabilities and logits; the layers come when its tensors are gone
+  links         gradients or activations of two computations ahead, and a message in flight; sent gradients, until
+                the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
 input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
-alone, and one layer at a time is whole in its backward. Tensor parallelism divides what Megatron divides: q, kv, f, V
-and their weights; norms, residual stream and messages only with sequence parallelism.
+alone, and one layer at a time is whole in its backward. Tensor parallelism divides the same as in Megatron: q, kv, f,
+V and their weights; norms, residual stream and messages only with sequence parallelism.
 
-Against exact peaks of steps in fp32 on a CPU (`studies.memory`) that is 0 to 2 % above on two stages. It is most off,
-8 % above, on a middle stage of few layers with one slice and one micro-batch, where it counts messages that never come.
+This count is 0 to 2 % above exact peaks of steps in fp32 on a CPU (`studies.memory`) on two stages. The largest error
+is 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _INDEX_BYTES = 8  # token ids and labels are int64
 
 @dataclass(frozen=True)
 class PartMemory:
-    """One part in bytes, counted or measured; rates are bytes per token of a slice with all rows of a micro-batch.
+    """Hold one part in bytes, counted or measured; rates are bytes per token of a slice with all rows of a micro-batch.
 
     Raises:
         PlannerError: a number that is negative or not finite.
     """
 
     static_bytes: float  # parameters, optimizer states, and gradients that an optimizer keeps between batches
-    slice_bytes_per_token: float  # what a live slice keeps for its backward
+    slice_bytes_per_token: float  # a live slice keeps these for its backward
     store_bytes_per_token: float = 0  # keys and values of a live micro-batch
     store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
     working_bytes: int = 0  # more, only while an F, B or W runs
@@ -73,10 +73,10 @@ class PartMemory:
     working_bytes_per_prefix_token: float = 0
     gradient_bytes: float = 0  # of the parameters, from a batch's first backward to its optimizer step
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
-    weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
+    weight_bytes_per_token: float | None = None  # a slice keeps these between its B and W; None: as before its B
     carried_bytes_per_slice: float = 0  # states that a live slice has read; the first one of a micro-batch has none
-    windowed_store_bytes_per_token: float = 0  # of `store_bytes_per_token`, that of layers with a window
-    windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, that of layers with a window
+    windowed_store_bytes_per_token: float = 0  # of `store_bytes_per_token`, the share of layers with a window
+    windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
 
@@ -91,13 +91,13 @@ class PartMemory:
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any] | None) -> PartMemory | None:
-        """Return the memory that a profile has of a part or a layer; None: it was not measured."""
+        """Return the memory of a part or a layer from a profile; None: it was not measured."""
         return None if numbers is None else cls(**numbers)
 
 
 @dataclass
 class Setup:
-    """How a model is trained, and what that needs. Raises PlannerError for values that no run can have."""
+    """Describe the training of a model, and count its memory. Raises PlannerError for values that no run can have."""
 
     size: ModelSize
     num_stages: int
@@ -128,7 +128,7 @@ class Setup:
         size = self.size
         self._layers = size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
         self._item = ITEMSIZE[self.dtype]
-        self._wide = max(4, self._item)  # bytes of a number that is in fp32 at least
+        self._wide = max(4, self._item)  # bytes of a number in fp32 or wider
         self._query, self._key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
         self._into_mlp = (2 if size.gated_mlp else 1) * size.ffn_size  # gate and up, or up alone
         self._residual = size.hidden_size // (self.tensor_parallel if self.sequence_parallel else 1)  # on one rank
@@ -188,7 +188,7 @@ class Setup:
 
         fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
         has a buffer that accumulates the gradients as well (`data_types.grad_accum_dtype`), and its optimizer
-        (bf16_optimizer.py) always divides. What lives in the optimizer step alone is not counted: no slice is live.
+        (bf16_optimizer.py) always divides. Tensors that live only in the optimizer step do not count: no slice is live.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
@@ -209,7 +209,7 @@ class Setup:
     # --- bytes per token of one row
 
     def _working(self, is_first: bool, is_last: bool, layers: int) -> int:
-        """Return what the slice that runs needs beside what is kept, messages of the links included."""
+        """Return the bytes that the running slice needs on top of the kept ones, messages of the links included."""
         layer = self._layer_working if layers else 0
         layer += self._layer_saved if self.activation_checkpointing and layers else 0
         working = max(layer - self._head_saved, self._head_working) if is_last else layer
@@ -219,7 +219,7 @@ class Setup:
         return working + links * self._residual * self._item
 
     def _kept_for_weights(self, is_last: bool, layers: int) -> int:
-        """Return what W needs after B: input and output gradient of every linear layer."""
+        """Return the bytes that W needs after B: input and output gradient of every linear layer."""
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
@@ -233,7 +233,7 @@ class Setup:
 
     @cached_property
     def _norm_saved(self) -> int:
-        """Return what a norm keeps, with its output."""
+        """Return the bytes that a norm keeps, with its output."""
         if self.size.bias or self.fused_norm:
             return 2 * self._residual * self._item + 2 * self._wide
         return self._residual * (2 * self._wide + self._item) + self._wide
@@ -249,7 +249,7 @@ class Setup:
 
     @cached_property
     def _layer_working(self) -> int:
-        """Count gradients beside what is still kept: in the MLP, or in attention once the MLP's share is gone."""
+        """Count gradients beside the tensors still kept: in the MLP, or in attention once the MLP's share is gone."""
         item, degree = self._item, self.tensor_parallel
         mlp = self._into_mlp * item // degree
         # of out, q, expanded k and v; then the fused product

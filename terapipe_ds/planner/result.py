@@ -1,4 +1,4 @@
-"""What a search answers, for one schedule and for several, and how to choose among them."""
+"""Hold the results of a search, for one schedule and for several, and choose among them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TIE = 1e-3  # a difference in time below the noise of any measurement
 
 @dataclass(frozen=True)
 class Prediction:
-    """Say how long a step takes from its first forward to its last backward, without reduce and optimizer step.
+    """Describe the time of a step from its first forward to its last backward, without reduce and optimizer step.
 
-    `unsliced_s` is that of whole sequences in the same schedule; None where nobody asked.
+    `unsliced_s` is the time of whole sequences in the same schedule; None where nobody asked.
     """
 
     predicted_s: float
@@ -35,9 +35,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans and what they are worth; seconds are those of one batch without reduce and optimizer step.
+    """Hold plans and their predictions; seconds are for one batch without reduce and optimizer step.
 
-    `plans` has one per micro-batch. `order` is what "search" found, and None for a schedule that `build` knows.
+    `plans` has one per micro-batch. `order` is the result of "search", and None for a schedule that `build` knows.
     """
 
     plans: tuple[SlicePlan, ...]
@@ -56,8 +56,8 @@ class PlanResult:
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
     extra_s: float | None = 0.0  # on top of predicted_s; 0 unless parts have two places, None: not known
-    recompute: tuple[tuple[int, ...], ...] | None = None  # layers, per stage, where these were chosen as well
-    recompute_s: tuple[float, ...] | None = None  # what they take of the time of each stage
+    recompute: tuple[tuple[int, ...], ...] | None = None  # layers, per stage, where the planner has chosen them too
+    recompute_s: tuple[float, ...] | None = None  # their seconds on each stage
 
     order: Schedule | None = None
     order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name
@@ -73,7 +73,7 @@ class PlanResult:
         memory_limit_bytes: float | None,
         **more: Any,
     ) -> PlanResult:
-        """Return the prediction for plans that nobody searched; `more` has fields that differ from those here."""
+        """Return the prediction for plans that nobody searched; `more` has fields that replace those set here."""
         # the very schedule that the engine would run is replayed, with its memory
         timeline = Replay.of(schedule).run(plans, costs, memory=memory)
         whole = SlicePlan.equal(plans[0].sequence_length, 1)
@@ -107,7 +107,7 @@ class PlanResult:
         return tuple(plan.num_slices for plan in self.plans)
 
     def build(self, **options: Any) -> Schedule:
-        """Return the schedule to run; `options` are those of a schedule with a name."""
+        """Return the schedule to run; `options` belong to a schedule with a name."""
         if self.order is not None:
             return self.order
         counts = self.num_stages, self.num_micro_batches, self.num_slices
@@ -120,7 +120,7 @@ class PlanResult:
 
     @property
     def gap(self) -> float:
-        """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
+        """Return the distance of the prediction above the proven bound: 0.02 for 2 %."""
         return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class PlanResult:
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:
-    """Return the result with the least time; within 0.1 % of it that with the least memory, then the preferred one."""
+    """Return the fastest result; within 0.1 % of it the one with the least memory, then the preferred schedule."""
     results = list(results)
     if not results:
         raise PlannerError("no results to choose from: give at least one")
@@ -144,14 +144,14 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
 
 
 def _memory_and_preference(result: PlanResult) -> tuple[int, int]:
-    """Return what decides where times are alike: the bytes of the fullest stage, then the preferred schedule."""
+    """Return the key that decides between equal times: the bytes of the fullest stage, then the preferred schedule."""
     is_ranked = result.schedule in PREFERENCE
     return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if is_ranked else len(PREFERENCE)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A schedule none of whose plans fits in memory; the error says what the least of them needs."""
+    """Hold a schedule without a plan that fits in memory; the error names the least need."""
 
     schedule: str
     chunks_per_stage: int
@@ -159,13 +159,13 @@ class Refusal:
 
     @property
     def need_bytes(self) -> int:
-        """Return the need of the stage that needs most."""
+        """Return the bytes that the fullest stage needs."""
         return self.error.need_bytes
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Schedules compared: `results` with the best first (see `choose`), then by time; `refused` by the least need."""
+    """Hold compared schedules: `results` with the best first (see `choose`), then by time; `refused` by least need."""
 
     results: tuple[PlanResult, ...]
     refused: tuple[Refusal, ...] = ()
@@ -182,13 +182,13 @@ class Ranking:
 
     @property
     def best(self) -> PlanResult:
-        """The best result. Raises MemoryLimitError where the limit refuses every schedule."""
+        """Return the best result. Raises MemoryLimitError where the limit refuses every schedule."""
         if not self.results:
             raise self.refused[0].error
         return self.results[0]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return one dict per schedule, for JSON, in order; what does not fit has `need_bytes`, no plan, no times."""
+        """Return one dict per schedule, for JSON, in order; a refused one has `need_bytes`, no plan, no times."""
         names = ("schedule", "chunks_per_stage", "plan", "predicted_s", "extra_s", "bubble_fraction", "peak_bytes")
         rows = [{name: result.to_dict()[name] for name in names} for result in self.results]
         for row in rows:

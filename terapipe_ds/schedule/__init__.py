@@ -1,4 +1,4 @@
-"""In what order? Schedules as plain values: built, lowered, validated, shown, and then run as they are."""
+"""Order computations by schedules, plain values that are built, lowered, validated, shown, and then run unchanged."""
 
 from __future__ import annotations
 

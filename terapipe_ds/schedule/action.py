@@ -1,4 +1,4 @@
-"""The words of a schedule: an `Action`, a plain value without tensor or process group, and the error."""
+"""Define the words of a schedule: an `Action`, a plain value without tensor or process group, and the error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or run.
+    """Refuse a schedule that cannot be built, read or run.
 
-    `reason` says in one line what is wrong and what to do; `picture` is the grid with the place marked, or "".
+    `reason` states the fault and the fix in one line; `picture` is the grid with the place marked, or "".
     """
 
     def __init__(self, reason: str, picture: str = "") -> None:
@@ -23,7 +23,7 @@ class ScheduleError(ValueError):
 
 
 class Kind(enum.Enum):
-    """What an action does; the value is the code it prints as."""
+    """List the kinds of actions; the value is the printed code."""
 
     LOAD = "L"
     RECV_ACTIVATION = "RA"
@@ -61,11 +61,11 @@ PlacedUnit = tuple[Kind, int, int, int]
 
 
 class Action(NamedTuple):
-    """One thing a stage does, at the place (stage, `chunk_id`) of `part_id`.
+    """Hold one thing that a stage does, at the place (stage, `chunk_id`) of `part_id`.
 
     Ids that mean nothing for the kind are -1: `slice_id` of a load, both ids of the actions that close a batch, and
     the peer of everything but sends and receives. A receive *posts* a non-blocking receive, and the forward or
-    backward of the same unit and part waits for it; a send blocks only while its link has too many on their way.
+    backward of the same unit and part waits for it; a send blocks only while its link has too many in flight.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Action(NamedTuple):
 
     @property
     def kwargs(self) -> dict[str, Action]:
-        """Return what DeepSpeed's `_exec_schedule` passes to the method that executes an instruction."""
+        """Return the arguments that DeepSpeed's `_exec_schedule` passes to the method of an instruction."""
         return {"action": self}
 
     @property

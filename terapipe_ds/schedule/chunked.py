@@ -1,4 +1,4 @@
-"""The schedules whose stages hold several chunks, by placement; `placement` draws how the parts are laid out.
+"""Generate the schedules whose stages hold several chunks, by placement; `placement` draws the layout of the parts.
 
 The tables show unit time slots (F, B and W take one each) of 2 stages: the looped ones with 2 chunks, for 2
 micro-batches of one slice and for one of 3 slices; the V for 2 micro-batches of one slice; the bidirectional ones for 2
@@ -32,7 +32,7 @@ from terapipe_ds.schedule.placement import bidirectional, v_shape
 def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
     """Run 1F1B over v chunks by whole micro-batches, each cut to its slices (Narayanan et al., arXiv 2104.04473).
 
-    Equals Megatron's order where that exists (m a multiple of K, one slice). `num_chunks` 1 is plain `1f1b`.
+    It equals Megatron's order where that exists (m a multiple of K, one slice). `num_chunks` 1 is plain `1f1b`.
     """
     if num_chunks == 1:
         return on_chunk_0(one_f_one_b(num_stages, num_slices))
@@ -47,7 +47,7 @@ def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
 def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
     """Run 1F1B over v chunks by slices (Seq1F1B-I of arXiv 2406.03488). `num_chunks` 1 is plain `seq1f1b`.
 
-    Equals its authors' order where that exists (m * s a multiple of K, s a divisor of K).
+    It equals its authors' order where that exists (m * s a multiple of K, s a divisor of K).
     """
     if num_chunks == 1:
         return on_chunk_0(seq1f1b(num_stages, num_slices))
@@ -67,7 +67,7 @@ def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: in
 def _with_leads(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
     """Return orders in which all stages run the forwards in one order and the backwards in one order.
 
-    What differs is the lead: stage i stays 2(K - 1 - i) forwards ahead of the last stage, Megatron's warm-up, one for
+    They differ in their lead: stage i stays 2(K - 1 - i) forwards ahead of the last stage, Megatron's warm-up, one for
     the way down and one for the way back. Groups of K units or more keep that lead from waiting for itself: the next
     chunk's forward on stage 0 comes K or more places after the one that it needs from the last stage. Where there are
     fewer than K units they are one group, whose forwards of all chunks but the last come before every backward.
@@ -79,7 +79,7 @@ def _with_leads(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
 
 
 def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
-    """Return as many groups of at least K units as there are, equal or nearly, larger first; one for fewer units."""
+    """Return units in as many groups of at least K as possible, nearly equal, larger first; one for fewer units."""
     rest = iter(units)
     return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]
 
@@ -95,7 +95,7 @@ def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> l
     Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
     of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of `seq1f1b`,
     which holds K + s - 1 of them. Orders come from list scheduling with these limits, and are short whether W is a
-    half or three tenths of a backward; `slots`, what F, B and W take in whole numbers, as (4, 5, 3), asks for those
+    half or three tenths of a backward. `slots`, the times of F, B and W in whole numbers, as (4, 5, 3), selects orders
     that are short at these times.
 
     Raises `ScheduleError` where `slots` is anything else.
@@ -192,6 +192,6 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:
-    """Return the most live slices of one chunk."""
+    """Return the peak number of live slices of one chunk."""
     live = (1 if kind is Kind.FORWARD else -1 for kind, _, _, chunk in order if chunk == chunk_id)
     return max(accumulate(live, initial=0))

@@ -1,4 +1,4 @@
-"""When orders end. It needs no arrays, so that a schedule is generated without numpy."""
+"""Time orders without arrays, so that a schedule is generated without numpy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def end_of_orders(
     sends: Sequence[float],
     links: Sequence[int],
 ) -> float:
-    """Return when the last node of some orders ends; infinity where stages wait for one another for ever.
+    """Return the end of the last node of some orders; infinity where stages wait for one another for ever.
 
-    Per node: the node that it takes the result of (`len(seconds)`: none), its seconds, those of its message, and the
-    link that carries it, one message at a time (-1: none).
+    Per node: the node whose result it takes (`len(seconds)`: none), its seconds, the seconds of its message, and the
+    link that carries the message, one at a time (-1: none).
     """
     arrivals = [-1.0] * len(seconds) + [0.0]
     link_free = [0.0] * (1 + max(links))
@@ -36,7 +36,7 @@ def end_of_orders(
         while index < len(order):
             node = order[index]
             arrival = arrivals[inputs[node]]
-            if arrival < 0:  # the stage waits until another one has come that far
+            if arrival < 0:  # the stage waits until another one has run that node
                 waiting.setdefault(inputs[node], []).append(stage_id)
                 break
             now = (arrival if arrival > now else now) + seconds[node]

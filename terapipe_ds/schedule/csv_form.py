@@ -1,4 +1,4 @@
-"""A schedule as CSV, to write by hand, to keep in a file and to run from there.
+"""Read and write a schedule as CSV, to write by hand, to keep in a file and to run from there.
 
 placement,0/3,1/2        only where the parts are not in a loop: per stage, the parts of its chunks 0, 1, ...
 F0.0c0,F0.0c1,B0.0c1,B0.0c0
@@ -49,7 +49,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     The counts follow from the cells: stages from the rows, micro-batches, slices and chunks from the highest
     ids, and forward-only where no cell is a B or W. Blank cells at the end of a row and blank rows at the end of the
-    text are ignored. Raises `ScheduleError`: naming row and cell (from 1) of what cannot be read, or as `validate`.
+    text are ignored. Raises `ScheduleError`, naming row and cell (from 1) of an unreadable text, or as `validate`.
     """
     rows = _read_rows(text)
     placement_row = rows.pop(0) if rows[0][0] == _PLACEMENT else None
@@ -99,7 +99,7 @@ def load(path: str | Path) -> Schedule:
 
 
 def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
-    """Return what keeps a schedule from running a batch of such counts, with what to change; None where it fits."""
+    """Return the reason why a schedule cannot run a batch of such counts, with the fix; None where it fits."""
     counts, has, number = tuple(num_slices), f"schedule {schedule.name!r} has", schedule.num_micro_batches
     if schedule.num_stages != num_stages:
         return f"{has} {schedule.num_stages} stages (rows), the pipeline {num_stages}"
@@ -170,7 +170,7 @@ def _count_slices(actions: list[Action]) -> tuple[int, ...]:
 
 
 def _count_up(ids: set[int], what: str) -> int:
-    """Return how many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
+    """Return the number of ids; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
     missing = next((number for number in range(len(ids)) if number not in ids), None)
     if missing is not None:
         raise ScheduleError(f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap")

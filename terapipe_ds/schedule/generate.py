@@ -1,4 +1,4 @@
-"""The schedules by name: short pure functions that write the order of the computations of every stage.
+"""Generate schedules by name: short pure functions write the order of the computations of every stage.
 
 A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
 stage. The tables show unit time slots (a forward and a backward take one each) of 3 stages, 2 micro-batches, 2 slices.
@@ -99,7 +99,7 @@ def build(
     always have 2; `interleaved` and `seq1f1b-interleaved` take any, and are `1f1b` and `seq1f1b` with 1; all others
     take 1 only. With `forward_only` (evaluation) every stage runs all forwards: micro-batches and slices in order,
     parts in the order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`,
-    what F, B and W take, for its list scheduling.
+    the times of F, B and W for its list scheduling.
 
     Raises `ScheduleError` on an unknown name, and on counts or options that the schedule does not take.
     """
@@ -127,7 +127,7 @@ def build(
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
     """Raise `ScheduleError` where the schedule does not take an option, or not its value."""
     if options:
-        _check_option_names(name, options)  # one of build's own keywords is none of theirs
+        _check_option_names(name, options)  # a keyword of build itself is no option
         build(name, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)
 
 
@@ -142,7 +142,7 @@ def _check_option_names(name: str, options: Iterable[str]) -> None:
 def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -> Schedule:
     """Return an evaluation on any placement: every forward, each at the first of its part's places.
 
-    The n-th slice of a batch runs on part p in the order of n + p, which is later than all that it waits for.
+    The n-th slice of a batch runs on part p in the order of n + p, which is later than everything that it waits for.
     """
     slices = tuple(num_slices)
     num_stages, num_parts = 1 + max(stage for stage, _ in placement), len(set(placement.values()))
@@ -160,7 +160,7 @@ def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -
 def _forwards(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
     if name in V_SHAPED:
         return v_forwards(num_stages, slices)
-    # In both directions all go down: one stage has the results, in their order.
+    # In both directions all micro-batches go down: one stage has the results, in their order.
     return [looped_forwards(num_stages, slices, 1 if name in BIDIRECTIONAL else chunks)] * num_stages
 
 

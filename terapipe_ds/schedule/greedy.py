@@ -1,15 +1,16 @@
-"""Greedy orders: what a stage can run it runs, and its order is written down while a clock runs.
+"""Write greedy orders: a stage runs whatever it can, and its order is recorded while a clock runs.
 
-Where no closed form suits every shape, the stages are played: whenever a stage is free it starts the best computation
-that it can run, and its order is what it ran. Such an order cannot deadlock, for it has just been run. `play` is the
-clock, for any times and any choice; `planner.orders` plays with the costs at hand, and `list_schedule` with unit slots.
+Where no closed form suits every shape, the stages are played: a free stage starts the best computation that it can run,
+and the sequence of its computations is its order. Such an order cannot deadlock, for it has just been run. `play` is
+the clock, for any times and any choice; `planner.orders` plays with the costs at hand, and `list_schedule` with unit
+slots.
 
-Which one is best for `list_schedule`: a B, for the stages before wait for it; then an F, the one of the later part,
-which brings backwards sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then
-that of the later part), or always that of the earlier part, which gives room for the next F, or of the later one: which
-of these rules is best depends on the shape, so all are played and the shortest is taken. Where backwards are split, the
+`list_schedule` ranks computations so: a B first, for the stages before wait for it; then an F, of the later part, which
+brings backwards sooner; a W only where nothing else can run. There are three rules for several B: the one that waits
+longest (then the one of the later part); always the earlier part, which makes room for the next F; or always the later
+part. The best rule depends on the shape, so all are played and the shortest order wins. Where backwards are split, the
 share of W is unknown here: a layer leaves half of its backward to W, or a third. So the clock runs at several such
-times, and of the orders that it gives the one is taken that is shortest over all of them.
+times, and the order that is shortest over all of them wins.
 
 An F that would make a place hold more live slices than its limit cannot run. The play never gets stuck as long as
 each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
@@ -37,7 +38,7 @@ SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
 """A backward takes two forwards; of it W is a half, two fifths or three tenths."""
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_MANY_UNITS = 1500  # above which one clock must do: planning builds orders for many numbers of slices
+_MANY_UNITS = 1500  # above this only one clock runs: planning builds orders for many numbers of slices
 
 
 # --- the clock
@@ -45,7 +46,7 @@ _MANY_UNITS = 1500  # above which one clock must do: planning builds orders for 
 
 @dataclass(slots=True)
 class Lane(Generic[Unit]):
-    """One place (stage, chunk): its units in the order of their F and in that of their B, and how far it is."""
+    """Hold one place (stage, chunk): its units in the order of their F and of their B, and its progress."""
 
     stage_id: int
     chunk_id: int
@@ -60,14 +61,14 @@ class Lane(Generic[Unit]):
     arrivals: tuple[dict[Unit, float], dict[Unit, float]] = field(default_factory=lambda: ({}, {}))  # F, B elsewhere
 
     def next_forward(self, now: float) -> Unit | None:
-        """Return the next F, where its input is there."""
+        """Return the next F, if its input has arrived."""
         if self.done[FORWARD] == len(self.ahead):
             return None
         unit = self.ahead[self.done[FORWARD]]
         return unit if self.before is None or self.before.arrivals[FORWARD].get(unit, now + 1) <= now else None
 
     def next_backward(self) -> tuple[float, Unit] | None:
-        """Return since or from when the next B can run, and the unit; None where that is not known yet."""
+        """Return the time from which the next B can run, and the unit; None where the time is not known yet."""
         if self.done[BACKWARD] == len(self.back) or (unit := self.back[self.done[BACKWARD]]) not in self.ends:
             return None
         came = 0.0 if self.after is None else self.after.arrivals[BACKWARD].get(unit)
@@ -75,7 +76,7 @@ class Lane(Generic[Unit]):
 
     @property
     def pending_weights(self) -> int:
-        """Return how many W can run."""
+        """Return the number of W that can run."""
         return self.done[BACKWARD] - self.done[WEIGHT]
 
     @property
@@ -84,7 +85,7 @@ class Lane(Generic[Unit]):
 
 
 class Choice(NamedTuple, Generic[Unit]):
-    """A computation that a stage starts; `kind` is a number of `schedule.nodes`."""
+    """Hold a computation that a stage starts; `kind` is a number of `schedule.nodes`."""
 
     kind: int
     lane: Lane[Unit]
@@ -99,7 +100,7 @@ Run = Callable[[Choice[Unit], float], tuple[float, float]]
 
 
 def connect(lanes: Mapping[tuple[int, int], Lane[Unit]]) -> None:
-    """Tell the lanes, by (direction, part), which ones are before and after them."""
+    """Connect each lane, by (direction, part), with the lanes before and after it."""
     for (direction, part_id), lane in lanes.items():
         lane.before, lane.after = lanes.get((direction, part_id - 1)), lanes.get((direction, part_id + 1))
 
@@ -107,11 +108,11 @@ def connect(lanes: Mapping[tuple[int, int], Lane[Unit]]) -> None:
 def play(
     lanes: list[list[Lane[Unit]]], choose: Choose[Unit], run: Run[Unit], num_kinds: int
 ) -> list[list[Choice[Unit]]] | None:
-    """Return what each stage ran; None where no stage can go on."""
+    """Return the computations that each stage ran; None where no stage can go on."""
     orders: list[list[Choice[Unit]]] = [[] for _ in lanes]
     free_at = [0.0] * len(lanes)
     left = num_kinds * sum(len(lane.ahead) for of_stage in lanes for lane in of_stage)
-    moments = [(0.0, stage_id) for stage_id in range(len(lanes))]  # at which a stage may have something new to run
+    moments = [(0.0, stage_id) for stage_id in range(len(lanes))]  # a stage may have something new to run then
     while moments:
         now, stage_id = heapq.heappop(moments)
         if free_at[stage_id] > now or (choice := choose(lanes[stage_id], now)) is None:
@@ -120,7 +121,7 @@ def play(
         kind, lane, unit = choice
         free_at[stage_id] = end
         orders[stage_id].append(choice)
-        # the place counts what it holds, and tells when results are there
+        # the place counts its live slices, and records when results arrive
         lane.done[kind] += 1
         lane.live += (kind == FORWARD) - (kind == num_kinds - 1)
         if kind == FORWARD:
@@ -154,10 +155,10 @@ def list_schedule(
     times: Sequence[Slots],
     directions: Sequence[int] | None = None,
 ) -> list[list[PlacedUnit]]:
-    """Return the orders of the stages of a placement: of several plays the one that is shortest over all `times`.
+    """Return the orders of the stages of a placement: from several plays the shortest one over all `times`.
 
-    `limits` has for each place the most live slices. `directions` has for each micro-batch the chunk that it passes on
-    every stage, where every part has a place of each direction; without it a micro-batch passes all places.
+    `limits` has for each place the maximum of live slices. `directions` has for each micro-batch the chunk that it
+    passes on every stage, where every part has a place of each direction; without it a micro-batch passes all places.
     """
     units = sum(num_slices) * len(placement) * _num_kinds(times[0])
     clocks, rules = (times, _RULES) if units <= _MANY_UNITS else ([times[len(times) // 2]], _RULES[:2])
@@ -177,7 +178,7 @@ def _num_kinds(slots: Slots) -> int:
 
 
 def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> float:
-    """Return how long orders take."""
+    """Return the length of orders in slots."""
     parts = [[(*unit[:3], placement[stage_id, unit[3]]) for unit in order] for stage_id, order in enumerate(orders)]
     numbers = {unit: number for number, unit in enumerate(unit for order in parts for unit in order)}
     steps = {Kind.FORWARD: -1, Kind.BACKWARD: 1}  # to the part whose result a computation takes
@@ -196,7 +197,7 @@ def _play_slots(
     limits: Mapping[tuple[int, int], int],
     rule: Callable[[_Ready], tuple[float, ...]],
 ) -> list[list[PlacedUnit]]:
-    """Return what each stage ran with unit slots."""
+    """Return the computations that each stage ran with unit slots."""
 
     def choose(places: list[Lane[SliceKey]], now: float) -> Choice[SliceKey] | None:
         came = [(found[0], lane, found[1]) for lane in places if (found := lane.next_backward()) and found[0] <= now]
@@ -225,7 +226,7 @@ def _play_slots(
 def _lanes(
     placement: Placement, num_slices: Sequence[int], directions: Sequence[int] | None
 ) -> list[list[Lane[SliceKey]]]:
-    """Return the lanes of each stage, those of earlier parts first."""
+    """Return the lanes of each stage, earlier parts first."""
     lanes: list[list[Lane[SliceKey]]] = [[] for _ in range(1 + max(stage_id for stage_id, _ in placement))]
     places: dict[tuple[int, int], Lane[SliceKey]] = {}
     for (stage_id, chunk_id), part_id in sorted(placement.items(), key=lambda place: place[1]):

@@ -1,4 +1,4 @@
-"""Lowering: from the computations of a stage to everything its engine does in a batch.
+"""Lower a schedule: from the computations of a stage to every action of its engine in a batch.
 
     order     F0.0               F0.1                    B0.1         B0.0
     lowered   RA RA RA L0 F SA   RA F SA           ...   RG B SG      B SG   RT RD ST
@@ -32,7 +32,7 @@ _DIRECTION = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}
 
 @dataclass(frozen=True)
 class StageSchedule:
-    """What one stage runs in one batch: an iterable of lists of instructions, as DeepSpeed wants it."""
+    """Hold the actions of one stage in one batch: an iterable of lists of instructions, as DeepSpeed wants it."""
 
     stage_id: int
     actions: tuple[Action, ...]
@@ -47,7 +47,7 @@ class StageSchedule:
 
 
 def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_only: bool) -> StageSchedule:
-    """Return what the engine of a stage does, from its computations `order`.
+    """Return the actions of a stage's engine, from its computations `order`.
 
     The receive of a computation is posted before the one `RECEIVE_AHEAD` places earlier. A link connects two parts;
     where both are on one stage there is no wire, hence no send and no receive, and the engine hands the tensor over.
@@ -76,7 +76,7 @@ def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_on
 
 
 def message(action: Action, peer_stage_id: int, receives: bool = False) -> Action | None:
-    """Return the send of what a computation gives, or the receive of what it takes; None where the peer is -1."""
+    """Return the send of a computation's result, or the receive of its input; None where the peer is -1."""
     if peer_stage_id < 0:
         return None
     kind = (_RECEIVE if receives else _SEND)[action.kind]
@@ -85,7 +85,7 @@ def message(action: Action, peer_stage_id: int, receives: bool = False) -> Actio
 
 
 def _check_neighbours(nodes: Nodes, own: slice, stage_id: int, order: Sequence[Action]) -> None:
-    """Check that what a computation takes, and what takes its result, is in the schedule."""
+    """Check that the schedule has each computation's source, and the taker of its result."""
     for others, sign in ((nodes.inputs, -1), (nodes.outputs, 1)):
         for action, other in zip(order, others[own].tolist(), strict=True):
             part_id = action.part_id + sign * _DIRECTION[action.kind]

@@ -1,4 +1,4 @@
-"""A schedule as arrays of numbers, so that large ones are proven, lowered and replayed in time linear in their size.
+"""Hold a schedule as arrays of numbers, to prove, lower and replay large ones in time linear in their size.
 
 A node is a computation. Those of a stage are in a row, in its order. `num_nodes` as a node means none.
 """
@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 
 class Nodes:
-    """The computations of a schedule.
+    """Hold the computations of a schedule.
 
     Per node: `stage`, `kind` (a value of `CODES`), `micro_batch`, `slice`, `part`, `chunk`, and `unit`, the number of
     its slice in the batch. `first[k]` is the first node of stage k, `first[-1]` the number of nodes.
@@ -40,7 +40,7 @@ class Nodes:
 
     @cached_property
     def are_in_range(self) -> bool:
-        """Whether all ids are those of the schedule; without that nothing below means anything."""
+        """Return whether all ids are in the schedule's ranges; otherwise nothing below is meaningful."""
         micro_batches, parts = len(self.slices_of), self.num_parts
         if not ((self.kind >= 0) & (self.micro_batch >= 0) & (self.micro_batch < micro_batches)).all():
             return False
@@ -60,22 +60,22 @@ class Nodes:
 
     @cached_property
     def inputs(self) -> Numbers:
-        """Return per node the one of another part whose result it takes."""
+        """Return per node the node of another part whose result it takes."""
         return self._of_part(np.where(self.kind == FORWARD, -1, 1))
 
     @cached_property
     def outputs(self) -> Numbers:
-        """Return per node the one of another part that takes its result."""
+        """Return per node the node of another part that takes its result."""
         return self._of_part(np.where(self.kind == FORWARD, 1, -1))
 
     @cached_property
     def peers(self) -> Numbers:
-        """Return per node the stage that its result is sent to; -1: none."""
+        """Return per node the stage that receives its result; -1: none."""
         return self._peers(self.outputs)
 
     @cached_property
     def sources(self) -> Numbers:
-        """Return per node the stage that sends what it takes; -1: none."""
+        """Return per node the stage that sends its input; -1: none."""
         return self._peers(self.inputs)
 
     @cached_property
@@ -86,10 +86,10 @@ class Nodes:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return, per stage, the most live slices over all its chunks; without a backward none stops being live."""
+        """Return, per stage, the peak of live slices over all its chunks; without a backward none stops being live."""
         ends = (self.kind == WEIGHT) | (self.kind == BACKWARD) & ~self.is_split
         live = np.cumsum((self.kind == FORWARD).astype(np.int64) - ends)
-        before = np.append(live, 0)[self.first - 1]  # per stage, that of the stages before it; 0 of the first
+        before = np.append(live, 0)[self.first - 1]  # per stage, the number of the stages before it; 0 for the first
         before[self.first == 0] = 0
         return tuple(
             int(live[start:stop].max(initial=base) - base)
@@ -97,12 +97,12 @@ class Nodes:
         )
 
     def run_order(self) -> list[int]:
-        """Return the nodes, those of a stage in its order, each after the one that it takes the result of.
+        """Return the nodes, with each stage's in its order, each after the node whose result it takes.
 
-        Where stages wait for one another for ever, the nodes behind that are left out.
+        Where stages wait for one another for ever, it omits the nodes behind that wait.
         """
         inputs = self.inputs.tolist()
-        done = bytearray(self.num_nodes) + b"\1"  # none is always done
+        done = bytearray(self.num_nodes) + b"\1"  # the node "none" is always done
         at, ends = self.first[:-1].tolist(), self.first[1:].tolist()
         waiting: dict[int, list[int]] = {}
         ready, order = list(range(len(at))), []

@@ -1,4 +1,4 @@
-"""The schedules that alternate forwards and backwards.
+"""Generate the schedules that alternate forwards and backwards.
 
 A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
 stage. The tables show unit time slots (F, B and W take one each) of 3 stages, 2 micro-batches, 2 slices.
@@ -36,7 +36,7 @@ def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
 def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """Alternate forwards and backwards by whole micro-batches, each expanded to its slices.
 
-    Equals the compute order of DeepSpeed's `TrainSchedule` (deepspeed/runtime/pipe/schedule.py).
+    It equals the compute order of DeepSpeed's `TrainSchedule` (deepspeed/runtime/pipe/schedule.py).
     """
     return _by_whole_micro_batches(range(num_stages - 1, -1, -1), num_slices)
 
@@ -64,12 +64,12 @@ def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """Alternate forwards and backwards by slices (Seq1F1B, arXiv 2406.03488).
 
     At stage i, after a warm-up of `min(K - i + s - 2, m * s)` forwards, each forward is followed by a backward. The
-    first backward is that of the last slice of micro-batch 0, so with unequal numbers of slices s is its number.
+    first backward belongs to the last slice of micro-batch 0, so with unequal numbers of slices s is its number.
 
     Where micro-batches differ, a later one may be longer, and its backward starts at a slice that has not run yet. So
     stage i stays K - 1 - i forwards ahead of the last stage all along (without that lead the pipeline would run empty
-    at each longer micro-batch). With equal numbers this is plain one for one. No deadlock: before its k-th backward
-    no stage runs fewer forwards than the stages after it, so all that they wait for has been sent.
+    at each longer micro-batch). With equal numbers this is plain one for one. It cannot deadlock: before its k-th
+    backward no stage runs fewer forwards than the stages after it, so everything that they wait for has been sent.
     """
     return with_leads(forwards(num_slices), backwards(num_slices), range(num_stages - 1, -1, -1))
 
@@ -149,7 +149,7 @@ def with_weights(order: list[Unit], limit: int) -> list[Unit]:
     """Return `order` (F and B) with a W for each B, first in first out.
 
     Before a forward the oldest ones run, until fewer than `limit` units are between F and W; after the last forward
-    one runs after each B; at the end those that are left.
+    one runs after each B; the remaining ones run at the end.
     """
     merged: list[Unit] = []
     pending: deque[Unit] = deque()

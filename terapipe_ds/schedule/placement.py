@@ -1,4 +1,4 @@
-"""Where are the parts? One dict per schedule: (stage_id, chunk_id) -> part_id.
+"""Place the parts by one dict per schedule: (stage_id, chunk_id) -> part_id.
 
 loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
 stage    0  1  2           stage    0  1  2           stage    0  1  2  3

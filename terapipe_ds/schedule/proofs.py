@@ -1,7 +1,7 @@
-"""Proof that a schedule can run: every rule, checked for all computations at once.
+"""Prove that a schedule can run: check every rule for all computations at once.
 
-A stage may have so many messages on their way over each link, its budget, and waits for the oldest one before it goes
-on with more. That a budget cannot close a circle of stages that wait is proven for the schedule at hand.
+A stage may have a limited number of messages in flight over each link, its budget; beyond it, the stage waits for the
+oldest one. This module proves, for the schedule at hand, that no budget closes a circle of waiting stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def can_run(schedule: Schedule) -> bool:
 
 
 def is_ordered(schedule: Schedule) -> bool:
-    """Return whether all computations are there, in an order that stages can run as far as each part is concerned."""
+    """Return whether all computations are there, in an order that each part by itself allows."""
     return _is_complete(schedule) and _keeps_stage_orders(schedule.nodes)
 
 
@@ -92,14 +92,14 @@ def _senders_by_link(nodes: Nodes) -> list[Numbers]:
     return np.split(senders[by_link], ends) if len(senders) else []
 
 
-# -- budgets of messages on their way
+# -- budgets of messages in flight
 
 
 def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
-    """Return the least number of messages per link, at least `wanted`, with which a schedule that can run still can.
+    """Return the least budget per link, at least `wanted`, with which a valid schedule can still run.
 
-    With as many messages as the busiest link has no stage ever waits, and each larger budget asks for less. So the
-    answer exists, and is found by halving.
+    If the budget is the number of messages on the busiest link, no stage ever waits. A larger budget only removes
+    waits. So the answer exists, and bisection yields it.
     """
     most = max(map(len, _senders_by_link(schedule.nodes)), default=0)
     if wanted >= most or can_run_within(schedule, wanted):
@@ -114,16 +114,16 @@ def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
 def can_run_within(schedule: Schedule, budget: int) -> bool:
     """Return whether all stages reach their ends if each waits while more than `budget` messages are on a link.
 
-    What is assumed of the receiver is the least that the engine does: it takes a message in when it has come to the
-    computation that needs it, and has finished the one before with all waits of its own. Messages that travel earlier
-    make no other computation wait. So each wait is for a computation: on the way to a deadlock is exactly who waits
-    for one that never comes, whatever the times.
+    The proof assumes the least of the receiver that the engine does: it takes a message in once it has reached the
+    computation that needs it, and has finished the one before with all its own waits. Messages that travel earlier make
+    no other computation wait. So each wait is for a computation, and a stage is stuck exactly if it waits for one that
+    never comes, whatever the times.
     """
     nodes = schedule.nodes
     inputs, awaited = nodes.inputs.tolist(), _awaited_after(nodes, budget).tolist()
     has_run, is_over = (bytearray(nodes.num_nodes) + b"\1" for _ in range(2))  # the last: none
     at, ends = nodes.first[:-1].tolist(), nodes.first[1:].tolist()
-    waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by what they wait for: its run, or its end
+    waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by the node that they wait for: its run, or its end
     ready, num_over = list(range(len(at))), 0
     while ready:
         stage_id = ready.pop()
@@ -147,10 +147,10 @@ def can_run_within(schedule: Schedule, budget: int) -> bool:
 
 
 def _awaited_after(nodes: Nodes, budget: int) -> Numbers:
-    """Return per node the one that must be over before its stage goes on, once its own message is sent; or none.
+    """Return per node the node that must be over before its stage goes on, once its own message is sent; or none.
 
-    The message that is `budget` places before its own must have been taken in. The stage that takes it comes to that
-    when the computation before the taker is over.
+    The receiver must have taken in the message `budget` places earlier. It reaches that point when the computation
+    before the taker is over.
     """
     awaited = np.full(nodes.num_nodes, nodes.num_nodes)
     for senders in _senders_by_link(nodes):

@@ -1,4 +1,4 @@
-"""The `Schedule`: who runs what, in which order, on every stage.
+"""Define the `Schedule`: the computations of every stage, in their order.
 
 It is a plain value: frozen, compared by content. The object that is printed and validated is therefore the very object
 that the engine runs.
@@ -21,7 +21,7 @@ _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error sh
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who runs what, in which order.
+    """Hold the computations of every stage, in their order.
 
     `orders[stage_id]` holds the computations of a stage in the order they run; `placement[(stage_id, chunk_id)]` is
     the part at that place (one part may have several places); `num_slices` has one entry per micro-batch. Sends,
@@ -38,12 +38,12 @@ class Schedule:
     placement: dict[tuple[int, int], int]
 
     def __hash__(self) -> int:
-        """Return a hash of the sizes alone: one of all computations would take as long as a replay."""
+        """Return a hash of the sizes alone: a hash of all computations would take as long as a replay."""
         return hash((self.name, self.num_stages, self.num_slices, self.chunks_per_stage, self.forward_only))
 
     @property
     def num_parts(self) -> int:
-        """Return into how many parts the layers are cut."""
+        """Return the number of parts into which the layers are cut."""
         return len(set(self.placement.values()))
 
     @property
@@ -57,18 +57,18 @@ class Schedule:
         return [action.text(with_chunk) for action in self.orders[self._checked(stage_id)]]
 
     def for_stage(self, stage_id: int) -> StageSchedule:
-        """Return what the engine of this stage runs: computations, loads, messages, reduces and the step."""
+        """Return the actions of the engine of this stage: computations, loads, messages, reduces and the step."""
         checked = self._checked(stage_id)
         if checked not in self._stages:
             self._stages[checked] = lower_stage(self.nodes, checked, self.orders[checked], self.forward_only)
         return self._stages[checked]
 
     def peak_live_slices(self) -> tuple[int, ...]:
-        """Return, per stage, the most slices at once whose F has run and whose last of B and W has not."""
+        """Return, per stage, the peak number of slices whose F has run and whose last of B and W has not."""
         return self.nodes.peaks
 
     def fail_at(self, reason: str, stage_id: int, index: int) -> NoReturn:
-        """Raise `ScheduleError` with an entry of an order marked; an index past the end marks what is missing."""
+        """Raise `ScheduleError` with an entry of an order marked; an index past the end marks a missing entry."""
         place = f"stage {stage_id}, entry {index}"
         raise ScheduleError(f"schedule {self.name!r}, {place}: {reason}", self._marked_grid(stage_id, index))
 

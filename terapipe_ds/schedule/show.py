@@ -1,4 +1,4 @@
-"""A schedule as text: a grid for people, a dict for programs. (CSV: `csv_form`.)"""
+"""Show a schedule as text: a grid for people, a dict for programs. (CSV: `csv_form`.)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from terapipe_ds.schedule.validate import replay
 
 
 class SlotCount(NamedTuple):
-    """A schedule's length when every computation takes one slot."""
+    """Hold a schedule's length when every computation takes one slot."""
 
     num_slots: int
     num_idle: int  # of all stages
@@ -17,7 +17,7 @@ class SlotCount(NamedTuple):
 
 
 def count_slots(schedule: Schedule) -> SlotCount:
-    """Return how many unit slots the schedule takes, and how many the stages idle. Raises on a deadlock."""
+    """Return the unit slots that the schedule takes, and the idle slots of the stages. Raises on a deadlock."""
     num_slots = max((starts[-1] + 1 for starts in replay(schedule) if starts), default=0)
     num_idle = schedule.num_stages * num_slots - sum(map(len, schedule.orders))
     return SlotCount(num_slots, num_idle, num_idle / max(schedule.num_stages * num_slots, 1))
@@ -27,7 +27,7 @@ def render(schedule: Schedule, width: int = 110, max_slots: int = 512) -> str:
     """Return the grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a stage
     waits.
 
-    Lines longer than `width` characters go on in further blocks; beyond `max_slots` columns a note takes the rest.
+    Lines longer than `width` characters go on in further blocks; a note replaces the columns beyond `max_slots`.
     """
     count = count_slots(schedule)
     shown = min(count.num_slots, max_slots)
@@ -51,7 +51,7 @@ def render(schedule: Schedule, width: int = 110, max_slots: int = 512) -> str:
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """Return the schedule and what it costs in unit slots, ready for `json.dumps`."""
+    """Return the schedule and its cost in unit slots, ready for `json.dumps`."""
     count = count_slots(schedule)
     return {
         "name": schedule.name,

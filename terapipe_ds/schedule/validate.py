@@ -1,8 +1,8 @@
-"""Say whether a schedule can run, when its computations would, and what is wrong with one that cannot.
+"""Check whether a schedule can run, time its computations, and diagnose a schedule that cannot run.
 
-`validate` proves a schedule by arrays (`proofs`). One that is not proven goes to `diagnose`, which looks at one
-computation after another and names the first rule that is broken, in this order: the shape of the schedule, that every
-unit runs exactly once, the order within each stage, the messages of each link, and that no stage waits for ever.
+`validate` proves a schedule by arrays (`proofs`). One that is not proven goes to `diagnose`, which checks one
+computation after another and names the first broken rule, in this order: the shape of the schedule, that every unit
+runs exactly once, the order within each stage, the messages of each link, and that no stage waits for ever.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _Link = tuple[Kind, int, int, int, int]
 def validate(schedule: Schedule) -> None:
     """Raise `ScheduleError`, with the grid and the offending cell marked, unless the schedule can run.
 
-    Every F and B exactly once per (part, micro-batch, slice), at one place; F before its B before its W; F in
-    slice order, B in reverse slice order; each send has its receive, in the same order per link; no deadlock.
+    The rules: every F and B exactly once per (part, micro-batch, slice), at one place; F before its B before its W; F
+    in slice order, B in reverse slice order; each send has its receive, in the same order per link; no deadlock.
     """
     from terapipe_ds.schedule.proofs import can_run  # numpy: commands that only name schedules do without
 
@@ -43,9 +43,9 @@ def replay(schedule: Schedule) -> list[list[int]]:
 
 
 def diagnose(schedule: Schedule) -> None:
-    """Raise `ScheduleError`, with the grid and the offending cell marked, for the first rule that is broken.
+    """Raise `ScheduleError`, with the grid and the offending cell marked, for the first broken rule.
 
-    Slow, since it looks at one computation after another: for schedules that are known to be wrong.
+    It is slow, since it checks one computation after another. It is for schedules that are known to be wrong.
     """
     _check_shape(schedule)
     _check_once(schedule)
@@ -132,7 +132,7 @@ def _check_once(schedule: Schedule) -> None:
 
 
 def _first_in_need(schedule: Schedule, stage_id: int, key: ComputeKey) -> int:
-    """Return where a stage first needs the result of a missing computation; past the end if nowhere."""
+    """Return the place where a stage first needs the result of a missing computation; past the end if nowhere."""
     order = schedule.orders[stage_id]
     needs = (set(_needs(schedule, action)) for action in order)
     return next((index for index, keys in enumerate(needs) if key in keys), len(order))
@@ -197,7 +197,7 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[ComputeKey]:
 
 
 def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, ComputeKey]) -> NoReturn:
-    """Follow who waits for whom until a stage comes up again, and show that circle."""
+    """Follow the waiting stages until one comes up again, and show that circle."""
     homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
     chain = [min(waits)]
     while chain.count(chain[-1]) < 2:

@@ -1,4 +1,4 @@
-"""How long a schedule takes: a replay of the schedule that the engine runs, with costs instead of work."""
+"""Time a schedule: replay the schedule that the engine runs, with costs instead of work."""
 
 from __future__ import annotations
 

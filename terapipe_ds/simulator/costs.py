@@ -1,4 +1,4 @@
-"""What the simulator asks of costs: seconds per (part, slice), looked up once per call and checked."""
+"""Ask costs for the simulator: seconds per (part, slice), looked up once per call and checked."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Seconds = NDArray[np.float64]
 
 
 class SimulationError(ValueError):
-    """A schedule, plan, costs or memory that do not fit together, or times that no computation can have."""
+    """Refuse a schedule, plan, costs or memory that do not fit together, or impossible times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitCosts:
-    """Costs without a machine: a forward over `sequence_length` tokens takes 1 s, a backward 2 s, its weight
-    gradients 1 s of that, and a message `send_share` s; a slice takes its share of the tokens, and a part the
-    `share` of its stage that it is (1 / v where a stage holds v)."""
+    """Give costs without a machine: a forward over `sequence_length` tokens takes 1 s, a backward 2 s, its weight
+    gradients 1 s of that, and a message `send_share` s. A slice takes its share of the tokens, and a part its
+    `share` of the stage (1 / v where a stage holds v)."""
 
     sequence_length: int
     send_share: float = 0.0
@@ -85,15 +85,15 @@ def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequ
 
 
 def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Span]) -> Seconds:
-    """Return seconds as an array `[parts, rows, spans]`: of part p the rows in `rows[p]`, 0 elsewhere.
+    """Return seconds as an array `[parts, rows, spans]`: for part p the rows in `rows[p]`, 0 elsewhere.
 
-    Every object is asked once per pair, whichever parts it is of: with Python ints, or with arrays where it
-    says `vectorized = True`. A part without `send_s` sends at no cost. Without `send_gradient_s` what it sends back
-    costs as much as what it sends on.
+    Every object is asked once per pair, even if several parts share it: with Python ints, or with arrays where it
+    has `vectorized = True`. A part without `send_s` sends at no cost. Without `send_gradient_s` a message back costs
+    as much as a message onwards.
 
     Raises:
-        SimulationError: a method that is needed is missing; a time that is negative, not finite or no number; a
-            `weight_s` above its `backward_s`.
+        SimulationError: a required method is missing; a time is negative, not finite or no number; a `weight_s` is
+            above its `backward_s`.
     """
     needed: dict[int, set[int]] = {}
     for cost, rows_of_part in zip(parts, rows, strict=True):
@@ -129,7 +129,7 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
 
 
 def _ask(cost: Any, row: int, spans: Sequence[Span]) -> list[Any]:
-    """Return one answer per span; costs that are vectorized may give one number for all."""
+    """Return one answer per span; vectorized costs may give one number for all."""
     method = getattr(cost, _METHODS[row])
     arguments = [(tokens,) for tokens, _ in spans] if row in (SEND, SEND_GRADIENT) else spans
     distinct = list(dict.fromkeys(arguments))
@@ -159,7 +159,7 @@ def _checked(seconds: Sequence[Any], whose: str, spans: Sequence[Span]) -> Secon
 
 
 def _number(value: Any) -> float:
-    """Return `value` as a float; what is no number is NaN, which is refused with the rest."""
+    """Return `value` as a float; anything but a number becomes NaN, which is refused with the rest."""
     try:
         return float("nan") if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):

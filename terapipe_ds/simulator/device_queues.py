@@ -1,8 +1,8 @@
 """Find schedules that hang where the streams of a GPU share hardware queues: a model of host, streams and queues.
 
 CUDA gives the streams of a process `CUDA_DEVICE_MAX_CONNECTIONS` queues (8 unless set, 1 in Megatron's scripts). A
-queue is first in, first out: a wait for an event at its head holds everything behind it, also what another stream put
-there. A message over NCCL is a kernel on each side. Both kernels run until the other one has begun. A receive that is
+queue is first in, first out: a wait for an event at its head holds everything behind it, including work of another
+stream. A message over NCCL is a kernel on each side. Each kernel runs until the other one has begun. A receive that is
 posted ahead can therefore stand in front of the very computation whose result the other side needs first.
 
     one queue, two receives posted ahead                  one receive per wire
@@ -40,14 +40,14 @@ _COMPUTE: Stream = ("compute", Kind.FORWARD, -1, -1)
 class _Type(Enum):
     KERNEL = 0
     WAIT = 1  # of the stream of computations, for a message
-    AFTER = 2  # of the stream of a wire, for what the stream of computations has begun so far
+    AFTER = 2  # of the stream of a wire, for all that the stream of computations has begun so far
     SEND = 3
     RECEIVE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """What the host puts into a stream."""
+    """Hold one operation that the host puts into a stream."""
 
     stream: Stream
     type: _Type
@@ -55,10 +55,10 @@ class _Op:
 
 
 def host_program(schedule: Schedule, stage_id: int, receives_per_wire: int | None = 1) -> list[_Op]:
-    """Return what the host of a stage launches in a batch, in its order.
+    """Return the operations that the host of a stage launches in a batch, in its order.
 
-    With `receives_per_wire` of n at most n receives of a wire have begun and are not waited for. With None each begins
-    as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
+    With `receives_per_wire` of n, at most n receives of a wire have begun without a wait for them. With None each
+    begins as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
     """
     return list(_Host(schedule, stage_id, receives_per_wire).run())
 
@@ -76,7 +76,7 @@ class _Host:
         self._wire_of: dict[Message, Stream] = {}
 
     def run(self) -> Iterator[_Op]:
-        """Yield what is launched for each action."""
+        """Yield the operations of each action."""
         for action in self._actions:
             if action.kind in RECV_KINDS:
                 kind = COMPUTE_OF[action.kind]
@@ -109,7 +109,7 @@ class _Host:
         yield _Op(_COMPUTE, _Type.KERNEL)
 
     def _release(self, peer: int, action: Action) -> Iterator[_Op]:
-        """Wait for the sends that the peer has consumed before it sent what has come."""
+        """Wait for the sends that the peer consumed before it sent the message that has now come."""
         part_id = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
         sent_at = self._index[peer][action.kind, part_id, action.unit]
         for wire, sent in self._sent.items():
@@ -132,8 +132,8 @@ def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int |
 
     Args:
         programs: of each stage, from `host_program`.
-        num_queues: of each GPU; None gives each stream a queue of its own.
-        seed: how streams are spread over queues by chance; None takes them in turn, which is exact for one queue.
+        num_queues: of each GPU; None gives each stream its own queue.
+        seed: spreads streams over queues at random; None takes the queues in turn, which is exact for one queue.
     """
     draw = None if seed is None else random.Random(seed)
     met: dict[Message, list[_Rank]] = defaultdict(list)
@@ -147,7 +147,7 @@ def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int |
 
 
 class _Rank:
-    """The queues of one GPU, into which the host has put its whole program: launches do not block the host."""
+    """Hold the queues of one GPU with the host's whole program in them: launches do not block the host."""
 
     def __init__(self, program: Sequence[_Op], num_queues: int | None, draw: random.Random | None) -> None:
         streams = list(dict.fromkeys([_COMPUTE, *(op.stream for op in program)]))
@@ -157,7 +157,7 @@ class _Rank:
         self._program, self.left = program, len(program)
         self._queues: list[deque[int]] = [deque() for _ in range(size)]
         self._ended = [False] * len(program)
-        self._before: list[int | None] = []  # what must have ended before an op may leave the head of its queue
+        self._before: list[int | None] = []  # the op that must have ended before an op may leave the head of its queue
         self._waits_for: list[int | None] = []
         ends: dict[Message, int] = {}
         last: dict[Stream, int] = {}
@@ -172,7 +172,7 @@ class _Rank:
         self.messages = ends
 
     def advance(self, met: dict[Message, list[_Rank]]) -> bool:
-        """Run what the heads of the queues allow; return whether anything has run."""
+        """Run every op that may leave the head of its queue; return whether any has run."""
         moved = False
         for queue in self._queues:
             while queue and self._may_begin(queue[0]):
@@ -195,7 +195,7 @@ class _Rank:
                 rank.end(rank.messages[op.message])
 
     def end(self, index: int) -> None:
-        """Let what comes after an op in its stream, or waits for it, begin."""
+        """End an op, so that the next one in its stream and those that wait for it may begin."""
         self._ended[index] = True
         self.left -= 1
 
@@ -210,7 +210,7 @@ def programs_of(schedule: Schedule, receives_per_wire: int | None = 1) -> list[l
 
 
 def mappings_that_hang(schedule: Schedule, num_queues: int, tries: int = 60, limit_s: float = 1.0) -> tuple[int, int]:
-    """Return how many of the tried mappings of streams to queues hang, and how many were tried.
+    """Return the number of mappings of streams to queues that hang, and the number of tried mappings.
 
     One queue has one mapping, so that the result is exact and the same on all ranks. Otherwise the mappings are
     `tries` seeded draws, or as many as `limit_s` admits.
@@ -227,7 +227,7 @@ def mappings_that_hang(schedule: Schedule, num_queues: int, tries: int = 60, lim
 
 
 def shortened(schedule: Schedule) -> Schedule:
-    """Return the schedule, or one of the same name with fewer micro-batches where it is long and can be built."""
+    """Return the schedule; where it is long, return one of its name with fewer micro-batches, if `build` has it."""
     num_actions = sum(len(order) for order in schedule.orders)
     if num_actions <= MOST_ACTIONS:
         return schedule

@@ -1,9 +1,9 @@
-"""Tell what a batch of many micro-batches takes and holds by replaying a few of them.
+"""Predict the seconds and bytes of a batch of many micro-batches by replaying a few of them.
 
 A full pipeline repeats itself: each further micro-batch takes as long as the one before it. So two runs that both fill
-the pipeline tell the time of any longer one, exactly where the schedule is periodic and nearly elsewhere. A stage
-reaches its most bytes once the pipeline is full; or, with all forwards before all backwards, each micro-batch adds as
-many as the one before it.
+the pipeline predict the time of any longer one, exactly where the schedule is periodic and nearly elsewhere. A stage
+reaches its peak once the pipeline is full. With all forwards before all backwards, each micro-batch instead adds as
+many bytes as the one before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILL_DRAIN = ("terapipe", "gpipe")
 
 
 class ScheduleShape(NamedTuple):
-    """What decides how many micro-batches fill a pipeline."""
+    """Hold the numbers that decide how many micro-batches fill a pipeline."""
 
     schedule: str
     num_stages: int
@@ -40,7 +40,7 @@ class ScheduleShape(NamedTuple):
 
     @property
     def filling(self) -> int:
-        """Return as many micro-batches as fill the pipeline twice, or more where they are small."""
+        """Return the number of micro-batches that fill the pipeline twice, or more where they are small."""
         count = max(4, 2 * (-(-self.num_stages // self.num_slices) + 1), FEW // self.num_computations)
         # stages of several parts take micro-batches in groups of this size
         group = 1 if self.chunks_per_stage == 1 else 2 * self.num_stages
@@ -48,10 +48,10 @@ class ScheduleShape(NamedTuple):
 
     @property
     def most_live(self) -> tuple[int, bool]:
-        """Return the micro-batches after which no stage holds more, and whether that is proven.
+        """Return the number of micro-batches after which no stage holds more, and whether that is proven.
 
-        A stage of `1f1b` has at most K micro-batches live, of `dapple` 2 K - 1, of `seq1f1b` K + s - 1 slices. What a
-        stage has sent, or keeps for its W, is there for one or two micro-batches more.
+        A stage has at most K micro-batches live under `1f1b`, 2 K - 1 under `dapple`, and K + s - 1 slices under
+        `seq1f1b`. Tensors that a stage has sent, or keeps for its W, stay for one or two micro-batches more.
         """
         stages, slices, chunks = self.num_stages, self.num_slices, self.chunks_per_stage
         by_slices = -(-stages // slices) + 3
@@ -70,7 +70,7 @@ class ScheduleShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch takes and holds; `is_proven` says that a replay of all micro-batches gives the same."""
+    """Hold the seconds and bytes of a batch; if `is_proven`, a replay of all micro-batches gives the same."""
 
     ends_s: tuple[float, ...]  # per stage, the end of its last computation; empty without costs
     peak_bytes: tuple[int, ...]  # per stage; empty without memory
@@ -91,7 +91,7 @@ def replay_few(
     *,
     most: float | None = None,
 ) -> Outcome:
-    """Return what a batch takes under `costs` and holds under `memory`, with as few micro-batches as tell it.
+    """Return a batch's seconds under `costs` and bytes under `memory`, replaying as few micro-batches as suffice.
 
     Args:
         replay_of: returns the replay of the shape's schedule with a number of micro-batches.
@@ -105,14 +105,14 @@ def replay_few(
         few = num_micro_batches if is_short else min(num_micro_batches, shape.filling)
         ends_s = tuple(replay_of(few).ends_of_stages(plan, costs))
         if few < num_micro_batches:
-            # each further micro-batch takes what the second half of these took
+            # each further micro-batch takes as long as those in the second half
             half = few // 2
             times = (num_micro_batches - few) / (few - half)
             earlier_s = replay_of(half).ends_of_stages(plan, costs)
             ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
             is_proven = False
     if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
-        # from the second micro-batch on each adds the same
+        # from the second micro-batch on, each adds the same bytes
         two, three = (replay_of(count).peak_bytes(plan, memory) for count in (2, 3))
         peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
     elif memory is not None:

@@ -1,4 +1,4 @@
-"""When the saved tensors of a slice are on the host, where activations are offloaded: the schedule alone says it."""
+"""Find when offloaded slices have their saved tensors on the host; the schedule alone decides it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LEAVES_AFTER = 1
 
 
 def offloaded_until(order: Sequence[Action]) -> dict[tuple[int, SliceKey], int]:
-    """Return, for each slice (part, unit) that is offloaded, the computation of the order at whose start it comes back.
+    """Return, for each offloaded slice (part, unit), the computation of the order at whose start it comes back.
 
-    A slice stays that would be away for no whole computation.
+    A slice that would be away for no whole computation stays.
     """
     forwards = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     until = {}
@@ -30,16 +30,17 @@ def offloaded_until(order: Sequence[Action]) -> dict[tuple[int, SliceKey], int]:
 
 
 class HostCopies:
-    """The copies of a replay between stages and their hosts: on each stage one by one, beside its computations.
+    """Time the copies of a replay between stages and their hosts: one by one per stage, beside its computations.
 
-    The copy out of a slice starts when its F ends, and the computation after `LEAVES_AFTER` more of the stage waits for
-    it, whose memory it frees. The copy back starts with the computation at which it is due, and B waits for it.
+    The copy out of a slice starts when its F ends. The computation after `LEAVES_AFTER` more of the stage waits for it,
+    since the copy frees memory for that one. The copy back starts with the computation at which it is due, and B waits
+    for it.
     """
 
     def __init__(
         self, actions: Sequence[Action], stages: Sequence[int], seconds_of: Callable[[int, SliceKey], float]
     ) -> None:
-        """Take the computations in the order in which they are asked for; those of a stage are in its order."""
+        """Take the computations in the order of the later calls; each stage's are in its order."""
         self._free: dict[int, float] = defaultdict(float)
         self._out: dict[int, float] = {}  # computation -> seconds of the copy out after it
         self._back: dict[int, list[tuple[int, float]]] = defaultdict(list)  # computation -> B and seconds of its copy
@@ -59,7 +60,7 @@ class HostCopies:
                 self._back[own[index]].append((own[place[Kind.BACKWARD, part_id, unit]], seconds))
 
     def start_s(self, number: int, start_s: float) -> float:
-        """Return when a computation starts that could at `start_s`, and begin the copies back that are due with it."""
+        """Return the start of a computation that is ready at `start_s`, and begin the copies back due with it."""
         start_s = max(start_s, self._not_before[number])
         stage_id = self._stages[number]
         for backward, seconds in self._back[number]:

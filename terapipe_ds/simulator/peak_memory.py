@@ -1,4 +1,4 @@
-"""Bytes of every stage over a replay. They follow from the stage's order alone; times only say when."""
+"""Count the bytes of every stage over a replay. They follow from the stage's order alone; times only date them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Held = tuple[str, int, int, int]
 
 
 class Memory(Protocol):
-    """What the simulator asks; `planner.memory.MemoryModel` says what each share is."""
+    """Define the simulator's interface of memory; `planner.memory.MemoryModel` describes each share."""
 
     def static_bytes(self, part_id: int) -> int: ...
     def gradient_bytes(self, part_id: int) -> int: ...
@@ -35,30 +35,30 @@ class Memory(Protocol):
 
 
 def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
-    """Return what a stage holds before its first computation, and then two numbers per computation of its order: the
-    bytes while it runs, and those once it has run.
+    """Return the bytes of a stage before its first computation, and then two numbers per computation of its order: the
+    bytes while it runs, and the bytes once it has run.
 
-    A slice counts from its F to the end of its B; then what its W needs, if it has one. The store of a micro-batch
-    counts from its first F to its last B on the part, the gradients of the store from its first B to its last; for a
-    micro-batch that is one slice `whole_bytes` takes the place of both. Without backward a slice counts while its F
-    runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
-    parameters come while its first B runs, as much as what the slice kept goes, and stay. Messages count while the
-    stage cannot know that they are there: `outstanding` of them on each link at most, its budget. In training what F
-    sends is a part of what the slice keeps.
+    A slice counts from its F to the end of its B; then the bytes for its W count, if it has one. The store of a
+    micro-batch counts from its first F to its last B on the part, the gradients of the store from its first B to its
+    last. For a micro-batch of one slice `whole_bytes` takes the place of both. Without backward a slice counts while
+    its F runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
+    parameters come while its first B runs, as the slice's kept bytes go, and stay. Messages count while the stage
+    cannot know of their arrival: at most `outstanding` of them on each link, its budget. In training the output of F
+    is among the kept bytes of the slice.
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
     gained, after = _changes(order, schedule.forward_only, spans, memory)
-    # messages stay until the stage knows that they are there
+    # messages stay until the stage knows that they have arrived
     for index, until, action in _unheard(schedule, stage_id, outstanding):
-        if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it is sent
+        if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it receives
             start, stop = spans[action.micro_batch_id][action.slice_id]
             size = memory.sent_bytes(action.part_id + (action.kind is Kind.FORWARD), stop - start)
             after[index] += size
             after[until] -= size
     if getattr(memory, "offloads", False):
         _offload(order, spans, memory, gained, after)
-    # a walk over the order adds up what came and went
+    # a walk over the order adds up the bytes that come and go
     now = sum(map(memory.static_bytes, parts))
     numbers = [now]
     for index, action in enumerate(order):
@@ -73,7 +73,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
 def _changes(
     order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory
 ) -> tuple[Counter[int], Counter[int]]:
-    """Return by index in the order the bytes that come when a computation starts, and when it has run."""
+    """Return, by index in the order, the bytes that come when a computation starts, and when it has run."""
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     last: dict[_Held, int] = {}
     gained: Counter[int] = Counter()
@@ -83,7 +83,7 @@ def _changes(
             if held not in last:
                 gained[index] += _size(held, spans, memory)
             last[held] = index
-        # what W needs is there from B to W
+        # the bytes for W stay from B to W
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
@@ -97,17 +97,18 @@ def _changes(
 
 
 def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:
-    """Return the messages of a stage: at which computation of its order each is sent, after which it is given back.
+    """Return a stage's messages, each with the index in its order that sends it and the index after which it is freed.
 
-    What the stage hears from the other end after that has taken the message gives it back, before it computes. So does
-    its own wait for the oldest of more than `outstanding` on a link. The rest is given back after the last computation.
+    A later message from the other end, sent after that end has taken the message, frees it before the stage computes.
+    So does the stage's own wait for the oldest of more than `outstanding` on a link. The last computation frees the
+    rest.
     """
     nodes, order = schedule.nodes, schedule.orders[stage_id]
     first = int(nodes.first[stage_id])
     own = slice(first, first + len(order))
     inputs, sources = nodes.inputs[own].tolist(), nodes.sources[own].tolist()
     outputs, peers = nodes.outputs[own].tolist(), nodes.peers[own].tolist()
-    links: dict[tuple[int, Kind, int], deque[tuple[int, int]]] = {}  # what is on its way: (index here, its taker)
+    links: dict[tuple[int, Kind, int], deque[tuple[int, int]]] = {}  # messages in flight: (index here, its taker)
     given_back: list[tuple[int, int, Action]] = []
     for index, action in enumerate(order):
         for (peer, *_), sent in links.items() if sources[index] >= 0 else ():
@@ -123,14 +124,14 @@ def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[
 
 
 def offloaded_bytes(part_id: int, unit: tuple[int, int], spans: Spans, memory: Memory) -> int:
-    """Return what goes to the host of a slice: all that it keeps, with keys and values where it is a whole sequence."""
+    """Return the bytes of a slice that go to the host: all kept ones, and a whole sequence's keys and values too."""
     size = _size(("slice_bytes", part_id, *unit), spans, memory)
     is_whole = len(spans[unit[0]]) == 1
     return size + (_size(("whole_bytes", part_id, unit[0], -1), spans, memory) if is_whole else 0)
 
 
 def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Counter[int], after: Counter[int]) -> None:
-    """Take from what a stage holds what is on the host meanwhile."""
+    """Subtract from a stage's bytes those that are on the host."""
     places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     for (part_id, unit), index in offloaded_until(order).items():
         size = offloaded_bytes(part_id, unit, spans, memory)
@@ -139,7 +140,7 @@ def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Coun
 
 
 def _held_for(action: Action, is_whole: bool, is_evaluation: bool) -> list[_Held]:
-    """Return what has to be there while an action runs; W needs no keys and values any more."""
+    """Return the shares that an action needs while it runs; W needs no keys and values any more."""
     if action.kind is Kind.WEIGHT:
         return []
     shared = ["whole_bytes" if is_whole else "evaluation_bytes" if is_evaluation else "store_bytes"]

@@ -1,9 +1,9 @@
-"""How long will it take? A replay of the very `Schedule` that the engine runs, with given costs.
+"""Replay the very `Schedule` that the engine runs under given costs, to tell how long it will take.
 
 Every stage runs its computations in order. One starts when its stage is free and its input is there: F of part
 p > 0 needs F of part p - 1 of the same unit, B needs B of part p + 1, each with its transfer where the two parts are
-on different stages. Transfers of one link run one at a time in the order in which they are sent. All that is known
-before the first cost, so a replay is one pass along a topological order: exact, without a clock that ticks.
+on different stages. Transfers of one link run one at a time in the order in which they are sent. All these dependencies
+are known before the first cost, so a replay is one pass along a topological order: exact, without a ticking clock.
 
 Not modelled: how far ahead receives are posted (a transfer starts when its tensor is there and its link is free),
 waits of a stage that is a whole budget of messages ahead of the next one, links that share one wire, reduces and the
@@ -47,15 +47,15 @@ Plans = SlicePlan | Sequence[SlicePlan]
 def simulate(
     schedule: Schedule, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True
 ) -> Timeline:
-    """Return what one batch of `schedule` does when, from time 0 on.
+    """Return the timeline of one batch of `schedule`, from time 0 on.
 
     Args:
         costs: `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`, optionally `send_s(tokens)` (of the
-            sending part; without it links cost nothing), `send_gradient_s(tokens)` (what it sends to the part
-            before it; without it as `send_s`) and `weight_s(tokens, prefix)` (of the backward, what W takes); one
+            sending part; without it links cost nothing), `send_gradient_s(tokens)` (of its message to the part
+            before it; without it as `send_s`) and `weight_s(tokens, prefix)` (of the backward, the seconds of W); one
             object for all parts or a list with one per part.
-        memory: what `planner.memory` gives; without it `peak_bytes` is None.
-        overlap: transfers run beside computation. Otherwise the sending stage does nothing else meanwhile.
+        memory: a model from `planner.memory`; without it `peak_bytes` is None.
+        overlap: transfers run beside computation. Otherwise the sending stage does nothing else during a transfer.
 
     Returns:
         F, B and W of all stages, transfers that take time as SA and SG of the sending stage (which makespan and bubble
@@ -70,7 +70,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """Per node in topological order, in seconds; `sent_s` is where the result is at the other end."""
+    """Hold times per node in topological order, in seconds; at `sent_s` the result is at the other end."""
 
     starts: list[float]
     ends: list[float]
@@ -79,7 +79,7 @@ class _Times:
 
 
 class Replay:
-    """What replays of one schedule share: its computations in a topological order, with their links.
+    """Hold the computations of one schedule in a topological order, with their links, for many replays.
 
     Build it once (or take `Replay.of(schedule)`, which keeps the latest ones) and replay many plans and costs.
     """
@@ -96,7 +96,7 @@ class Replay:
     @staticmethod
     @functools.lru_cache(maxsize=8)
     def of(schedule: Schedule) -> Replay:
-        """Return the replay of a schedule, built when it is first asked for; the latest few are kept."""
+        """Return the replay of a schedule, built at the first call; the latest few are kept."""
         return Replay(schedule)
 
     def makespan(self, plan: Plans, costs: Any, *, overlap: bool = True) -> float:
@@ -105,11 +105,11 @@ class Replay:
         return max(self._pass(seconds, sends, overlap).ends)
 
     def ends_of_stages(self, plan: Plans, costs: Any) -> list[float]:
-        """Return, per stage, when its last computation ends: then it can reduce its gradients."""
+        """Return, per stage, the end of its last computation: then it can reduce its gradients."""
         _, _, seconds, sends = self._durations(plan, costs)
         last = [0.0] * self.schedule.num_stages
         for stage_id, end_s in zip(self._stages, self._pass(seconds, sends, True).ends, strict=True):
-            last[stage_id] = end_s  # those of a stage are in its order
+            last[stage_id] = end_s  # the computations of a stage are in its order
         return last
 
     def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Replay:
         return tuple(map(max, self._bytes_of_stages(plan_per_micro_batch(plan, self.schedule.num_slices), memory)))
 
     def run(self, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True) -> Timeline:
-        """Return what `simulate` does."""
+        """Return the same timeline as `simulate`."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
         times = self._pass(seconds, sends, overlap, self._copies(plans, memory))
         computed = [self._event(i, action, times.starts[i], times.ends[i]) for i, action in enumerate(self._actions)]
@@ -143,14 +143,14 @@ class Replay:
             self._critical_path(times, computed, sent, overlap),
         )
 
-    # --- what the schedule alone decides
+    # --- decided by the schedule alone
 
     def _refuse(self) -> NoReturn:
-        validate(self.schedule)  # says best what is wrong with it
+        validate(self.schedule)  # its error explains best what is wrong
         raise SimulationError(f"schedule {self.schedule.name!r} cannot be replayed: check it with validate()")
 
     def _find_nodes(self) -> None:
-        """Find all computations, those of a stage in its order, each after those that it needs; and per node: its
+        """Find all computations, with each stage's in its order and each after those that it needs; and per node: its
         stage, part, unit, row of the table, and the node of another part that it needs (or a last one, done at 0)."""
         nodes = self.schedule.nodes
         order = np.array(nodes.run_order(), np.int64)
@@ -188,7 +188,7 @@ class Replay:
     # --- one replay
 
     def _durations(self, plan: Plans, costs: Any) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
-        """Return the plans, and per node: whether messages of its part take time, its seconds, those of its message."""
+        """Return the plans, and per node: whether its part's messages take time, its seconds, its message's seconds."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         parts = costs_per_part(costs, self._num_parts)
         numbers: dict[Span, int] = {}
@@ -246,7 +246,7 @@ class Replay:
             send_starts.append(send_start)
         return _Times(starts, ends, send_starts, arrivals[:-1])
 
-    # --- what is made of it
+    # --- the timeline
 
     @functools.cached_property
     def _outstanding(self) -> int:

@@ -1,4 +1,4 @@
-"""Timelines: what ran when in one step, simulated or measured.
+"""Hold timelines: the actions of one step with their times, simulated or measured.
 
 `timeline` holds the events and their sums, `export` writes other programs' formats, `picture` draws, `compare` puts two
 timelines of one schedule side by side.

@@ -1,4 +1,4 @@
-"""Two timelines of one schedule side by side: where does the measured step differ from the predicted one?"""
+"""Compare two timelines of one schedule: find where the measured step differs from the predicted one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WORST = 10
 
 
 class CompareError(ValueError):
-    """Timelines that are not of the same schedule."""
+    """Refuse timelines of different schedules."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity as predicted and as measured.
+    """Hold one quantity as predicted and as measured.
 
     `what`: makespan_s and bubble_fraction of the step; busy_s, wait_s and bubble_fraction of a stage; duration_s,
     start_s and wait_s of an action. A wait of an action is the gap before it; starts count from the first one.
@@ -55,13 +55,13 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table. `summary` has the step and its stages, `actions` three rows per computation in predicted order."""
+    """Hold the table. `summary` has the step and its stages, `actions` 3 rows per computation in predicted order."""
 
     summary: tuple[Quantity, ...]
     actions: tuple[Quantity, ...]
 
     def of_actions(self, what: str, kind: str | None = None) -> list[Quantity]:
-        """Return the rows of one quantity of all computations, or of those of one kind."""
+        """Return the rows of one quantity for all computations, or for one kind of them."""
         return [row for row in self.actions if row.what == what and kind in (None, row.kind)]
 
     def median_ratio(self, kind: str | None = None) -> float | None:
@@ -93,7 +93,7 @@ class Comparison:
         }
 
     def render(self) -> str:
-        """Return the table for people."""
+        """Return the table as text for people."""
         lines = [f"{'':<22}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
         for title, rows in self.sections().items():
             if rows:
@@ -190,7 +190,7 @@ def _sums(rows: Iterable[Quantity]) -> tuple[float, float]:
 
 
 def _factor(row: Quantity) -> float:
-    """Return how far a ratio is from 1, on a scale on which twice and half are as far."""
+    """Return the distance of a ratio from 1, on a scale where 2 and 1/2 are equally far."""
     if row.predicted == row.measured:
         return 0.0
     return abs(math.log(row.measured / row.predicted)) if min(row.predicted, row.measured) > 0 else math.inf

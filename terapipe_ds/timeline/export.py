@@ -1,4 +1,4 @@
-"""Timelines for other programs: Chrome's trace format, which ui.perfetto.dev opens, and CSV."""
+"""Export timelines for other programs: Chrome's trace format, which ui.perfetto.dev opens, and CSV."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STAGES, _LINKS = 0, 1  # the two processes of the trace
 def to_chrome_trace(timeline: Timeline, title: str = "", *others: tuple[str, Timeline]) -> str:
     """Return JSON text for chrome://tracing and ui.perfetto.dev; times are microseconds from 0.
 
-    A thread per stage and, in a process of their own, one per link. Counters show the live slices of every stage,
-    and its bytes if they are known. `others` are titled timelines in the same trace, each in processes of its own.
+    There is a thread per stage and, in a separate process, one per link. Counters show the live slices of every stage,
+    and its bytes if they are known. `others` are titled timelines in the same trace, each in separate processes.
     """
     titled = [(title, timeline), *others]
     rows = [row for index, (name, each) in enumerate(titled) for row in _rows(each, name, 2 * index)]
@@ -32,7 +32,7 @@ def _rows(timeline: Timeline, title: str, first_pid: int) -> list[dict[str, Any]
     threads: dict[tuple[Any, ...], int] = {}
     for event in timeline.events:
         pid, thread = stages, event.stage_id
-        if event.kind in LINK_KINDS:  # beside computation, so in a row of its own
+        if event.kind in LINK_KINDS:  # it runs beside computation, so it has a separate row
             _, _, peer = event.action.partition(">")
             link = event.stage_id, event.kind, event.chunk_id, peer
             if link not in threads:

@@ -1,4 +1,4 @@
-"""Timelines that can be zoomed, hovered and filtered, as a page that needs nothing else: plotly is embedded in it.
+"""Build pages with timelines to zoom, hover and filter; a page needs nothing else, since it embeds plotly.
 
 A figure is plain data: columns with a bar per action, in a trace per kind of action and timeline. `data/timeline.js`
 gives it its look and hands it to plotly's script, the only part of the Python package `plotly` that is used.
@@ -57,7 +57,7 @@ def timeline_page(titled: Sequence[Titled], title: str) -> str:
 
 
 def scripts() -> str:
-    """Return what a page with interactive timelines needs once: plotly, packed, and what draws with it."""
+    """Return the code that a page with interactive timelines needs once: packed plotly, and the script that draws."""
     packed = base64.b64encode(gzip.compress(plotly_script().encode(), mtime=0)).decode()
     own = _data("timeline.js")
     return f'<script type="text/plain" id="plotly-packed">{packed}</script>\n<script>{own}</script>\n'
@@ -88,7 +88,7 @@ def build_interactive(titled: Sequence[Titled], *, compares: bool = True) -> dic
     """Return traces, the names of rows and the unit of times; every timeline begins at 0 with its first computation.
 
     Args:
-        compares: the timelines are of one schedule. An action of the second says how long it took in the first.
+        compares: the timelines have one schedule. An action of the second shows its duration in the first.
     """
     if not any(timeline.computations() for _, timeline in titled):
         raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")
@@ -111,7 +111,7 @@ def build_interactive(titled: Sequence[Titled], *, compares: bool = True) -> dic
 
 
 class _Bars:
-    """The bars of one timeline, by kind."""
+    """Collect the bars of one timeline, by kind."""
 
     def __init__(
         self, timeline: Timeline, rows: Sequence[str], unit: tuple[str, float], reference: Titled | None
@@ -155,7 +155,7 @@ class _Bars:
             columns[name].append(value)
 
     def _words(self, event: TimelineEvent) -> Iterator[str]:
-        """Yield what a bar is, when it ran, and how long it should have taken."""
+        """Yield the lines about a bar: its action, its times, and its expected duration."""
         if event.kind in COMPUTE_KINDS:
             chunk = f", chunk {event.chunk_id}" if event.chunk_id else ""
             yield f"micro-batch {event.micro_batch_id}, slice {event.slice_id}{chunk}"

@@ -1,4 +1,4 @@
-"""Pictures of timelines: one row per stage, slices coloured by micro-batch, forwards light and backwards dark."""
+"""Draw timelines: one row per stage, slices coloured by micro-batch, forwards light and backwards dark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUES = ("#2b6cb0", "#c96a12", "#2f855a", "#7e57b8", "#c53d43", "#128a96", "#b34
 INK, MUTED, LINE, WAIT = "#1f2933", "#66727f", "#b8c1ca", "#f1f3f5"
 _ON_LIGHT = "#1f2932"  # the ink on a light box: a page with a dark ground swaps INK, and this must stay
 _CLOSING_KINDS = ("RT", "RD", "ST")
-_UPRIGHT = 0.077  # what an upright label needs across, so that nine boxes of ten have room for theirs
+_UPRIGHT = 0.077  # the width of an upright label, so that nine boxes of ten have room for theirs
 _LEFT, _RIGHT, _TOP, _AXIS, _LEGEND = 0.85, 0.65, 0.62, 0.45, 0.4
 _NOTE: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
 
@@ -51,10 +51,10 @@ def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> No
 
 
 class Above(Protocol):
-    """What is drawn above timelines, in the same width."""
+    """Draw a picture above timelines, in the same width."""
 
     def height(self, width: float) -> float:
-        """Return the height in inches that it takes on a figure of so many inches across."""
+        """Return its height in inches on a figure that is `width` inches across."""
 
     def draw(self, axes: Axes, width: float, height: float) -> None:
         """Draw on axes without ticks whose limits are these inches, the origin at the upper left."""
@@ -118,7 +118,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, scale: float, points_per_s: floa
 
 
 def _write_labels(axes: Axes, timeline: Timeline, scale: float, points_per_s: float, along: float) -> None:
-    """Write micro-batch and slice in one size of type, upright if level ones do not fit into nine boxes of ten.
+    """Write micro-batch and slice in one size of type, upright if level labels do not fit into nine boxes of ten.
 
     A box without room for its label has none. `along`: the height of a box in points.
     """
@@ -206,13 +206,13 @@ def _zero_s(timeline: Timeline) -> float:
 
 
 def _span_s(timeline: Timeline) -> float:
-    """Return the seconds from the first computation to the end of all that is drawn."""
+    """Return the seconds from the first computation to the end of the last drawn event."""
     drawn = (event.end_s for event in timeline.events if event.kind in COMPUTE_KINDS + _CLOSING_KINDS)
     return max(drawn, default=0.0) - _zero_s(timeline) or 1e-9
 
 
 def _typical_s(timeline: Timeline, among: float = 0.5) -> float:
-    """Return the length of a computation that this share of them is shorter than, for the width of the picture."""
+    """Return the length that a share `among` of the computations stays below, for the width of the picture."""
     lengths = sorted(event.end_s - event.start_s for event in timeline.computations())
     return (lengths[int(len(lengths) * among)] if lengths else 0.0) or 1e-9
 

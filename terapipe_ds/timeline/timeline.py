@@ -1,4 +1,4 @@
-"""A schedule with times, as simulated or as measured: its events, their sums, and its file."""
+"""Hold a schedule with simulated or measured times: its events, their sums, and its file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _Steps = tuple[tuple[_Seconds, _Int], ...]
 
 
 class TimelineError(ValueError):
-    """A timeline that cannot be read, merged or drawn."""
+    """Refuse a timeline that cannot be read, merged or drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One action and when it ran, in seconds of a clock that all stages share.
+    """Hold one action and its times, in seconds of a clock that all stages share.
 
     `kind` is the code of `schedule.Kind` ("F", "B", "W", "ST", ...); `action` is the action as text ("F0.3").
     """
@@ -62,7 +62,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class CriticalStep:
-    """One event of the critical path, and which wait ended with the end of the step before it.
+    """Hold one event of the critical path, and the wait that ended with the end of the step before it.
 
     `waited_for`: "start" (nothing: the first), "stage" (its stage was busy), "dependency" (the computation whose
     result it takes), "link" (its input was on the link; for a transfer, the link was busy with the one before).
@@ -74,7 +74,7 @@ class CriticalStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step. What has one entry per stage is None where it is not known.
+    """Hold the events of one step. A field with one entry per stage is None where it is not known.
 
     `bytes_over_time` holds per stage (from this time on, bytes), times ascending. `critical_path` runs from the
     start to the last end; in a simulation each of its steps starts in the moment in which the one before it ends.
@@ -135,7 +135,7 @@ class Timeline:
         return tuple(max(1.0 - busy_s / makespan_s, 0.0) if makespan_s > 0 else 0.0 for busy_s in self.busy_s())
 
     def live_slices(self) -> tuple[_Steps, ...]:
-        """Return per stage (from this time on, slices whose F has ended and whose last of B and W has not)."""
+        """Return per stage pairs (from this time on, slices whose F has ended and whose last of B and W has not)."""
         first: list[dict[tuple[int, ...], float]] = [{} for _ in range(self.num_stages)]
         last: list[dict[tuple[int, ...], float]] = [{} for _ in range(self.num_stages)]
         for event in self.computations():
@@ -183,7 +183,7 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
-        """Return one timeline from those of the ranks of one pipeline, each with its own stage's events.
+        """Merge the timelines of the ranks of one pipeline, each with its own stage's events, into one.
 
         Their clocks must agree. Peaks are the largest per stage, where all timelines have them. Raise
         `TimelineError` if the timelines differ in their stages, or if two of them have the same stage.
@@ -206,7 +206,7 @@ class Timeline:
 
 
 class _TimelineFile(BaseModel):
-    """The file of a timeline. `critical_path` holds [number of an event, what it waited for]."""
+    """Describe the file of a timeline. `critical_path` holds [number of an event, its `waited_for`]."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -240,7 +240,7 @@ def parse_file_name(name: str) -> tuple[int, int] | None:
 
 
 def _count_over_time(begins: dict[tuple[int, ...], float], ends: dict[tuple[int, ...], float]) -> _Steps:
-    """Count the things that have begun and not ended; what ends in a moment goes before what begins."""
+    """Count the spans that have begun and not ended; at one moment, ends come before beginnings."""
     changes = sorted([*((time_s, 1) for time_s in begins.values()), *((time_s, -1) for time_s in ends.values())])
     steps: dict[float, int] = {}
     count = 0

@@ -1,8 +1,8 @@
-"""Say for what a stage has waited: which computation, on which stage, gave the input of the one that came next.
+"""Explain the waits of a stage: find the computation, and its stage, whose result the next computation needed.
 
-A timeline has actions and times, and neither placement nor links. So what a computation waited for is found by the way
-of its slice: the one of the same micro-batch and slice that ended last before it. That is the forward of the part
-before it, or the backward of the part after it; for the first backward of a slice, its forward.
+A timeline has actions and times, and neither placement nor links. So the way of the slice reveals the source: it is the
+computation of the same micro-batch and slice that ended last before. This is the forward of the part before, or the
+backward of the part after; for the first backward of a slice, it is the slice's forward.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ROUNDING = 1e-9  # of the makespan
 
 @dataclass(frozen=True)
 class Wait:
-    """A gap on a stage in front of a computation.
+    """Hold a gap on a stage before a computation.
 
-    `source` gave the input of that computation; None where nothing of its slice ran before: it waited for data, or for
-    the step to begin.
+    `source` yielded the input of that computation. It is None where no computation of its slice ran before: then the
+    stage waited for data, or for the step to begin.
     """
 
     stage_id: int
@@ -38,7 +38,7 @@ class Wait:
 
     @property
     def reason(self) -> str:
-        """Return in words what the stage has waited for."""
+        """Describe in words the cause of the wait."""
         if self.source is None:
             return "nothing of this slice ran before: the data, or the start of the step"
         where = f"{self.source.action} of stage {self.source.stage_id}"
@@ -53,7 +53,7 @@ class Wait:
 
 
 def find_waits(timeline: Timeline) -> list[Wait]:
-    """Return the gaps in front of computations, from the first computation of the step on, in the order of stages."""
+    """Return the gaps before computations, from the first computation of the step on, in the order of stages."""
     computations = timeline.computations()
     if not computations:
         return []
@@ -72,7 +72,7 @@ def find_waits(timeline: Timeline) -> list[Wait]:
 def exposed_comm_s(timeline: Timeline, placement: Mapping[tuple[int, int], int]) -> tuple[float, ...]:
     """Return for each stage the seconds in which it did nothing although its next input was computed already.
 
-    What it waited for is the message on its way, or what either side does with it; a wait before that is bubble.
+    In these seconds it waited for the message in flight, or for work on it at either end; an earlier wait is bubble.
     `placement` has the part at (stage_id, chunk_id). The events of a stage are in the order in which they ran.
     """
     ends: dict[tuple[str, int, int, int], float] = {}
@@ -91,7 +91,7 @@ def exposed_comm_s(timeline: Timeline, placement: Mapping[tuple[int, int], int])
 
 
 class _Sources:
-    """The computations of each slice by the time of their ends."""
+    """Hold the computations of each slice by the time of their ends."""
 
     def __init__(self, computations: Iterable[TimelineEvent], rounding_s: float) -> None:
         self._rounding_s = rounding_s

@@ -40,7 +40,7 @@ from unittest import mock
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
-LOG_TAIL_CHARS = 4000
+LOG_TAIL_CHARS = 8000
 
 # Modules that each rank would otherwise import itself, for a second: see there.
 PRELOADED = ["tests.distributed.preloaded"]

@@ -96,9 +96,10 @@ def test_values_are_those_of_the_trace(name: str, tmp_path: Path) -> None:
         (path,) = (tmp_path / "traces").glob("predicted-*.json")
         planned = [e for e in json.loads(path.read_text())["events"] if e["kind"] in "FBW"]
         predicted_s = max(e["end_s"] for e in planned) - min(e["start_s"] for e in planned)
-        assert values["predicted_seconds"] == pytest.approx([predicted_s] * STEPS, rel=0.01)
-        ratios = [predicted_s / span_s for span_s in values["pipeline_seconds"]]
-        assert values["predicted_over_measured"] == pytest.approx(ratios, rel=0.01)
+        # the second batch measures the engine's own time, and the plan is made again with it
+        assert values["predicted_seconds"][2:] == pytest.approx([predicted_s] * (STEPS - 2), rel=0.01)
+        spans = zip(values["predicted_seconds"], values["pipeline_seconds"], strict=True)
+        assert values["predicted_over_measured"] == pytest.approx([a / b for a, b in spans], rel=0.01)
         assert "it should take" in first[0] and "times as fast as whole sequences" in first[0]
     else:
         assert not {"predicted_seconds", "predicted_over_measured"} & values.keys()

@@ -83,6 +83,21 @@ def job_trained(names: list[str], loss: type[nn.Module] = Temperature) -> dict[s
     return found
 
 
+# in bf16 DeepSpeed's own engine trains a loss only with this option
+IMMEDIATE = {"enabled": True, "immediate_grad_update": True}
+
+
+def job_trained_in_bf16(bf16: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the temperature after each of three steps: the stock engine's, then ours."""
+    runs = {"stock": (None, 1, IMMEDIATE), "seq1f1b": (section(), 2, bf16), "chimera": (BOTH_WAYS, 2, bf16)}
+    trained = {}
+    for name, (terapipe, stages, options) in runs.items():
+        loss = OnOneRank("float32")
+        with engine_of(gpt_layers("float32"), terapipe, stages=stages, loss_fn=loss, bf16=options) as engine:
+            trained[name] = [float(loss.log_t) for _ in range(3) if train(engine, batches(1))]
+    return trained
+
+
 class TestLossParameters:
     def test_they_train_as_in_one_stage_under_every_schedule(self) -> None:
         self.compare([name for name in TRAINED if "ZeRO" not in name], 2, Temperature)
@@ -95,6 +110,14 @@ class TestLossParameters:
         for name in names:
             limit = 1e-5 if "ZeRO" in name else 1e-6 if "clipped" in name else 1e-10  # fp32, DeepSpeed's norm in fp32
             assert violations([rank[name] for rank in found], limit) == {}, name
+
+    @pytest.mark.parametrize("bf16", [{"enabled": True}, IMMEDIATE])
+    def test_in_bf16(self, bf16: dict[str, Any]) -> None:
+        """Without the option the stock engine clears the gradients of the loss in each backward."""
+        of_ranks = rank_pool(2).run(job_trained_in_bf16, bf16=bf16)
+        for name in ("seq1f1b", "chimera"):
+            (ours,) = {tuple(rank[name]) for rank in (of_ranks if name == "chimera" else of_ranks[1:])}
+            assert len(set(ours)) == 3 and ours == pytest.approx(of_ranks[0]["stock"], abs=2**-10)  # two roundings
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------

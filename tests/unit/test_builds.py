@@ -129,7 +129,7 @@ class TestLocks:
 
     def test_the_doctor_names_it(self, lock: Path) -> None:
         def told() -> tuple[str, str, str]:
-            (line,) = [line for line in look(Check("ops", machine.ops)) if line.name == "build lock"]
+            (line,) = [line for line in look(Check("ops", machine.builds)) if line.name == "build lock"]
             return line.verdict, line.found, line.fix
 
         assert told()[0] == "note" and f"process {os.getpid()} builds fused_adam now" in told()[1]

@@ -73,15 +73,14 @@ def render_page(data: object, interactive: bool = False) -> str:
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {name: getattr(text, name) for name in ("digits", "seconds", "percent", "slices_text", "peaks")}
     with matplotlib.rc_context(SETTINGS):
-        steps, timelines = plots.step_times(result), list(_timelines(result, bool(scripts)))
-        drawn = "" if steps is None else plots.inline_svg(steps, "steps", "Step times of all runs")
+        figures, timelines = _figures(result), list(_timelines(result, bool(scripts)))
     assert isinstance(data, dict)
     slim = data | {"runs": [{k: v for k, v in run.items() if k != "timeline"} for run in data["runs"]]}
     return page.get_template("page.html").render(
         result=result,
         systems=SYSTEMS,
         text=text,
-        steps=drawn,
+        figures=figures,
         policy=interactive_pages.POLICY if scripts else _POLICY,
         scripts=scripts,
         interactive_note=note,
@@ -104,6 +103,17 @@ def timeline_pair(group: RunGroup) -> list[Run]:
 
     others = [run for run in traced if run is not best and any(likeness(run))]
     return [run for run in (max(others, key=likeness, default=None), best) if run is not None]
+
+
+def _figures(result: Result) -> dict[str, str]:
+    """Return the pictures that the result has figures for, by their names in the template."""
+    drawn = (
+        ("steps", plots.step_times, "Step times of all runs"),
+        ("slices", plots.slice_counts, "Step time against the number of slices"),
+        ("errors", plots.prediction_errors, "Errors of the predictions, run by run"),
+        ("memory", plots.memory, "Peak memory per stage"),
+    )
+    return {key: plots.inline_svg(figure, key, words) for key, draw, words in drawn if (figure := draw(result))}
 
 
 def _scripts() -> tuple[str, str]:

@@ -10,27 +10,30 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.bench.report.data import Result, Run, RunGroup
-from terapipe_ds.bench.report.text import time_unit
+from terapipe_ds.bench.report.text import bytes_unit, digits, percent, time_unit
 from terapipe_ds.timeline.picture import INK, LINE, MUTED, WAIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BAND = "#d9e6cf"  # of errors within 5 %
 COLOURS = {"deepspeed": "#c2610c", "terapipe": "#0068b5", "torch": "#00806a"}
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
-_VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT}
+_VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT, "band": BAND}
+_FORMS = ("o-", "s--", "^-.", "D:", "v-", "P--")
 _MOST_LETTERS = 46  # characters of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
-Rows = list[tuple[RunGroup, tuple[Run, ...]]]
+Rows = list[tuple[RunGroup, list[Run]]]
 """A panel per group, and in it a row per run, the first on top."""
+_Some = Sequence[float | None]
 
 
 def inline_svg(figure: Figure, key: str, description: str) -> str:
@@ -67,7 +70,7 @@ def inline_png(figure: Figure, description: str) -> str:
 
 def step_times(result: Result) -> Figure | None:
     """Draw a bar per run: every step a dot (the first on top), median, bound, and stock as a line."""
-    rows = [(group, group.runs) for group in result.groups if group.runs]
+    rows = _rows(result, lambda run: True)
     if not rows:
         return None
     units = [time_unit([max(run.step_s_all) for run in runs]) for _, runs in rows]
@@ -101,17 +104,113 @@ def _draw_steps(ax: Axes, row: int, run: Run, scale: float) -> None:
         ax.vlines(run.bound_s * scale, row - 0.42, row + 0.42, color=INK, linewidth=1.3)
 
 
-def _stack(rows: Rows, titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
+def slice_counts(result: Result) -> Figure | None:
+    """Draw step time against the number of slices, a panel per group that has several; None if no group has."""
+    from matplotlib.figure import Figure
+
+    ours = _rows(result, lambda run: run.system == "terapipe")
+    shown = [(group, runs) for group, runs in ours if len({len(run.slices) for run in runs}) > 1]
+    if not shown:
+        return None
+    names = sorted({run.schedule for _, runs in shown for run in runs})
+    columns = min(len(shown), 3)
+    lines = -(-len(shown) // columns)
+    figure = Figure(figsize=(9.2, 2.75 * lines + 0.75), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for ax in panels[len(shown) :]:
+        ax.remove()
+    for ax, (group, runs) in zip(panels, shown, strict=False):
+        _draw_slices(ax, group, runs, names)
+    return _with_legend(figure, columns=5)
+
+
+def _draw_slices(ax: Axes, group: RunGroup, runs: Sequence[Run], names: Sequence[str]) -> None:
+    unit, scale = time_unit([run.step_s for run in group.runs])
+    series = []
+    for index, name in enumerate(names):
+        same = [run for run in runs if run.schedule == name and not run.planned]
+        series.append((f"terapipe {name}", _FORMS[index % len(_FORMS)], same))
+    for label, form, chosen in [*series, ("planned slices", "*", [run for run in runs if run.planned])]:
+        if points := sorted((len(run.slices), run.step_s * scale) for run in chosen):
+            style: dict[str, Any] = {"color": COLOURS["terapipe"], "markersize": 11 if form == "*" else 5}
+            ax.plot(*zip(*points, strict=True), form, label=label, linewidth=1.4, markeredgewidth=0, **style)
+    if bounds := [(len(run.slices), run.bound_s * scale) for run in runs if run.bound_s is not None]:
+        ax.plot(*zip(*bounds, strict=True), "_", color=INK, markersize=9, markeredgewidth=1.3, label="bound")
+    for other, dashes, label in ((group.stock(), 1, "stock median"), (group.fastest("torch"), 5, "best of torch")):
+        if other is not None:
+            style = {"linewidth": 1.1, "linestyle": (0, (dashes, 2)), "zorder": 0, "label": label}
+            ax.axhline(other.step_s * scale, color=COLOURS[other.system], **style)
+    _quiet(ax, "y")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.margins(x=0.08, y=0.1)
+    ax.set_xlabel("slices", **_SMALL)
+    ax.set_ylabel(f"step time, {unit}", **_SMALL)
+    ax.set_title(group.title, loc="left", fontsize=10, fontweight="bold", color=INK)
+
+
+def prediction_errors(result: Result) -> Figure | None:
+    """Draw how far each prediction is from the single steps, a thin bar each, and as a tick from the median."""
+    rows = _rows(result, lambda run: run.predicted_s is not None)
+    if not rows:
+        return None
+    figure, panels = _stack(rows, ["predicted / measured − 1, in percent"] * len(rows))
+    for ax, (_, runs) in zip(panels, rows, strict=True):
+        ax.axvspan(-5, 5, color=BAND, linewidth=0, zorder=0, label="within 5 %")
+        for row, run in enumerate(runs):
+            singles = [(run.predicted_s or step_s) / step_s - 1 for step_s in run.step_s_all]
+            _grouped_bars(ax, row, run, singles, [run.prediction_error], "of the median", 100)
+        _beside(ax, "", [percent(run.prediction_error, "+.1f") for run in runs])
+    limit = max(8, *(abs(end) for ax in panels for end in ax.get_xlim()))
+    for ax in panels:
+        ax.set_xlim(-limit, limit)
+    return _with_legend(figure)
+
+
+def memory(result: Result) -> Figure | None:
+    """Draw the peak of every stage, a thin bar each from stage 0 down, with the predicted peak as a tick."""
+    rows = _rows(result, lambda run: bool(run.largest_peak_bytes))
+    if not rows:
+        return None
+    unit, scale = bytes_unit([run.largest_peak_bytes for run in result.measured])
+    stages = max(run.stages for _, runs in rows for run in runs)
+    figure, panels = _stack(rows, [f"peak {unit} per stage"] * len(rows), row_height=0.14 + min(0.115 * stages, 0.55))
+    for ax, (_, runs) in zip(panels, rows, strict=True):
+        for row, run in enumerate(runs):
+            _grouped_bars(ax, row, run, run.peak_bytes or (), run.predicted_peak_bytes or (), "predicted", scale)
+        _beside(ax, "largest", [digits(run.largest_peak_bytes, 3, scale) for run in runs])
+    return _with_legend(figure)
+
+
+def _grouped_bars(ax: Axes, row: int, run: Run, values: _Some, ticks: _Some, meaning: str, scale: float) -> None:
+    """Draw thin bars that share the height of a row, the first on top, and ticks that share it likewise."""
+    thick, tall = (0.82 / max(len(each), 1) for each in (values, ticks))
+    middles, ends = [row - 0.41 + thick * (i + 0.5) for i in range(len(values))], [scale * (v or 0) for v in values]
+    ax.barh(middles, ends, 0.78 * thick, color=COLOURS[run.system], alpha=0.55, linewidth=0, label=run.system)
+    for top, tick in zip([row - 0.41 + tall * i for i in range(len(ticks))], ticks, strict=True):
+        if tick is not None:
+            ax.vlines(tick * scale, top, top + tall, color=INK, linewidth=1.5)
+            ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.5, label=meaning)
+    ax.axhline(row + 0.5, color=LINE, linewidth=0.5, alpha=0.6, zorder=0)
+
+
+def _rows(result: Result, is_shown: Callable[[Run], bool]) -> Rows:
+    """Return the groups that have runs to show, each with these runs."""
+    rows = [(group, [run for run in group.runs if is_shown(run)]) for group in result.groups]
+    return [(group, runs) for group, runs in rows if runs]
+
+
+def _stack(rows: Rows, titles: Sequence[str], row_height: float = 0.29) -> tuple[Figure, list[Axes]]:
     """Return a figure with the panels below each other, and their axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     counts = [len(runs) for _, runs in rows]
     layout = ConstrainedLayoutEngine(h_pad=0.1)  # inches above and below each panel
-    figure = Figure(figsize=(9.2, 0.29 * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
+    figure = Figure(figsize=(9.2, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
     panels = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for ax, (group, runs), title in zip(panels, rows, titles, strict=True):
-        _quiet(ax)
+        _quiet(ax, "x")
         ax.set_ylim(len(runs) - 0.5, -0.5)
         labels = [run.label for run in runs]
         labels = [text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…" for text in labels]
@@ -129,17 +228,17 @@ def _beside(ax: Axes, head: str, texts: Sequence[str], bold_row: int | None = No
         ax.text(1.01, row, text, color=INK, fontweight="bold" if row == bold_row else "normal", **place)
 
 
-def _quiet(ax: Axes) -> None:
+def _quiet(ax: Axes, grid: Literal["x", "y"]) -> None:
     """Leave only the marks that reading values needs: a pale grid, no frame."""
     for side, spine in ax.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
     ax.tick_params(labelsize=8, labelcolor=MUTED, color=LINE, length=3)
-    ax.grid(axis="x", color=LINE, linewidth=0.5, alpha=0.6)
+    ax.grid(axis=grid, color=LINE, linewidth=0.5, alpha=0.6)
     ax.set_axisbelow(True)
 
 
-def _with_legend(figure: Figure) -> Figure:
+def _with_legend(figure: Figure, columns: int = 9) -> Figure:
     """Add one legend below everything, with each label once."""
     items: dict[str, Any] = {}
     for ax in figure.axes:
@@ -147,5 +246,5 @@ def _with_legend(figure: Figure) -> Figure:
             items.setdefault(label, handle)
     spacing = {"handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
     style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, **spacing}
-    figure.legend(items.values(), items, loc="outside lower left", ncols=min(9, len(items)), **style)
+    figure.legend(items.values(), items, loc="outside lower left", ncols=min(columns, len(items)), **style)
     return figure

@@ -1,1 +1,1 @@
-"""What does a layer cost? One source for the time, the memory and the messages of any cut of the layers."""
+"""Give the costs of layers: one source for the time, the memory and the messages of any cut of the layers."""

@@ -1,4 +1,4 @@
-"""A model as measured or published numbers per layer: what a user gives by hand."""
+"""Describe a model by measured or published numbers per layer, which a user gives by hand."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LayerChain:
     Args:
         forward_s: of a whole sequence, in seconds.
         backward_s: of a whole sequence, in seconds.
-        output_bytes: what a layer sends to the next one.
-        saved_bytes: what a layer keeps for its backward.
+        output_bytes: a layer sends these to the next one.
+        saved_bytes: a layer keeps these for its backward.
         parameter_bytes: of its parameters; gradients have as many, and Adam's states twice as many.
-        costs: per layer an object with `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`; without them only
-            unsliced plans.
+        costs: per layer an object with `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`; without them all
+            plans are unsliced.
 
     Raises:
         PlannerError: sequences of different lengths, or numbers that no layer has.
@@ -49,7 +49,7 @@ class LayerChain:
         }
         checked = {name: _checked(name, values) for name, values in numbers.items()}
         self.num_layers = len(checked["forward_s"])
-        # a missing number would shift all that follow it to other layers
+        # a missing number would shift all later numbers to other layers
         lengths = {name: len(values) for name, values in checked.items()}
         lengths |= {} if costs is None else {"costs": len(costs)}
         for name, length in lengths.items():
@@ -63,7 +63,7 @@ class LayerChain:
         self.costs = None if costs is None else tuple(costs)
 
     def of_length(self, sequence_length: int) -> Layers:
-        """Return what the planner asks, for sequences of that length."""
+        """Return the planner's view of the chain, for sequences of that length."""
         return _ChainLayers(self, sequence_length)
 
 
@@ -99,7 +99,7 @@ class _ChainLayers(Layers):
         return tuple(parts)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Adam reads gradient, parameter and two states and writes the last three: seven numbers per parameter."""
+        """Count seven numbers per parameter: Adam reads gradient, parameter, two states and writes the last three."""
         divided = setting.data if setting.zero_stage else 1
         return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 

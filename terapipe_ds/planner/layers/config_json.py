@@ -1,4 +1,4 @@
-"""The model size that a Hugging Face `config.json` tells."""
+"""Read the model size from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TIED = {
 }  # fmt: skip
 """Families whose configs tie the output matrix to the embedding where they do not say."""
 
-_ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true, as it is where the config does not say
+_ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
@@ -74,7 +74,7 @@ def size_of_config(path: str) -> ModelSize:
     if missing:
         raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
-    # what a config leaves out has the default of transformers' classes
+    # a key that a config leaves out has the default of transformers' classes
     usual = {
         "ffn_size": 4 * hidden,
         "num_kv_heads": 1 if _has_one_key_head(family, config) else heads,
@@ -95,7 +95,7 @@ def size_of_config(path: str) -> ModelSize:
 
 
 def _check_kind(path: str, family: str, document: Mapping[str, Any]) -> None:
-    """Raise PlannerError for encoders, and for layers whose costs are not those of attention."""
+    """Raise PlannerError for encoders, and for layers that are not all attention and MLP."""
     architectures = [str(name) for name in document.get("architectures") or ()]
     is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
     if document.get("is_encoder_decoder") or is_other:
@@ -117,5 +117,5 @@ def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
 
 
 def with_length(size: ModelSize, sequence_length: int) -> ModelSize:
-    """Return the size with room for so many tokens, where positions are learned."""
+    """Return the size with room for sequences of this length, where positions are learned."""
     return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))

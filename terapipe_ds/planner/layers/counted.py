@@ -1,4 +1,4 @@
-"""A named model as layers: embedding, decoder layers, and norm with head, with costs counted for a device."""
+"""Count the costs of a named model's layers for a device: embedding, decoder layers, and norm with head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CountedLayers(Layers):
         return None
 
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
-        """Return the costs of embedding, decoder layer and head; a part's are their sums."""
+        """Return the costs of embedding, decoder layer and head; the costs of a part are their sums."""
 
         def kind(layers: int, *, embedding: bool = False, head: bool = False) -> AnalyticCosts:
             links = self._cluster.between, self._cluster.within
@@ -53,7 +53,7 @@ class CountedLayers(Layers):
         return np.full(self.num_layers, float(per_token))
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
-        # the memory model counts ends with their part, so only decoder layers are told to it
+        # the memory model counts ends with their part, so it takes only the number of decoder layers
         counts = tuple(sum(1 for layer in range(s.start, s.stop) if self._is_decoder(layer)) for s in spans)
         parts = {again: self._parts(setting, counts, again) for again in {span.recompute for span in spans}}
         return tuple(parts[span.recompute][part_id] for part_id, span in enumerate(spans))
@@ -74,7 +74,7 @@ class CountedLayers(Layers):
         return TiedCopy(itemsize * parameters, *(number * parameters for number in self._bytes_at_the_end(setting)))
 
     def _bytes_at_the_end(self, setting: Setting) -> tuple[float, float]:
-        """Return what a parameter sums (`bytes_summed`) and moves: states are divided by ZeRO-1, and for bfloat16."""
+        """Return the bytes that a parameter sums (`bytes_summed`) and moves; ZeRO-1 and bfloat16 divide the states."""
         # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
         is_divided = self.dtype == "bfloat16" or setting.zero_stage
         moved = OPTIMIZER_BYTES_PER_PARAMETER / (setting.data if is_divided else 1)

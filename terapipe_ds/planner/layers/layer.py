@@ -1,4 +1,4 @@
-"""What one layer takes: the record that slices, strategies and recomputation are planned with.
+"""Hold the costs of one layer, the record behind plans of slices, strategies and recomputation.
 
 A part is a run of layers. Equal layers share one cost object, so that the sums of parts count them together.
 """
@@ -25,35 +25,35 @@ from terapipe_ds.planner.memory import PartMemory
 class Layer:
     """Hold a layer on one rank, or a part whose layers were not timed. None or 0: nobody measured it.
 
-    Its memory is in bytes per token of a slice with all rows, as that of a part.
+    Its memory is in bytes per token of a slice with all rows, as the memory of a part.
     """
 
     costs: Costs
     parameters: int = 0
     trained: int = 0  # of the parameters, those with gradients
     memory: PartMemory | None = None
-    input_bytes: float = 0.0  # per token, of what the layer before hands on
-    output_bytes: float = 0.0  # per token, of what it hands on
+    input_bytes: float = 0.0  # per token, from the layer before
+    output_bytes: float = 0.0  # per token, to the next layer
     layer_id: int = 0  # in the model
     overhead: OverheadCosts | None = None  # of every part, beyond its layers
-    layers_of_part: int = 1  # in the part that it was measured in
+    layers_of_part: int = 1  # in the part in which it was measured
     send_s: Callable[[Any], Any] | None = None  # of a message of that part
     step_s: float | None = None  # its share of the optimizer's step, by trained parameters
 
     def kept_bytes(self, is_whole: bool) -> float:
-        """Return what it keeps of a live slice; a slice that `is_whole` keeps its keys and values itself."""
+        """Return the bytes per token of a live slice; a slice that `is_whole` keeps its keys and values itself."""
         if self.memory is None:
             return 0.0
         return self.memory.slice_bytes_per_token + (self.whole_bytes if is_whole else 0.0)
 
     @property
     def whole_bytes(self) -> float:
-        """Return what it keeps besides where a sequence is one slice."""
+        """Return the bytes per token that it keeps in addition where a sequence is one slice."""
         return (self.memory.whole_bytes_per_token or 0.0) if self.memory is not None else 0.0
 
 
 class OverheadCosts:
-    """Give what every F and B takes beyond its layers, with the methods of a layer; W has none of it."""
+    """Give the seconds of every F and B beyond its layers, with the methods of a layer; W has none."""
 
     vectorized = True
 
@@ -61,7 +61,7 @@ class OverheadCosts:
         self._points, self._share = sorted(points, key=lambda point: point.tokens), share
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return seconds, linear between what was measured and constant beyond."""
+        """Return seconds, linear between the measured points and constant beyond them."""
         return self._between([point.forward_s for point in self._points], tokens) + 0.0 * prefix
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
@@ -71,7 +71,7 @@ class OverheadCosts:
         return 0.0 * tokens + 0.0 * prefix
 
     def shared_by(self, layers: int) -> OverheadCosts:
-        """Return what falls to one of so many layers."""
+        """Return the share of one of `layers` layers."""
         return OverheadCosts(self._points, 1 / layers)
 
     def _between(self, seconds: Sequence[float], tokens: Any) -> Any:
@@ -80,7 +80,7 @@ class OverheadCosts:
 
 def layers_of_profile(profile: Profile) -> list[Layer]:
     """Return the layers of a profile in the order of the model, or its parts where layers were not timed."""
-    # a link belongs to the part that sends over it, whatever layers a cut gives to that part
+    # a link belongs to the part that sends over it, whichever layers a cut puts in that part
     models, timed = CostModel.from_profile(profile), profile.layers
     sends = [method_of(model, "send_s") for model in models]
     # only the parts are known, and each is a layer that nothing can divide
@@ -120,13 +120,13 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
 
 
 def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[str, Any]:
-    """Return the fields of a part's memory, as floats: sums over its layers, but the most of what only works.
+    """Return the fields of a part's memory as floats: sums over its layers, but maxima of the working bytes.
 
     Where all layers `recompute`, a live slice keeps their inputs, and in its backward one layer at a time is whole.
     """
     known = [layer.memory for layer in layers if layer.memory is not None]
     numbers: dict[str, Any] = {}
-    # one layer works at a time, so what only works is the most of any; everything else adds up
+    # one layer works at a time, so working bytes are the maximum over layers; everything else adds up
     for name in (field.name for field in dataclasses.fields(PartMemory)):
         values = [getattr(memory, name) for memory in known]
         is_largest = name.startswith("working") or name == "window_tokens"
@@ -141,7 +141,7 @@ def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[s
 
 
 def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: bool = False) -> list[Costs]:
-    """Return the costs of every layer for so many sequences, with its share of its part's overhead."""
+    """Return the costs of every layer for `rows` sequences, with its share of its part's overhead."""
     made: dict[tuple[int, int], Costs] = {}
     costs = []
     for layer in layers:

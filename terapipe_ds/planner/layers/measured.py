@@ -1,8 +1,8 @@
-"""A model as profiles measured it: one profile per number of tensor ranks and rows of a micro-batch.
+"""Describe a model by profiles of it: one profile per number of tensor ranks and rows of a micro-batch.
 
-A profile says what each layer takes where slices run as in training, so that tensor-parallel collectives and the
-engine's own time are in the numbers. Other tensor ranks and micro-batches are refused: nothing tells what they take.
-Memory is taken as measured on one replica without ZeRO. Tied layers are not known to a profile, so their sum is not
+A profile has the times of each layer with slices that run as in training, so its numbers include tensor-parallel
+collectives and the engine's own time. Other tensor ranks and micro-batches are refused: nobody has timed them. The
+memory is the measured memory of one replica without ZeRO. A profile does not know of tied layers, so their sum is not
 counted.
 """
 
@@ -40,7 +40,7 @@ gradients in: nine (`stage_1_and_2.py`, `step`).
 
 
 def timed_layers(profile: Profile) -> list[Layer]:
-    """Return the layers of a profile that has all that strategies need.
+    """Return the layers of a profile; refuse one that lacks numbers which strategies need.
 
     Raises:
         PlannerError: a profile that lacks a part, its memory, or the times of its layers.
@@ -60,7 +60,7 @@ class MeasuredLayers(Layers):
     """Hold the layers of a model, with costs from profiles of it, for sequences of one length.
 
     Raises:
-        PlannerError: profiles of different models or devices, of shorter sequences, or that lack what strategies need.
+        PlannerError: profiles of different models or devices, of shorter sequences, or without numbers for strategies.
     """
 
     is_sliceable, whole_is_least = True, False
@@ -112,12 +112,12 @@ class MeasuredLayers(Layers):
         return tuple(self._memory(setting, span) for span in spans)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Return what is summed, and as many bytes as the memory moves while the optimizer's step takes place.
+        """Return the bytes that replicas sum, and the bytes that the memory moves during the optimizer's step.
 
-        The step is as measured; where none was, it is counted. The states of bfloat16 are divided whatever the ZeRO
+        The step is measured; without a measurement it is counted. The states of bfloat16 are divided whatever the ZeRO
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
-        # the step was measured with all states on one rank, of which replicas divide a share
+        # the step was measured with all states on one rank; replicas divide a share of them
         card, summed, share = self._cluster.card, bytes_summed(self.dtype, setting.zero_stage), 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data
@@ -137,14 +137,14 @@ class MeasuredLayers(Layers):
         return PartMemory(**numbers | self._states(setting, layers, numbers))
 
     def _states(self, setting: Setting, layers: Sequence[Layer], numbers: Mapping[str, Any]) -> dict[str, int]:
-        """Return the lasting bytes, of which ZeRO-1, and any optimizer of bfloat16, divides the states.
+        """Return the lasting bytes; ZeRO-1, and any optimizer of bfloat16, divides the states among them.
 
         ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
         """
         static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
         if setting.zero_stage == 0 and self.dtype != "bfloat16":
             return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)}
-        # what is left of the measured bytes without parameters and gradients are the states
+        # the measured bytes without parameters and gradients are the states
         parameters = ITEMSIZE[self.dtype] * sum(layer.parameters for layer in layers)
         kept = gradients or 4.0 * sum(layer.trained for layer in layers)  # in `static` where the optimizer keeps them
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
@@ -155,11 +155,11 @@ class MeasuredLayers(Layers):
 def measured_cluster(
     profile: Profile, nodes: int, devices_per_node: int, card: DeviceCard | str = "cpu", **links: float
 ) -> Cluster:
-    """Return a cluster of the device that a profile was measured on, with the link between stages that it measured.
+    """Return a cluster of the device that a profile measured, with its link between stages.
 
     Args:
-        card: the device's memory and its bandwidth; times of layers are those of the profile.
-        links: rates and latencies of `Cluster` in the place of the measured link, between nodes above all.
+        card: the device's memory and its bandwidth; times of layers come from the profile.
+        links: rates and latencies of `Cluster` that replace the measured link, between nodes above all.
 
     Raises:
         PlannerError: the profile has no link.
@@ -187,7 +187,7 @@ def _by_size(profiles: Sequence[Profile]) -> dict[tuple[int, int], Profile]:
     by_size: dict[tuple[int, int], Profile] = {}
     for profile in profiles:
         key, first = profile.key, profiles[0].key
-        # profiles of other machines or lengths would be compared like strategies
+        # otherwise the search would compare profiles of other machines or lengths like strategies
         for name in _SAME:
             if getattr(key, name) != getattr(first, name):
                 raise PlannerError(
@@ -210,8 +210,8 @@ def _check_models(
 ) -> None:
     """Raise PlannerError for profiles of different models.
 
-    With as many tensor ranks they have the same layers. With t times as many, a layer's parameters on a rank are no
-    more, and no fewer than a t-th.
+    With equal numbers of tensor ranks they have the same layers. With t times as many ranks, a layer has at most as
+    many parameters on a rank, and at least a t-th of them.
     """
     for one, other in itertools.combinations(sorted(layers), 2):
         keys = profiles[one].key, profiles[other].key

@@ -1,7 +1,6 @@
-"""Costs and memory of any cut of a measured model: sums over the layers of each part.
+"""Sum the costs and memory of any cut of a measured model over the layers of each part.
 
-Of a profile whose layers were not timed only the parts are known that were measured, and these may be joined, but not
-divided.
+A profile whose layers were not timed has only its measured parts. They may be joined, but not divided.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class MeasuredParts:
     has_layers: bool = True  # False: `layers` are parts, which nothing can divide
     link_bytes_per_s: float | None = None  # of the slowest link
     gradient_itemsize: int = 4
-    weights: Sequence[float] | None = None  # of layers, which another cut evens out; None: their trained parameters
+    weights: Sequence[float] | None = None  # of layers; another cut evens them out; None: their trained parameters
     has_other_cuts: bool = True  # False: the number of parts cannot change
-    offloads: bool = False  # what slices keep goes to the host
+    offloads: bool = False  # the tensors that slices keep go to the host
     _made: dict[Any, PartCosts] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -49,7 +48,7 @@ class MeasuredParts:
         self, bounds: Sequence[int], sequence_length: int, *, has_other_cuts: bool, offloads: bool
     ) -> MeasuredParts:
         """Return the same layers in the cut of a running module. Other cuts even out the times of whole sequences."""
-        # parts that nothing can divide stay as they were measured
+        # parts that nothing can divide stay as measured
         if not self.has_layers:
             return dataclasses.replace(self, has_other_cuts=False, offloads=offloads)
         whole = sequence_length, 0
@@ -67,15 +66,15 @@ class MeasuredParts:
         return all(layer.memory is not None for layer in self.layers)
 
     def bounds(self, num_parts: int) -> list[int] | None:
-        """Return where to cut in so many parts: as measured, or evened out; None where it cannot be."""
+        """Return the bounds of a cut in `num_parts` parts: as measured, or evened out; None where there is none."""
         measured = len(self.bounds_measured) - 1
-        # a cut that was measured, or that runs, is better known than any other
+        # the measured or running cut is better known than any other
         if num_parts == measured:
             return list(self.bounds_measured)
         if not self.has_other_cuts:
             return None
         if not self.has_layers:
-            # neighbours may be joined, as many to each part
+            # neighbours may be joined, the same number for each part
             return None if measured % num_parts else list(range(0, measured + 1, measured // num_parts))
         return self.balanced(num_parts)
 
@@ -85,7 +84,7 @@ class MeasuredParts:
         return balanced_bounds(weights if any(weights) else [1.0] * len(weights), num_parts)
 
     def cut(self, num_parts: int, bounds: Sequence[int] | None = None) -> list[PartCosts] | None:
-        """Return the costs of `num_parts` parts, those between `bounds`; None where there are not so many layers.
+        """Return the costs of `num_parts` parts, those between `bounds`; None where there are too few layers.
 
         Equal parts are one object. Raises PlannerError for bounds that are no cut.
         """
@@ -100,13 +99,13 @@ class MeasuredParts:
         parts = []
         for layers in self.between(bounds):
             numbers = memory_of_layers(layers)
-            # shares of whole bytes add up to a little more than the bytes
+            # shares of whole bytes may add up to slightly more than the whole
             lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
             parts.append(PartMemory(**numbers | lasting))
         return MemoryModel(tuple(parts), offloads=self.offloads)
 
     def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
-        """Return what a bidirectional pipeline of these parts takes besides its makespan; None: not known."""
+        """Return the seconds of a bidirectional pipeline of these parts on top of its makespan; None: not known."""
         bounds = self.bounds(num_parts) if bounds is None else bounds
         if not self.has_layers or bounds is None or self.link_bytes_per_s is None:
             return None
@@ -117,7 +116,7 @@ class MeasuredParts:
         return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
 
     def copies(self, times: int) -> MeasuredParts:
-        """Return what is measured of one part as that of so many equal ones."""
+        """Return the measurements of one part as `times` equal parts."""
         last = self.bounds_measured[-1]
         bounds = [0, *(last * copy + stop for copy in range(times) for stop in self.bounds_measured[1:])]
         return dataclasses.replace(self, layers=[*self.layers] * times, bounds_measured=tuple(bounds), _made={})
@@ -131,7 +130,7 @@ class MeasuredParts:
 
     def _part(self, layers: Sequence[Layer]) -> PartCosts:
         last, step_s = layers[-1], _step_s(layers)
-        # a part that had no link when it was measured takes any that was measured
+        # a part that had no link when measured takes any measured link
         send_s = last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
         # the overhead comes once per part, however many layers it has
         costs = [layer.costs for layer in layers] + ([] if last.overhead is None else [last.overhead])
@@ -144,7 +143,7 @@ class MeasuredParts:
 
 
 def _step_s(layers: Sequence[Layer]) -> float | None:
-    """Return what the optimizer's step of a part takes; None where nobody knows."""
+    """Return the seconds of the optimizer's step of a part; None where nobody knows."""
     steps = [layer.step_s for layer in layers if layer.step_s is not None]
     return math.fsum(steps) if len(steps) == len(layers) else None
 

@@ -1,4 +1,4 @@
-"""Seconds of several layers together, with the methods that planner and simulator ask for."""
+"""Sum the seconds of several layers, with the methods that planner and simulator call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terapipe_ds.costs.interface import Costs, method_of
 
 @dataclass(frozen=True)
 class Wire:
-    """Time the messages of a link between two stages that carries so many bytes per token."""
+    """Time the messages of a link between two stages, which carries `bytes_per_token`."""
 
     link: LinkCard
     bytes_per_token: float
@@ -51,7 +51,7 @@ class PartCosts:
     ) -> None:
         self._layers, self._again = _counted(layers), _counted(again)
         self.vectorized = all(getattr(layer, "vectorized", False) for layer in (*layers, *again))
-        # a part that cannot split, or has no link, must not look as if it could
+        # a part that cannot split, or has no link, must lack the method
         can_split = all(method_of(layer, "weight_s") for layer, _ in self._layers)
         optional = {
             "weight_s": self._weight_s if can_split else None,

@@ -1,6 +1,6 @@
-"""What each layer of a model costs: the one source for the time, the memory and the messages of any cut.
+"""Define the costs of each layer of a model: the one source for the time, the memory and the messages of any cut.
 
-A part is a run of layers. Its times are the sums of theirs, and its messages are those of its first and last layer.
+A part is a run of layers. Its times are the sums of theirs, and its messages are its first and last layer's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold what the costs of a layer depend on, besides the model and the cluster."""
+    """Hold the settings, other than the model and the cluster, that decide the costs of a layer."""
 
     tensor: int
     micro_batch: int  # sequences
@@ -49,7 +49,7 @@ class Span:
 
 
 class Layers(abc.ABC):
-    """Answer what the planner asks of a model. Searches keep its times by identity."""
+    """Answer the planner's questions about a model. Searches keep its times by identity."""
 
     num_layers: int
     is_sliceable: bool
@@ -58,10 +58,10 @@ class Layers(abc.ABC):
 
     @abc.abstractmethod
     def refuse_tensor(self, degree: int) -> str | None:
-        """Return why so many ranks cannot share a layer, or None."""
+        """Return why `degree` ranks cannot share a layer, or None."""
 
     def refuse_micro_batch(self, tensor: int, rows: int) -> str | None:
-        """Return why nothing is known of micro-batches of so many rows on so many tensor ranks, or None."""
+        """Return why nothing is known about micro-batches of `rows` rows on `tensor` tensor ranks, or None."""
         return None
 
     @abc.abstractmethod
@@ -70,7 +70,7 @@ class Layers(abc.ABC):
 
     @abc.abstractmethod
     def output_bytes(self, setting: Setting) -> Floats:
-        """Return, per layer, the bytes per token of what a micro-batch sends on after it."""
+        """Return, per layer, the bytes per token that a micro-batch sends on after it."""
 
     @abc.abstractmethod
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
@@ -78,10 +78,10 @@ class Layers(abc.ABC):
 
     @abc.abstractmethod
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
-        """Return, per layer, on one rank: bytes that are all-reduced over replicas, and that the optimizer moves."""
+        """Return, per layer, on one rank: bytes that replicas all-reduce, and bytes that the optimizer moves."""
 
     def tied_copy(self, setting: Setting) -> TiedCopy | None:
-        """Return what a second copy of a tied matrix adds where first and last layer are on different stages."""
+        """Return the bytes that a tied matrix's second copy adds where first and last layer are on different stages."""
         return None
 
 
@@ -102,10 +102,10 @@ class WholeCosts:
 
 
 def bytes_summed(dtype: str, zero_stage: int) -> float:
-    """Return the bytes per trained parameter that replicas all-reduce; what is only gathered counts half.
+    """Return the bytes per trained parameter that replicas all-reduce; bytes that they only gather count half.
 
-    With ZeRO-1 DeepSpeed 0.19.8 sums whole gradients, as without it, and then gathers parameters as large. For bfloat16
-    it sums fp32 gradients, and gathers the parameters whatever the stage.
+    With ZeRO-1 DeepSpeed 0.19.8 sums whole gradients, as without it, and then gathers parameters of that size. For
+    bfloat16 it sums fp32 gradients, and gathers the parameters whatever the stage.
     """
     if dtype == "bfloat16":
         return 4 + 2 / 2

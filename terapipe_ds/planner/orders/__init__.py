@@ -1,1 +1,1 @@
-"""Orders found for the costs at hand: played by simulated time, then moved while that makes them shorter."""
+"""Search orders for the costs at hand: play them by simulated time, then move computations while that shortens them."""

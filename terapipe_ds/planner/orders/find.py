@@ -1,8 +1,8 @@
-"""Find the order that takes least simulated time under a limit of live slices per stage.
+"""Find the order with the least simulated time under a limit of live slices per stage.
 
-It starts from the named schedules with one copy of the layers and from orders played by simulated time; then it
-changes, by seeded chance, first how the stages play and then single places of the best order. Its budget is a number
-of evaluations, so every machine finds the same order.
+The search starts from the named schedules with one copy of the layers and from orders played by simulated time. Then
+it changes, by seeded chance, first the policies of the stages and then single places of the best order. Its budget is
+a number of evaluations, so every machine finds the same order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from terapipe_ds.simulator.peak_memory import Memory
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
 """The schedules with one copy of the layers and one part per stage."""
 
-_WORK = 1_200_000  # computations timed in some five seconds, with all that comes with them
+_WORK = 1_200_000  # computations timed in some five seconds, overhead included
 _FEWEST, _MOST = 8, 2000  # evaluations, however many computations there are
-_FEW_UNITS = 8  # up to which other orders of the micro-batches' slices are played too
+_FEW_UNITS = 8  # up to here it also plays other orders of the micro-batches' slices
 
 
 @dataclass(frozen=True)
 class FoundOrder:
-    """A schedule with its plans (one per micro-batch) and simulated time.
+    """Hold a schedule with its plans (one per micro-batch) and simulated time.
 
-    `named_s` has the times of the named schedules that keep the limit. `lower_bound_s` is what no order beats.
+    `named_s` has the times of the named schedules that keep the limit. No order takes less than `lower_bound_s`.
     """
 
     schedule: Schedule
@@ -45,11 +45,11 @@ class FoundOrder:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a stage may hold at once.
+    """Limit the slices, tokens or bytes that a stage may hold at once.
 
     `live_slices` is one number, or one per stage; `live_sequences` counts tokens, so that slices of any length compare;
     `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
-    fullest stage: as many as there are stages.
+    fullest stage: one per stage.
     """
 
     live_slices: int | Sequence[int] | None = None
@@ -73,7 +73,7 @@ class Limit:
         return live_slices(nodes, limits)
 
     def keeps(self, schedule: Schedule, plans: Sequence[SlicePlan]) -> bool:
-        """Return whether a whole schedule keeps a limit of bytes, with the messages that are then on their way."""
+        """Return whether a whole schedule keeps a limit of bytes, messages in flight included."""
         assert self.memory is not None and self.num_bytes is not None
         return max(Replay.of(schedule).peak_bytes(plans, self.memory)) <= self.num_bytes
 
@@ -101,16 +101,16 @@ def find_order(
     seed: int = 0,
     names: Sequence[str] = NAMED,
 ) -> FoundOrder:
-    """Return the fastest valid schedule found within a limit, which is as `Limit` says.
+    """Search valid schedules within a limit (see `Limit`), and return the fastest one.
 
-    It is never slower than those of `names` that keep the limit. With `chunks_per_stage` 2 the parts lie in a V.
-    `evaluations` is what it may try; None: a share `budget` of some five seconds on one core.
-    Raises ScheduleError where no order found keeps the limit.
+    It is never slower than a schedule of `names` that keeps the limit. With `chunks_per_stage` 2 the parts lie in a V.
+    `evaluations` is the number of orders to try; None: a share `budget` of some five seconds on one core.
+    Raises ScheduleError where no order that the search meets keeps the limit.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     if len(plans) != num_micro_batches:
         raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
-    # the batch as numbered computations with their seconds, and what a stage may hold of it
+    # the batch as numbered computations with their seconds, and the limit of a stage
     placement = placement_for("search", num_stages, chunks_per_stage)
     nodes, limit = (
         PricedNodes(placement, plans, costs),
@@ -130,12 +130,12 @@ def find_order(
 
 
 def budget_for(num_computations: int, share: float = 1.0) -> int:
-    """Return how many evaluations take a share of some five seconds."""
+    """Return the number of evaluations that take a share of some five seconds."""
     return max(_FEWEST, min(_MOST, round(share * _WORK / num_computations)))
 
 
 def looks_for(num_computations: int, share: float) -> int:
-    """Return how many plans can be tried in half of that time."""
+    """Return the number of plans to try in half of that time."""
     return min(16, int(0.5 * share * _WORK / (_FEWEST * num_computations)))
 
 
@@ -144,7 +144,7 @@ class _Search:
         self.nodes, self.limit, self.budget, self.chance = nodes, limit, budget, chance
         self.holdings = holdings = limit.holdings(nodes)
         most = nodes.num_units * nodes.num_parts // nodes.num_stages
-        # policies count slices, whatever the limit is in; what holdings do not allow they never run
+        # policies count slices, whatever the unit of the limit; they never run a computation that the holdings forbid
         least = min((gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0), default=0.0)
         room = [limit - base for limit, base in zip(holdings.limits, holdings.base, strict=True)]
         self.limits = tuple(max(0, min(most, int(has / least + 1e-9))) if least else most for has in room)
@@ -176,14 +176,14 @@ class _Search:
         return seconds
 
     def _keeps(self, schedule: Schedule, orders: Orders) -> bool:
-        if self.limit.num_bytes is not None:  # holdings count more messages than there are
+        if self.limit.num_bytes is not None:  # holdings count more messages than are ever in flight
             return self.limit.keeps(schedule, self.nodes.plans)
         return all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders))
 
     def schedule(self) -> Schedule | None:
         """Return the best order, if there is one.
 
-        Holdings count `OUTSTANDING_SENDS` messages; an order that cannot run with so few is not known to fit in bytes.
+        Holdings count `OUTSTANDING_SENDS` messages; an order that needs more of them may not fit in bytes.
         """
         if self.best_s == STUCK:
             return None
@@ -220,14 +220,14 @@ class _Search:
                 self._offer(played[1], played[0])
 
     def _unit_orders(self) -> tuple[list[int], list[int]]:
-        """Return the orders of the units' F and B: micro-batches in order, but where few units are, any at times."""
+        """Return the orders of the units' F and B: micro-batches in order; with few units, sometimes any order."""
         ahead = list(range(self.nodes.num_units))
         if len(ahead) > _FEW_UNITS or self.chance.random() < 0.5:
             return ahead, self.back
         return self._merged(ahead), self._merged(self.back)
 
     def _merged(self, units: Sequence[int]) -> list[int]:
-        """Return units in an order by chance that keeps those of each micro-batch in theirs."""
+        """Return units in a random order that keeps the order within each micro-batch."""
         owners = [self.nodes.units[unit][0] for unit in units]
         left = {m: [unit for unit in units if self.nodes.units[unit][0] == m] for m in owners}
         self.chance.shuffle(owners)
@@ -250,10 +250,10 @@ class _Search:
         return replace(policy, limits=tuple(limits), patience=tuple(patience), keen=tuple(keen))
 
     def move_nodes(self) -> None:
-        """Move single computations of the best order to other places of their stage; keep what is not slower."""
+        """Move single computations of the best order to other places of their stage; keep a move that is not slower."""
         if self.best_s == STUCK:
             return
-        tries = 20 * self.budget  # moves that break a rule are found out without an evaluation
+        tries = 20 * self.budget  # a move that breaks a rule takes no evaluation
         while self.used < self.budget and tries and self.best_s > self.bound_s:
             tries -= 1
             stage_id = self.chance.randrange(len(self.best))
@@ -275,7 +275,7 @@ class _Search:
             return None
         node, split = order[source], self.nodes.split
         kind, part, unit = split(node)
-        # F of a part stay in their order, B too, and no computation passes another one of its own slice
+        # the F of a part stay in order, the B too, and no computation passes another one of its own slice
         crossed = order[target:source] if step < 0 else order[source + 1 : target + 1]
         for other in crossed:
             other_kind, other_part, other_unit = split(other)

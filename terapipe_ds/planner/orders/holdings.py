@@ -1,7 +1,7 @@
-"""What the computations of a stage hold, and the limit of it: live slices, live tokens, or bytes.
+"""Count the holdings of a stage's computations under a limit: live slices, live tokens, or bytes.
 
-A node gains something when it starts, needs something while it runs, and gives something back once it has run. So the
-peak of an order is one walk over it, like `simulator.peak_memory`, whose bytes these are where there is a memory model.
+A node gains an amount when it starts, needs an amount while it runs, and gives an amount back once it has run. So one
+walk over an order yields its peak, as in `simulator.peak_memory`; with a memory model the bytes are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from terapipe_ds.simulator.peak_memory import Memory
 
 @dataclass(frozen=True)
 class Holdings:
-    """Per node what it gains, gives back and needs while it runs; `limits` and `base` are per stage.
+    """Hold, per node, the amounts that it gains, gives back, and needs as it runs; `limits` and `base` are per stage.
 
     `with_first_backward` comes with the first B of a part, and stays (the gradients of its parameters).
     """
@@ -31,7 +31,7 @@ class Holdings:
     with_first_backward: tuple[float, ...]
 
     def peak(self, stage_id: int, order: Sequence[int]) -> float:
-        """Return the most that the order of a stage holds."""
+        """Return the largest amount that the order of a stage holds."""
         gain, after, working = self.gain, self.after, self.working
         now = peak = self.base[stage_id]
         begun = [not more for more in self.with_first_backward]
@@ -55,12 +55,12 @@ class Holdings:
 
 
 def live_slices(nodes: PricedNodes, limits: Sequence[int]) -> Holdings:
-    """Return slices between F and the last of B and W, of all chunks of a stage."""
+    """Count slices between F and the last of B and W, over all chunks of a stage."""
     return _held_from_forward(nodes, [1.0] * nodes.num_units, limits)
 
 
 def live_tokens(nodes: PricedNodes, sequences: float) -> Holdings:
-    """Return tokens between F and the last of B and W, limited to so many whole sequences per stage.
+    """Count tokens between F and the last of B and W, limited to `sequences` whole sequences per stage.
 
     The tokens of a part count by its share of the stage.
     """
@@ -81,9 +81,9 @@ def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequenc
 
 
 def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
-    """Return the bytes of a memory model, as the simulator counts them, but for messages on their way.
+    """Count the bytes of a memory model as the simulator does, except for messages in flight.
 
-    How many there are depends on the orders of other stages. Here they are always `OUTSTANDING_SENDS`, the largest.
+    Their number depends on the orders of other stages. Here it is always `OUTSTANDING_SENDS`, of the largest message.
     """
     gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
     for part, (unit, (m, s)) in itertools.product(range(nodes.num_parts), enumerate(nodes.units)):
@@ -91,7 +91,7 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
         span, length = (plan.lengths[s], plan.starts[s]), plan.sequence_length
         forward, backward = nodes.node(0, part, unit), nodes.node(1, part, unit)
         working[forward] = working[backward] = memory.working_bytes(part, *span)
-        # what the slice keeps, and of keys and values what it is the first or the last one to need
+        # bytes that the slice keeps, and keys and values (or their gradients) that it is the first or last to need
         kept = float(memory.slice_bytes(part, *span))
         is_first, is_last = s == 0, s == plan.num_slices - 1
         if plan.num_slices == 1:

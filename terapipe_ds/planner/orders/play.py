@@ -1,7 +1,7 @@
-"""Orders played with the costs at hand: what a stage can run, it runs; B before F before W, looking a little ahead.
+"""Play orders with the costs at hand: a stage runs whatever it can, B before F before W, and looks a little ahead.
 
-F and B of all parts come in one order over the batch, so that links keep theirs. An order that was played cannot
-deadlock. The clock is that of `schedule.greedy`.
+F and B of all parts come in one order over the batch, so that links keep their order. A played order cannot deadlock.
+The clock is the one in `schedule.greedy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terapipe_ds.schedule.greedy import Choice, Lane
 
 @dataclass(frozen=True)
 class Policy:
-    """What the stages do: per stage the live slices that they stop at, and how long they would rather wait for a B.
+    """Hold the choices of the stages: per stage the limit of live slices, and how long it prefers to wait for a B.
 
     `patience[k]` is a share of the computation that stage k could start: where a B comes within that share of its
     time, the stage waits. `keen[k]`: F before B while the stage holds fewer live slices than this.
@@ -32,7 +32,7 @@ class Policy:
 class _Room:
     """Say whether a stage has room for an F.
 
-    What B needs is kept free, and of the chunks of a stage the earlier ones leave room for a micro-batch of the later.
+    It keeps free the room that B needs. The earlier chunks of a stage leave room for a micro-batch of the later ones.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -41,7 +41,7 @@ class _Room:
         self._for_backward = [0.0] * nodes.num_stages
         self._of_micro_batch = [0.0] * nodes.num_stages
         owners = [m for m, _ in nodes.units]
-        # the most that a B of the stage needs, and that its share of a micro-batch holds
+        # the largest need of a B of the stage, and the largest holding of its share of a micro-batch
         for part, stage_id in enumerate(nodes.stage_of_part):
             self.pending[stage_id] += holdings.with_first_backward[part]
             first, backward = part * nodes.num_units, (nodes.num_parts + part) * nodes.num_units
@@ -63,7 +63,7 @@ class _Room:
 
 
 class _Player:
-    """Choose what the stages run by a policy, and keep what they hold and when their links are free."""
+    """Choose the stages' computations by a policy; keep their holdings and the times when their links are free."""
 
     def __init__(self, nodes: PricedNodes, holdings: Holdings, policy: Policy) -> None:
         self.nodes, self.holdings, self.policy = nodes, holdings, policy
@@ -74,7 +74,7 @@ class _Player:
         self._reserve = max(plan.num_slices for plan in nodes.plans)
 
     def choose(self, places: list[Lane[int]], now: float) -> Choice[int] | None:
-        """Return what a stage starts: a B that is there, else an F or a W unless a B comes soon."""
+        """Return the computation that a stage starts: a B that is ready, else an F or a W unless a B comes soon."""
         stage_id = places[0].stage_id
         came = [(found[0], lane, found[1]) for lane in places if (found := lane.next_backward()) is not None]
         backward = min(came, key=lambda ready: ready[0], default=None)
@@ -83,7 +83,7 @@ class _Player:
             return choice
         if backward is not None and backward[0] <= now:
             return Choice(BACKWARD, *backward[1:])
-        # W fills what would be a wait
+        # W fills a wait
         pending = [lane for lane in places if self.nodes.is_split and lane.pending_weights]
         if choice is None and pending:
             lane = max(pending, key=lambda lane: (lane.pending_weights, lane.part_id))
@@ -95,7 +95,7 @@ class _Player:
         return None if backward[0] < now + patience_s else choice
 
     def run(self, choice: Choice[int], now: float) -> tuple[float, float]:
-        """Return when a computation ends, and when its message is there; keep what the stage holds then."""
+        """Return when a computation ends and when its message arrives; update the holdings of the stage."""
         kind, lane, _ = choice
         node, holdings = self._node(choice), self.holdings
         end = arrival = now + self.nodes.seconds[node]
@@ -135,7 +135,7 @@ class _Player:
 def play(
     nodes: PricedNodes, holdings: Holdings, policy: Policy, ahead: Sequence[int], back: Sequence[int]
 ) -> tuple[float, Orders] | None:
-    """Return makespan and orders of a policy; None where a limit leaves no stage anything to run.
+    """Return makespan and orders of a policy; None where the limits let no stage go on.
 
     `ahead` and `back` are the orders of the units' F and B on every part. An F runs where `holdings` leave room for it
     and for any B.

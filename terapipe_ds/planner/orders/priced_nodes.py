@@ -1,4 +1,4 @@
-"""The computations of a batch as compact numbers with their seconds, so that a moved order is timed quickly.
+"""Number the computations of a batch and hold their seconds, so that a changed order is timed quickly.
 
 Node `(kind * parts + part) * units + unit` is one F, B or W. Where costs have `weight_s`, every backward is split: a
 whole B is a B with its W right after it, which takes as long and sends its gradient earlier.
@@ -34,7 +34,7 @@ STUCK = float("inf")
 
 
 class PricedNodes:
-    """What the nodes of one batch cost and need; `makespan` times orders of them."""
+    """Hold the seconds and dependencies of the nodes of one batch; `makespan` times orders of them."""
 
     def __init__(self, placement: Placement, plans: Sequence[SlicePlan], costs: Any) -> None:
         self.placement, self.plans = placement, tuple(plans)
@@ -73,7 +73,7 @@ class PricedNodes:
         self.sends: list[float] = np.where(np.array(self.links) < 0, 0.0, np.concatenate(sends).ravel()).tolist()
 
     def _connect(self) -> None:
-        """Find per node the one that it needs (the last entry: none), and its link; -1 where nothing is sent."""
+        """Set per node the node that it needs (the last entry: none), and its link; -1 where it sends nothing."""
         self.num_nodes = count = self.num_kinds * self.num_parts * self.num_units
         self.inputs, self.links = [count] * count, [-1] * count
         for node in range(count):
@@ -106,7 +106,7 @@ class PricedNodes:
         return orders
 
     def to_schedule(self, orders: Orders) -> Schedule:
-        """Return orders as a schedule like any other."""
+        """Return the schedule with these orders."""
         slices = tuple(plan.num_slices for plan in self.plans)
         actions = tuple(tuple(map(self._action, order)) for order in orders)
         chunks = self.num_parts // self.num_stages
@@ -117,7 +117,7 @@ class PricedNodes:
         return Action(KINDS[kind], *self.units[unit], part, self.place_of_part[part][1])
 
     def lower_bound(self) -> float:
-        """Return a time that no order beats: of each stage its work, after its fastest fill and before its drain."""
+        """Return a time that no order beats: for each stage its work, after its fastest fill and before its drain."""
         seconds = np.array(self.seconds).reshape(self.num_kinds, self.num_parts, self.num_units)
         sends = np.array(self.sends).reshape(seconds.shape)
         first_units = [i for i, (_, s) in enumerate(self.units) if s == 0]

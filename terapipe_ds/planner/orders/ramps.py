@@ -1,7 +1,8 @@
 """Search over the slices of each micro-batch, with an order for each: more slices at both ends, fewer in the middle.
 
 The first and the last micro-batches fill and drain the pipeline, where short slices pay most; in between each slice
-only costs. So a choice is three numbers: slices of the outer micro-batches, of the inner ones, and how many are outer.
+only costs. So a choice is three numbers: slices of the outer micro-batches, slices of the inner ones, and the number of
+outer ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Cut = Callable[[int], SlicePlan]
 
 _LOOK = 0.04  # of the budget, to try one choice
 _STEPS = 16  # choices tried at most
-_QUICK_NAMES = ("seq1f1b-zb", "seq1f1b")  # where a choice is only tried
+_QUICK_NAMES = ("seq1f1b-zb", "seq1f1b")  # for a first try of a choice
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Ramp:
         return [self.inner if m in middle else self.outer for m in range(num_micro_batches)]
 
     def neighbours(self, most: int, num_micro_batches: int) -> Iterator[_Ramp]:
-        """Yield what differs in one number; with the same plan everywhere, ramps of the first and last quarter."""
+        """Yield ramps that differ in one number; from one plan for all, ramps over the first and last quarter."""
         ends = max(1, num_micro_batches // 4)
         base = replace(self, ends=ends) if self.outer == self.inner else self
         middles = [self.inner - 1, self.inner // 2, self.inner + 1] if num_micro_batches > 2 * ends else []
@@ -60,15 +61,15 @@ def find_order_and_slices(
     budget: float = 1.0,
     **limits: Any,
 ) -> FoundOrder:
-    """Return the fastest order found over plans of each of `counts` slices and over ramps near the best of them.
+    """Search plans of each of `counts` slices and ramps near the best of them, and return the fastest order.
 
     Args:
-        cut: gives plans of 1 to `most_slices` slices.
-        evaluations: for the order of the plans that are chosen; None: `budget` as a share of some five seconds.
-        limits: what else `find_order` takes.
+        cut: returns plans of 1 to `most_slices` slices.
+        evaluations: for the order of the chosen plans; None: `budget` as a share of some five seconds.
+        limits: the other arguments of `find_order`.
 
     Raises:
-        ScheduleError: no order found keeps the limit.
+        ScheduleError: no order that the search meets keeps the limit.
     """
     tried: dict[tuple[int, ...], FoundOrder | None] = {}
     kinds = 3 * int(limits.get("chunks_per_stage", 1)) * num_stages
@@ -99,10 +100,10 @@ def find_order_and_slices(
             if len(tried) < steps and look(ramp) < look(best):
                 best = ramp
         is_better = best is not before
-    # The plans that were given are searched in full too: a short look may misjudge them.
+    # The caller's plans get a full search too: a short look may misjudge them.
     finalists = list(dict.fromkeys((best, min(starts[: max(1, steps)], key=look))))
     found = [find(ramp, 0.5 / len(finalists)) for ramp in finalists]
-    # the fastest of all orders, also of those that were only looked at
+    # the fastest of all orders, including those of a short look
     possible = [each for each in (*found, *tried.values()) if each is not None]
     if not possible:
         find_order(costs, cut(min(counts)), num_stages, num_micro_batches, evaluations=8, **limits)  # says why not

@@ -1,1 +1,1 @@
-"""Schedules side by side, each over the cut of the layers that it needs."""
+"""Compare schedules side by side, each over the cut of the layers that it needs."""

@@ -1,4 +1,4 @@
-"""All schedules side by side, each over the cut of the layers that it needs.
+"""Compare all schedules side by side, each over the cut of the layers that it needs.
 
 plain           K parts, one per stage        gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb
 loop, V         v K parts, v per stage        interleaved, seq1f1b-interleaved; zbv where v is 2
@@ -35,7 +35,7 @@ PartsOf = Callable[[int], Any]
 _Answer = TypeVar("_Answer", PlanResult, Refusal)
 
 _OTHER_LAYOUTS = 0.2  # of the budget that the schedules of one layout would have on their own
-_MOST_CHUNKS = 2  # unless more are asked for
+_MOST_CHUNKS = 2  # unless the caller asks for more
 
 
 def rank_schedules(
@@ -59,20 +59,20 @@ def rank_schedules(
 
     Args:
         costs_of: a function from the number of parts to the costs, as `plan_slices` takes them.
-        plan: the slices, of all micro-batches or of each; None: the best ones are searched.
+        plan: the slices, of all micro-batches or of each; None: search the best ones.
         memory_of: memory by the number of parts.
         chunks_per_stage: compare only schedules with this number of parts per stage; None: 1 and 2.
-        budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
-            Whatever it is, each of their schedules is judged with the plans that were chosen before.
-        both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
-            `layers.both_ways`); None: not known.
-        with_order: compare an order that is found for the costs, too.
+        budget: as for `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
+            Whatever it is, each of their schedules is judged with the plans chosen before.
+        both_ways_s_of: the seconds that schedules whose parts have two places take on top of their makespan (`extra_s`,
+            see `layers.both_ways`); None: not known.
+        with_order: also compare an order searched for the costs.
 
     Raises:
-        PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
+        PlannerError: an impossible argument, or a number of chunks that no schedule can have with these layers.
     """
-    # schedules are searched one after the other, and each profits from those before
-    chosen: list[Lengths] = []  # what is good under one schedule is a start for the others
+    # the search takes one schedule after the other, and each profits from those before
+    chosen: list[Lengths] = []  # a plan that is good under one schedule is a start for the others
 
     def rank_layout(layout: _Layout) -> Ranking:
         parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
@@ -82,7 +82,7 @@ def rank_schedules(
         own_budget = budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget)
         return problem.best_of_each(own_budget, with_order)
 
-    # slices of the user leave nothing to search: each schedule is replayed once
+    # the user's slices leave nothing to search: each schedule is replayed once
     layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
     if plan is not None:
         counts = num_stages, num_micro_batches, memory_limit_bytes
@@ -106,10 +106,10 @@ def best_schedule(
     placement: Mapping[tuple[int, int], int] | None = None,
     with_order: bool = True,
 ) -> PlanResult:
-    """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
+    """Return the schedule with the least predicted time for `plan` that fits; `costs` as for `plan_slices`.
 
-    It compares all schedules that `ranked_schedules` names, and `with_order` one that is found for the costs. No other
-    plan is tried, so the bound is 0.
+    It compares all schedules that `ranked_schedules` names, and `with_order` an order searched for the costs. It tries
+    no other plan, so the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.
@@ -122,7 +122,7 @@ def best_schedule(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Hold a number of parts, and of parts per stage, that some schedule can have."""
+    """Hold a number of parts and a number of parts per stage that some schedule can have."""
 
     chunks_per_stage: int
     num_parts: int
@@ -143,7 +143,7 @@ def _replay_each(
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(method_of(part, "weight_s") for part in parts)
-    # a schedule with W cannot be timed where nobody knows what W takes
+    # a schedule with W cannot be timed where the seconds of W are unknown
     names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     results, refused = [], []
@@ -155,19 +155,19 @@ def _replay_each(
         result = PlanResult.of_replay(
             sliced, unsliced, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
         )
-        # a schedule that does not fit is listed with what it needs
+        # a schedule that does not fit is listed with its need
         peaks = result.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
             refused.append(Refusal(name, chunks, _limit_error(name, plans, peaks, memory_limit_bytes)))
         else:
             results.append(result)
-    # an order that is found for the costs, where the search knows the placement and has time for it
+    # an order searched for the costs, where the search knows the placement and has time for it
     where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
     has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
     is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
     if with_order and results and has_parts and is_small:
         limits = {"memory": layout.memory, "memory_limit_bytes": memory_limit_bytes}
-        with contextlib.suppress(PlannerError):  # what the named ones hold fits, but no order that it found
+        with contextlib.suppress(PlannerError):  # the named schedules fit, but no order that it met does
             order = {"chunks_per_stage": chunks, "budget": SHARE_OF_ORDER, **limits}
             results.append(best_order(costs, plans, num_stages, num_micro_batches, **order))
     return Ranking.of(results, refused)
@@ -214,7 +214,7 @@ def _layouts(
 def _over_layouts(
     layouts: list[_Layout], num_stages: int, both_ways_s_of: SecondsOf | None, rank_layout: Callable[[_Layout], Ranking]
 ) -> Ranking:
-    """Return what every layout has, with `extra_s` where parts have two places."""
+    """Return the results of every layout, with `extra_s` where parts have two places."""
     results: list[PlanResult] = []
     refused: list[Refusal] = []
     for layout in layouts:
@@ -228,11 +228,11 @@ def _over_layouts(
 
 
 def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:
-    """Add the schedules that have the time and the memory of one that was searched."""
+    """Add the schedules that have the time and the memory of a searched one."""
     same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
-    # a schedule that was refused is not listed as the equal of another one
+    # a refused schedule is not listed as the equal of another one
     searched = {one.schedule for one in ranking.results} | {one.schedule for one in ranking.refused}
 
     def add_equivalents(answers: Iterable[_Answer]) -> Iterator[_Answer]:

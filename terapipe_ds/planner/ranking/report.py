@@ -1,4 +1,4 @@
-"""A plan in words: what the engine logs and `terapipe plan` prints."""
+"""Describe a plan in words for the engine's log and the output of `terapipe plan`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     for refusal in ranking.refused:
         need = f"needs {_bytes(refusal.need_bytes)}"
         rows.append((refusal.schedule, str(refusal.chunks_per_stage), *"-----", need))
-    # a column that says nothing for any schedule is left out
-    if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing but makespans
+    # a column that is empty for every schedule is left out
+    if not any(row[4] for row in rows[1:] if row[4] != "-"):  # all are makespans
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -96,7 +96,7 @@ def _memory_lines(result: PlanResult) -> list[str]:
 
 
 def _recompute_lines(result: PlanResult) -> list[str]:
-    """Return which layers run again in their backward, one line per stage, and what that takes of its time."""
+    """Return the layers that run again in their backward, one line per stage, and the share of its time."""
     if result.recompute is None or result.recompute_s is None:
         return []
     if not any(result.recompute):

@@ -1,8 +1,8 @@
-"""Which layers of which stages run again in their backward, so that a step fits in memory in the least time.
+"""Choose the layers of each stage that run again in their backward, so that a step fits in memory in the least time.
 
-`choose_layers`  decides for one schedule and one plan: of each stage the fastest subset that fits, by its exact peak
+`choose_layers`  decides for one schedule and one plan: for each stage the fastest subset that fits, by its exact peak
 `frontier`       lists the subsets that are worth a look: a knapsack in time, bytes kept and bytes at the peak
-`plans`          finds slices and schedule with them, which need other subsets
+`plans`          searches slices and schedule together with the subsets, since other slices need other subsets
 """
 
 from __future__ import annotations

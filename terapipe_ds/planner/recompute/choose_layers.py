@@ -1,11 +1,10 @@
 """Choose the layers that recompute on each stage, for one schedule and one plan.
 
-Stages do not share memory, so each is a question of its own: of the subsets of its layers whose peak is within the
-limit, the one with the least time. The peak is that of the very order that the stage runs (`bytes_of_stage`), so a
-stage near the end of the pipeline, which holds fewer live slices, recomputes fewer layers. More time on one stage
-never makes a step shorter (a replay only has sums and maxima), so the least time on every stage gives the least step.
-Where the forwards of the layers of a stage differ in how they grow with the prefix, the least time is that of all
-slices together.
+Stages do not share memory, so each is decided by itself: it takes the fastest subset of its layers whose peak is within
+the limit. The peak belongs to the very order that the stage runs (`bytes_of_stage`). So a stage near the end of the
+pipeline, which holds fewer live slices, recomputes fewer layers. More time on one stage never makes a step shorter (a
+replay only has sums and maxima), so the least time on every stage gives the least step. The forwards of a stage's
+layers may grow differently with the prefix; then the least time is the least sum over all slices.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from terapipe_ds.simulator.peak_memory import bytes_of_stage
 
 @dataclass(frozen=True)
 class PartLayers:
-    """Hold a part as it is without recomputing, and those of its layers that may recompute, in their order."""
+    """Hold a part without recomputation, and its layers that may recompute, in their order."""
 
     costs: Costs
     memory: PartMemory
@@ -38,18 +37,18 @@ class PartLayers:
     def with_subset(self, subset: Subset) -> PartMemory:
         """Return the memory of the part where these layers recompute.
 
-        While one of them does, the slice that runs has its `moment_bytes` in the place of what it keeps. What comes
-        beyond that is added to what works; what works without recomputing counts at both moments.
+        While one of them does, the running slice has its `moment_bytes` in place of its kept bytes. The excess is added
+        to the working bytes; the working bytes without recomputation count at both moments.
         """
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
             return memory
-        # the layers that stay keep what they kept; the chosen ones keep their inputs
+        # the other layers keep the same bytes as before; the chosen ones keep their inputs
         less = sum(layer.kept_bytes(is_whole=False) - layer.input_bytes for layer in chosen)
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
-        # in the backward of a chosen layer the slice is for a moment larger than while it waits
+        # in the backward of a chosen layer the slice is briefly larger than while it waits
         beyond = max(0.0, subset.moment_bytes - subset.kept_bytes)
         return dataclasses.replace(
             memory,
@@ -67,7 +66,7 @@ class PartLayers:
         return tuple(self.layers[index].layer_id for index in subset.layers)
 
     def again_s(self, plan: SlicePlan, num_micro_batches: int) -> list[float]:
-        """Return what recomputing each layer takes in a step."""
+        """Return the seconds that recomputing each layer takes in a step."""
         spans, kept = list(zip(plan.lengths, plan.starts, strict=True)), {}
         for layer in self.layers:  # equal layers share their costs
             if id(layer.costs) not in kept:
@@ -75,7 +74,7 @@ class PartLayers:
         return [num_micro_batches * kept[id(layer.costs)] for layer in self.layers]
 
     def besides_bytes(self, is_whole: bool) -> float:
-        """Return what a live slice keeps that is no layer's."""
+        """Return the bytes that a live slice keeps for no layer."""
         kept = self.memory.slice_bytes_per_token + ((self.memory.whole_bytes_per_token or 0.0) if is_whole else 0.0)
         return max(0.0, kept - sum(layer.kept_bytes(is_whole) for layer in self.layers))
 
@@ -88,7 +87,7 @@ def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[Part
     """
     num_parts = len(bounds) - 1
     costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)
-    # without the bytes of each layer nobody knows what recomputing it frees
+    # without the bytes of each layer nobody knows how much its recomputation frees
     if not parts.has_layers or costs is None or memory is None:
         lacks = "the memory of layers was not measured" if parts.has_layers else "layers were not timed one by one"
         raise PlannerError(
@@ -103,7 +102,7 @@ def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[Part
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Say which layers recompute, by part, and what the parts take then."""
+    """Hold the layers that recompute, by part, and the resulting costs and memory of the parts."""
 
     layers: tuple[tuple[int, ...], ...]  # numbers of the model's layers
     costs: tuple[Costs, ...]
@@ -127,10 +126,10 @@ class RecomputeChoice:
 def choose_layers(
     parts: Sequence[PartLayers], schedule: Schedule, plan: SlicePlan, limit_bytes: float
 ) -> RecomputeChoice:
-    """Return which layers recompute, so that every stage fits in `limit_bytes` with the least time.
+    """Choose the layers that recompute, so that every stage fits in `limit_bytes` in the least time.
 
     Raises:
-        MemoryLimitError: a stage does not fit whatever it recomputes.
+        MemoryLimitError: a stage does not fit, whichever layers it recomputes.
         PlannerError: the schedule does not have one part per stage.
     """
     check_plain(schedule, len(parts))
@@ -162,7 +161,7 @@ def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> 
 
 
 def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:
-    """Return the choice in which every layer recomputes that keeps less then."""
+    """Return the choice in which every layer recomputes that keeps less when it does."""
     is_whole = plan.num_slices == 1
     lists = [
         frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)[0]

@@ -1,15 +1,15 @@
 """List the subsets of a part's layers that are worth recomputing: no other takes less time and less memory.
 
-A layer that recomputes costs its forward once more. Of a live slice it keeps its input alone, and in its own backward
-it has all that it saves for a moment. The backward of a part begins with its last layer, and what a layer saved goes
-with its backward. So when layer i recomputes, the slice that runs has only what the layers before i keep:
+A layer that recomputes costs its forward once more. For a live slice it keeps only its input, and in its own backward
+it briefly has all its saved tensors. The backward of a part begins with its last layer, and each layer's saved tensors
+go with its backward. So when layer i recomputes, the running slice has only the tensors that the layers before i keep:
 
-    kept       sum over layers: what they save, or their input where they recompute
-    moment     the largest over recomputing layers i: what the layers before i keep + what i saves
+    kept       sum over layers: their saved bytes, or their input where they recompute
+    moment     the largest over recomputing layers i: bytes that the layers before i keep + bytes that i saves
 
 Layers are taken one after the other, from the first to the last. Adding a layer changes (time, kept, moment) of two
 subsets alike, so a subset that is no better than another in all three may be forgotten at once: the list stays exact,
-and for n equal layers it has n + 1 entries, of which each recomputes the first layers.
+and for n equal layers it has n + 1 entries, each of which recomputes the first layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from terapipe_ds.planner.layers.layer import Layer
 
-MOST_SUBSETS = 2000  # beyond, some are left out; a part of equal layers has as many as layers
+MOST_SUBSETS = 2000  # beyond this number some are left out; n equal layers have n + 1 subsets
 _BYTES = 1 << 10  # numbers are compared as integers, so that sums in another order are equal
 _SECONDS = 10**12
 
@@ -59,18 +59,18 @@ class Subset(NamedTuple):
 def frontier(
     layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool
 ) -> tuple[list[Subset], bool]:
-    """Return the subsets worth a look, by rising time, and whether that is all of them.
+    """Return the subsets worth a look, by rising time, and whether the list is complete.
 
     The first recomputes nothing, and the last recomputes every layer that keeps less then.
 
     Args:
-        again_s: what recomputing each layer takes in a step.
-        besides_bytes: what a live slice keeps besides these layers' share.
+        again_s: the seconds that recomputing each layer takes in a step.
+        besides_bytes: the bytes that a live slice keeps in addition to these layers' share.
         is_whole: a sequence is one slice, which keeps its keys and values itself.
     """
     subsets, is_exact = [Subset(0, round(besides_bytes * _BYTES), 0, ())], True
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
-        # a layer doubles the subsets, of which most are no better than another one
+        # a layer doubles the subsets, and most of them are no better than another one
         without = [one.without(layer, is_whole) for one in subsets]
         again = [one.extended(index, layer, seconds, is_whole) for one in subsets if _saves(layer, is_whole)]
         subsets = _undominated([*without, *again])
@@ -87,9 +87,9 @@ def _saves(layer: Layer, is_whole: bool) -> bool:
 
 
 def _undominated(subsets: Sequence[Subset]) -> list[Subset]:
-    """Return those that no other equals or betters in time, kept and moment; of equals the first."""
+    """Return the subsets that no other equals or betters in time, kept and moment; of equals the first."""
     better: list[Subset] = []
-    stairs: list[tuple[int, int]] = []  # (kept, moment) of what came before, kept rising and moment falling
+    stairs: list[tuple[int, int]] = []  # (kept, moment) of earlier subsets, kept rising and moment falling
     # by rising time, so that only earlier subsets can better a later one
     for one in sorted(subsets):
         place = bisect.bisect_right(stairs, (one.kept, one.moment))

@@ -1,8 +1,8 @@
 """Find slices and schedule together with the layers that recompute.
 
-Fewer live bytes allow other slices, and other slices need other layers. So the search goes back and forth: slices for
-the layers that recompute now, then the least time of layers for those slices, which is never more. It starts from
-everything recomputed, and from the slices of a pipeline without a limit, and ends where nothing changes.
+Fewer live bytes allow other slices, and other slices need other layers. So the search goes back and forth: it plans
+slices for the layers that recompute now, then chooses the fastest layers for those slices, which never takes longer. It
+starts from everything recomputed, and from the slices of a pipeline without a limit, and ends where nothing changes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
 
 _ROUNDS = 4  # of slices and layers; two are usual
-_OF_SEARCH = ("unsliced_s", "equal_plan", "equal_s", "num_candidates")  # fields that other layers leave alone
-_SHARE = 6  # a search here has such a part of the budget of one without recomputation
+_OF_SEARCH = ("unsliced_s", "equal_plan", "equal_s", "num_candidates")  # fields that other layers do not change
+_SHARE = 6  # a search here has 1/6 of the budget of one without recomputation
 
 
 def plan_with_recompute(
@@ -51,13 +51,13 @@ def plan_with_recompute(
     Args:
         parts: one per stage.
         schedule: a name, or "auto" for those that run on one part per stage.
-        plan: slices that are given; None: the planner's.
+        plan: the caller's slices; None: the planner's.
 
     Raises:
         MemoryLimitError: nothing fits, although everything is recomputed; of several schedules the least need.
-        PlannerError: what `plan_slices` refuses, or a schedule with several parts per stage.
+        PlannerError: as `plan_slices`, or a schedule with several parts per stage.
     """
-    # schedules that split backwards need the time of W
+    # schedules that split backwards need the seconds of W
     knows_weights = all(method_of(part.costs, "weight_s") for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
     question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
@@ -78,7 +78,7 @@ def plan_with_recompute(
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """Hold what stays the same for all schedules, slices and layers."""
+    """Hold the arguments that are the same for all schedules, slices and layers."""
 
     parts: tuple[PartLayers, ...]
     num_micro_batches: int
@@ -86,7 +86,7 @@ class _Question:
     options: Mapping[str, object]
 
     def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
-        """Return the best of slices and layers that the search comes to."""
+        """Return the best slices and layers that the search reaches."""
 
         def slices(choice: RecomputeChoice, limit_bytes: float | None) -> PlanResult:
             return plan_slices(
@@ -117,7 +117,7 @@ class _Question:
         yield recompute_everything(self.parts, cut, self.num_micro_batches)
 
     def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
-        """Return the layers with which one plan fits in the least time."""
+        """Return the layers that let one plan fit in the least time."""
         return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
 
     def _schedule(self, name: str, num_slices: int) -> Schedule:

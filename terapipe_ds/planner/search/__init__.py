@@ -1,1 +1,1 @@
-"""The search for the best plan under one schedule: scores by replay, proven bounds, local improvement."""
+"""Search the best plan under one schedule: scores by replay, proven bounds, local improvement."""

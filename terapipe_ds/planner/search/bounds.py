@@ -1,4 +1,4 @@
-"""What no plan can beat, whichever of the schedules runs it, and the plans that come close to it.
+"""Bound the time of every plan from below, whichever of these schedules runs it, and meet plans close to the bound.
 
 In `gpipe`, `1f1b`, `terapipe` and `seq1f1b` every stage begins with the forwards of micro-batch 0, slice by
 slice, and ends with the backward of one micro-batch, slice by slice in reverse, after all of its other work. Take
@@ -6,7 +6,7 @@ stages a <= k and two slices i, i'. In any of these schedules
 
 - the first slice comes down to stage a; there run the slices before i; slice i goes on to k;
 - stage k works: slices from i on, all that lies between, the last backward down to slice i';
-- slice i' goes back to a; there run the backwards of the slices before i'; that of the first slice goes up to stage 0.
+- slice i' goes back to a; there run the backwards of the slices before i'; the first slice's goes up to stage 0.
 
 Each step waits for the one before. So a batch takes at least, with h = min over a and k, and for every i and i'
 
@@ -74,7 +74,7 @@ def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches
     assert end is not None
     valid = np.isfinite(end.forward_s)
     total = np.where(valid, (num_micro_batches - 1) * np.where(valid, end.total_s, 0.0), np.inf)
-    # the first slice's way down, and the last one's up, come on top of the work of `last`
+    # the way down of the first slice, and the way up of the last one, come on top of the work of `last`
     spare = []
     for name in ("forward_s", "backward_s"):
         least = np.minimum(_table(parts[first], name, valid), _table(parts[last], name, valid))

@@ -1,4 +1,4 @@
-"""Costs that remember their answers, so that no pair is asked twice in one search."""
+"""Cache the answers of costs, so that one search asks for no pair twice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of fo
 
 
 class CachedCosts:
-    """A cost object whose answers are kept and checked; it is vectorized where it has a table.
+    """Keep and check the answers of a cost object; the result is vectorized where it has a table.
 
-    `table` holds every slice that can be cut, or is None where the tables of all parts would be too large: then
-    answers are kept pair by pair.
+    `table` holds every possible slice, or is None where the tables of all parts would be too large: then answers are
+    kept pair by pair.
     """
 
     def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int, with_table: bool = True) -> None:
@@ -29,9 +29,9 @@ class CachedCosts:
         self.vectorized = with_table
         self._pairs: dict[tuple[str, int, int], float] = {}
         self._sends = {} if self.table is None else dict(self.table.sends)
-        if callable(getattr(costs, "send_s", None)):  # a part without links must not look as if it had them
+        if callable(getattr(costs, "send_s", None)):  # a part without links must lack the method
             self.send_s = self._send_s
-        if callable(getattr(costs, "weight_s", None)):  # nor as if its W had been measured
+        if callable(getattr(costs, "weight_s", None)):  # likewise a part whose W was not measured
             self.weight_s = self._weight_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
@@ -41,7 +41,7 @@ class CachedCosts:
         return self._ask("backward_s", tokens, prefix)
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
-        """Return forward, backward and send seconds of slices given as arrays."""
+        """Return forward, backward and send seconds of slices in arrays."""
         sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
         return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
 

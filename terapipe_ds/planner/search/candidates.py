@@ -1,4 +1,4 @@
-"""Plans worth trying, and the climb from good ones to one that no small change makes better."""
+"""List plans worth trying, and climb from good ones to a plan that no small change makes better."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from terapipe_ds.planner.search.judge import Judge, memory_limit_error
 from terapipe_ds.planner.search.pipeline import Lengths
 
-_CLIMBS = 3  # starts, one after the other, each with what the ones before left of the budget
+_CLIMBS = 3  # starts, one after the other, each with the budget that earlier ones left
 
 
 def slice_counts(most: int) -> list[int]:
-    """Return 1 to 4 and from there on in steps of a third to a half: 1, 2, 3, 4, 6, 8, 12, ..., and `most`."""
+    """Return 1 to 4, then numbers in steps of a third to a half: 1, 2, 3, 4, 6, 8, 12, ..., and `most`."""
     powers = (2**exponent for exponent in range(most.bit_length()))
     return sorted({count for power in powers for count in (power, 3 * power // 2) if 1 <= count <= most} | {most})
 
@@ -50,7 +50,7 @@ def merged_or_split(lengths: Lengths, max_slices: int) -> Iterator[Lengths]:
 def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Lengths:
     """Return the best plan that a climb from the best of the starts reaches; `more` are judged while the budget lasts.
 
-    It is never worse than any of the `sure` ones that fits.
+    It is never worse than any of the `sure` starts that fits.
 
     Raises:
         MemoryLimitError: no start fits.
@@ -71,7 +71,7 @@ def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Len
         tops.append(another)
     # one climb from each of the best, as long as the budget lasts
     climbed = [_climbed(judge, top, most) for top in tops]
-    # what was estimated is replayed as a whole
+    # estimated plans are replayed as a whole
     return judge.fastest({*climbed, *tops[:2]}, judge.seconds) or tops[0]
 
 

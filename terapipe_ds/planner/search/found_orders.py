@@ -1,4 +1,4 @@
-"""The schedule "search": an order found for the costs, and its plans, as a result like those of the named ones."""
+"""Plan the schedule "search": find an order for the costs, with its plans, as a result like a named schedule's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import SEARCH, ScheduleError
 from terapipe_ds.simulator import simulate
 
-MOST_COMPUTATIONS = 50_000  # of a batch, above which "auto" leaves the search for an order out
-SHARE_OF_ORDER = 0.4  # of some five seconds, what "auto" spends on an order for each layout
-_FEW = 8  # evaluations, where an order is only to compare with
+MOST_COMPUTATIONS = 50_000  # of a batch; above this, "auto" does not search for an order
+SHARE_OF_ORDER = 0.4  # of some five seconds; "auto" spends this on an order for each layout
+_FEW = 8  # evaluations of an order that only serves as a comparison
 
 
 def best_order(
@@ -32,13 +32,13 @@ def best_order(
     max_live_slices: int | Sequence[int] | None = None,
     budget: float = 1.0,
 ) -> PlanResult:
-    """Return the order found for slices that are given; `costs` as for `plan_slices`, limits as for `find_order`.
+    """Find an order for the caller's slices; `costs` as for `plan_slices`, limits as for `find_order`.
 
     Args:
         budget: a share of some five seconds on one core, counted in computations, so that it gives the same everywhere.
 
     Raises:
-        PlannerError: no order found keeps the limit, or counts that cannot be.
+        PlannerError: no order that the search meets keeps the limit, or impossible counts.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     length = max(one.sequence_length for one in plans)
@@ -50,7 +50,7 @@ def best_order(
 
 
 def _once(costs: Any, num_parts: int) -> tuple[Any, ...]:
-    """Return an object per part as it is: few slices are asked for, so no table is worth its time."""
+    """Return one unchanged object per part: few slices occur, so that no table is worth its time."""
     parts = tuple(costs) if isinstance(costs, list | tuple) else (costs,) * num_parts
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
@@ -95,7 +95,7 @@ class OrderFinder:
             raise PlannerError(f"schedule = {SEARCH!r}: {error.reason}") from None
 
     def result(self, found: FoundOrder, lower_bound_s: float = 0.0) -> PlanResult:
-        """Return what was found beside unsliced sequences and equal slices, each with an order of its own."""
+        """Return the result beside unsliced sequences and equal slices, each with its own order."""
         pipeline = self._pipeline
         length, most = found.plans[0].sequence_length, max(plan.num_slices for plan in found.plans)
         whole, equal = (SlicePlan.equal(length, count, pipeline.granularity_tokens) for count in (1, most))
@@ -122,7 +122,7 @@ class OrderFinder:
         )
 
     def _quick_s(self, plan: SlicePlan, limits: Mapping[str, Any]) -> float:
-        """Return what a plan takes in a quick order; infinity where that keeps no limit."""
+        """Return the seconds of a plan in a quickly found order; infinity where no order keeps the limit."""
         limits = {"chunks_per_stage": self._pipeline.chunks_per_stage, **limits}
         try:
             return find_order(self._parts, plan, *self._counts, evaluations=_FEW, **limits).makespan_s

@@ -1,4 +1,4 @@
-"""What a plan costs under one schedule: predicted seconds, and whether it fits in memory."""
+"""Judge plans under one schedule: predicted seconds, and whether a plan fits in memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from terapipe_ds.simulator.few import FILL_DRAIN
 Progress = Callable[[str, int, int], None]
 """Called now and then with (schedule, work done, of how much), for a progress line."""
 
-# Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
+# Work is counted in replayed computations, never in time, so that a search yields the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
-_BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same of orders that are played stage by stage (`list_schedule`)
+_BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same for orders that are played stage by stage (`list_schedule`)
 _WALK = 6  # to add up its bytes
-_CALL = 400  # of a call besides its computations
+_CALL = 400  # of a call, on top of its computations
 
 
 class Judge:
-    """Scores slice lengths (in granules) under one schedule; every score is kept.
+    """Score slice lengths (in granules) under one schedule; keep every score.
 
-    `terapipe`, `gpipe` and every schedule of a single micro-batch (but those that split backwards or have several
-    chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: with all
-    micro-batches (`seconds`), or with few of them where there are many (`estimate`).
+    `terapipe`, `gpipe` and every schedule of a single micro-batch (except schedules that split backwards or have
+    several chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed:
+    with all micro-batches (`seconds`), or with few of them where there are many (`estimate`).
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Judge:
         return lengths in self._seconds or lengths in self._estimates
 
     def bound_s(self, lengths: Lengths) -> float:
-        """Return what this plan takes at least, at a small part of the cost of a replay.
+        """Return a lower bound on the seconds of this plan, at a small part of the cost of a replay.
 
         On every stage k, in this order and without overlap: the forwards of micro-batch 0 down to k (a flow shop), its
-        work on as many slices as m - 1 micro-batches have, and the last micro-batch in backward from k up to stage 0
-        (the mirror image). See `bounds`. Where backwards are split a stage may end with any W, so that no way back
-        counts. With several chunks it is the work of the busiest stage, or of all of them by turns.
+        work on the slices of m - 1 micro-batches, and the last micro-batch in backward from k up to stage 0 (the mirror
+        image). See `bounds`. Where backwards are split a stage may end with any W, so that no way back counts. With
+        several chunks it is the work of the busiest stage, or the mean over all stages.
         """
         if self.is_flow_shop:
             return self.seconds(lengths)
@@ -111,13 +111,13 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """Return `seconds` at a bounded cost: few micro-batches tell what many take."""
+        """Return `seconds` at a bounded cost: a few micro-batches predict many."""
         if lengths not in self._estimates:
             self._estimates[lengths] = self._replayed_s(lengths, None)
         return self._estimates[lengths]
 
     def cost_of(self, counts: dict[int, int]) -> int:
-        """Return what it takes of the budget to judge so many plans: number of slices -> number of plans."""
+        """Return the share of the budget to judge `counts`: number of slices -> number of plans."""
         if self.is_flow_shop:
             return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
         per_slice = self._per_slice * self.pipeline.num_micro_batches
@@ -141,7 +141,7 @@ class Judge:
         return None if best is None else best[2]
 
     def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
-        """Return the most bytes of every stage, or None without memory."""
+        """Return the peak bytes of every stage, or None without memory."""
         memory = self.pipeline.memory
         if memory is None:
             return None
@@ -167,7 +167,7 @@ class Judge:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
 
     def _replayed_s(self, lengths: Lengths, most: float | None) -> float:
-        """Return the seconds of a batch. One of more than `most` computations is told by few micro-batches."""
+        """Return the seconds of a batch; a few micro-batches predict one of more than `most` computations."""
         count = self.pipeline.num_micro_batches
         if self.is_flow_shop:
             self.spent += self._flow_shop_cost(len(lengths))
@@ -181,7 +181,7 @@ class Judge:
         return ScheduleShape(self.schedule, self.pipeline.num_stages, num_slices, chunks)
 
     def _replay(self, num_slices: int, num_micro_batches: int, work: int = 1) -> Replay:
-        """Return the replay of so many micro-batches, and take from the budget what `work` walks over it cost."""
+        """Return the replay of `num_micro_batches`, and charge the budget for `work` walks over it."""
         key = num_micro_batches, num_slices
         computations = self._per_slice * num_micro_batches * num_slices
         self.spent += _CALL + work * computations
@@ -193,7 +193,7 @@ class Judge:
 
 
 def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
-    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds."""
+    """Return the least seconds of the stages under any order, where part p has work for `work_s[p]` seconds."""
     seconds = list(work_s)
     of_stage = [0.0] * num_stages
     if len(placement) == len(seconds):  # each part has one place
@@ -203,7 +203,7 @@ def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) 
 
 
 def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitError:
-    """Return the error where nothing fits: the least need among the plans that were tried, its stage, and advice."""
+    """Return the error where nothing fits: the least need among the tried plans, its stage, and advice."""
     memory, limit = judge.pipeline.memory, judge.pipeline.memory_limit_bytes or 0.0
     needs = [(max(peaks), peaks, len(plan)) for plan in tried if (peaks := judge.peak_bytes(plan)) is not None]
     need, peaks, count = min(needs, key=lambda entry: entry[0])
@@ -232,7 +232,7 @@ def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats | None, n
 
     All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage runs
     all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
-    before the last one has run all forwards, so the time is that of two flow shops, one after the other.
+    before the last one has run all forwards, so the time is the sum of two flow shops, one after the other.
     """
     ahead = _makespan(forward_s, None if send_s is None else send_s[:-1], num_micro_batches)
     back = _makespan(backward_s[::-1, ::-1], None if send_s is None else send_s[:0:-1, ::-1], num_micro_batches)

@@ -1,4 +1,4 @@
-"""What a search plans for: costs that are asked once, the shape of the pipeline and of a batch, and memory."""
+"""Describe the input of a search: costs that are asked once, the shapes of pipeline and batch, and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is planned for. Raises PlannerError for a number that cannot be."""
+    """Hold the input of a search. Raises PlannerError for an impossible number."""
 
     parts: tuple[CachedCosts, ...]
     sequence_length: int

@@ -1,8 +1,8 @@
-"""The search for the best plan: candidates, judged by a replay of the very schedule that will run them.
+"""Search the best plan: candidates, judged by a replay of the very schedule that will run them.
 
-`terapipe` on equal stages is the slice program itself (`slice_program`). Every other schedule, and unequal stages,
-start from equal slices, slices of equal time and plans of the slice program, and climb from the best of them by moving
-granules, merging and splitting. Where there are few plans, all of them are judged.
+For `terapipe` on equal stages the slice program itself (`slice_program`) is the search. For every other schedule, and
+for unequal stages, the search starts from equal slices, slices of equal time and plans of the slice program. It climbs
+from the best of them by moving granules, merging and splitting. Where there are few plans, it judges all of them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search
 from terapipe_ds.planner.slice_program.cost_table import CostTable, equal_time
 from terapipe_ds.schedule import SEARCH, placement_for
 
-# What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
+# The schedules that "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`.
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
-_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs say what W takes
-# Instead, where stages hold several chunks: those of them that have so many chunks and parts.
+_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs have `weight_s`
+# Where stages hold several chunks, "auto" tries these instead, if they can have that number of chunks and parts.
 _AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
 
-_PLANS_OF_ORDERS = 3  # of the named schedules, from which the search for an order starts
+_PLANS_OF_ORDERS = 3  # of the named schedules; the search for an order starts from them
 BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
-_ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
-_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
+_ALL_PLANS = 4096  # up to this number, if the budget allows, all plans are judged
+_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes one step per slice
 _PROGRAM_PLANS = 32  # of each search
 _FILL_DRAIN_BUDGET = 1_000_000  # on top, once for all schedules, where stages differ
 _ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
 
 
 class _BestLengths(NamedTuple):
-    """A plan's slice lengths, with its proven bound."""
+    """Hold a plan's slice lengths, with its proven bound."""
 
     lengths: Lengths
     lower_bound_s: float  # no plan takes less
@@ -52,12 +52,12 @@ class _BestLengths(NamedTuple):
 
 
 class Problem:
-    """What the schedules over one cut of the layers share: the slice program's plans, bounds, and starts.
+    """Share the slice program's plans, the bounds and the starts among the schedules over one cut of the layers.
 
     Args:
-        placement: where the parts are already, if they are.
-        chosen: plans that other schedules chose, over any cut; those of this problem are added. Where there are some,
-            they are starts enough.
+        placement: the places of the parts, if these are fixed already.
+        chosen: plans that other schedules chose, over any cut; this problem adds its own. If it has some, they suffice
+            as starts.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class Problem:
 
     @property
     def knows_weights(self) -> bool:
-        """Return whether all costs say what W takes of a backward."""
+        """Return whether all costs know the seconds of W."""
         return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
 
     def best_of_each(self, budget: int, with_order: bool = True) -> Ranking:
-        """Return, for each schedule that "auto" tries, the best plan, or why none fits; then an order of its own."""
+        """Return, for each schedule that "auto" tries, the best plan, or why none fits; then a searched order."""
         ranking = self._best_of_names(budget)
         if not (with_order and ranking.results and self._may_find_order(ranking.best)):
             return ranking
         try:
             found = self._with_order(ranking.results, SHARE_OF_ORDER * min(1.0, budget / BUDGET))
-        except PlannerError:  # what the named ones hold fits, but no order that it found
+        except PlannerError:  # the named schedules fit, but no order that it met does
             return ranking
         return Ranking.of((*ranking.results, found), ranking.refused)
 
     def best_with_order(self, budget: int) -> PlanResult:
-        """Return the best order found, with its plans; it starts from the plans of the named schedules."""
+        """Search the best order with its plans, starting from the plans of the named schedules."""
         where = placement_for(SEARCH, self.pipeline.num_stages, self.pipeline.chunks_per_stage)
         self.placement = where if self.placement is None else self.placement
         ranking = self._best_of_names(budget)
@@ -102,7 +102,7 @@ class Problem:
         return self._with_order(ranking.results, min(1.0, budget / BUDGET))
 
     def _may_find_order(self, best: PlanResult) -> bool:
-        """Return whether parts lie so that an order can be found, and are few enough for "auto"."""
+        """Return whether the placement suits the search for an order, and parts are few enough for "auto"."""
         pipeline = self.pipeline
         chunks, num_parts = pipeline.chunks_per_stage, len(pipeline.parts)
         if chunks > 2 or num_parts != chunks * pipeline.num_stages:
@@ -128,7 +128,7 @@ class Problem:
         return self.pipeline.num_stages, self.pipeline.chunks_per_stage
 
     def _cut(self, count: int) -> SlicePlan:
-        """Return a plan with that number of slices: of equal time where that is found soon, else of equal length."""
+        """Return a plan with `count` slices: of equal time where the program for it is short, else of equal length."""
         few = self.num_granules <= MANY_GRANULES and count <= _EQUAL_TIMES
         lengths = equal_time(self.slowest, count) if few else split_evenly(self.num_granules, count)
         return self.pipeline.plan(lengths)
@@ -143,7 +143,7 @@ class Problem:
         return Ranking.of(results, refused)
 
     def _shares(self) -> dict[str, float]:
-        """Return what "auto" tries, with shares of the budget."""
+        """Return the schedules that "auto" tries, with shares of the budget."""
         pipeline = self.pipeline
         if pipeline.chunks_per_stage == 1:
             shares = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
@@ -161,7 +161,7 @@ class Problem:
     # --- three ways to a plan, tried in order
 
     def _proven_by_program(self, judge: Judge) -> _BestLengths | None:
-        """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
+        """Return the slice program's plan, where its formula holds for the schedule and the plan fits in memory."""
         if not (judge.is_flow_shop and self._has_equal_stages):
             return None
         program, lengths = self.program, self.program.best.lengths
@@ -200,7 +200,7 @@ class Problem:
         counts = [math.comb(self.num_granules - 1, count - 1) for count in range(1, self.max_slices + 1)]
         return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
 
-    # --- what the schedules share
+    # --- shared by the schedules
 
     def sure_starts(self) -> Iterator[Lengths]:
         """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them."""
@@ -210,8 +210,8 @@ class Problem:
         yield from list(self.chosen)
 
     def more_starts(self) -> Iterator[Lengths]:
-        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part and plans that the
-        slice program met; or, with plans of other schedules, the equal slices left."""
+        """Yield starts while the budget lasts: slices of equal time on the slowest part and plans that the slice
+        program met; or, with plans of other schedules, the remaining equal slices."""
         if self.has_starts:
             yield from self._equal_plans()
             return
@@ -228,7 +228,7 @@ class Problem:
 
     @functools.cached_property
     def slowest(self) -> CostTable:
-        """Return the table of the part that takes longest for a whole sequence, of those that have tables."""
+        """Return the table of the part that takes longest for a whole sequence, among parts with tables."""
         tables = [part.table for part in self.pipeline.parts if part.table is not None]
         return max(tables, key=lambda table: float(table.total_s[0, -1]))
 
@@ -291,7 +291,7 @@ class Problem:
 
     def _best_equal(self, judge: Judge) -> Lengths:
         """Return the best equal plan that fits; unsliced if none fits."""
-        # where budget is short, only those already scored
+        # with plans of other schedules, only plans with a score
         plans = self._equal_plans()
         judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
         return judge.fastest(judged, judge.estimate) or plans[0]

@@ -1,4 +1,4 @@
-"""Plan the slices of one schedule, or of the best: what a caller of the planner asks."""
+"""Plan the slices of one schedule or of the best one; this is the planner's entry point."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def plan_slices(
 ) -> PlanResult:
     """Return the plan with the least predicted time under `schedule` (or `"auto"`) that fits in memory.
 
-    With "search" the order is found too, and each micro-batch may have a plan of its own (`result.plans`).
+    "search" also searches the order, and each micro-batch may then have its own plan (`result.plans`).
 
     Args:
         costs: `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and, where links cost something,
             `send_s(tokens)`; one object for all parts or a list with one per part. Each pair is asked at most once.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
-        memory: a `MemoryModel`, or what has its methods; both are asked by part.
-        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many, see `ranked_schedules`.
-        schedule_options: what `schedule.build` takes besides counts, for one schedule by its name.
-        placement: where the parts are already: "auto" tries the schedules that run on it.
-        with_order: "auto" compares an order that is found for the costs too.
-        budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
+        memory: a `MemoryModel`, or an object with its methods; both are asked by part.
+        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that can have it, see `ranked_schedules`.
+        schedule_options: further arguments of `schedule.build`, for one schedule by its name.
+        placement: the fixed places of the parts: "auto" tries the schedules that run on it.
+        with_order: "auto" also compares an order searched for the costs.
+        budget: work of the search, in replayed computations; the same budget yields the same plan everywhere.
 
     Raises:
-        MemoryLimitError: no plan fits `memory_limit_bytes`; says the least need and what would lower it.
-        PlannerError: an argument that cannot be, or costs that are negative or not finite.
+        MemoryLimitError: no plan fits `memory_limit_bytes`; it names the least need and how to lower it.
+        PlannerError: an impossible argument, or costs that are negative or not finite.
     """
     if schedule not in (*SCHEDULE_NAMES, SEARCH, "auto"):
         known = ", ".join((*SCHEDULE_NAMES, SEARCH, "auto"))
@@ -67,13 +67,13 @@ def plan_slices(
         check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
-    # the costs once per part, for as many parts as the schedule has
+    # one cost object per part of the schedule
     num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
     parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
     shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
-    # one schedule, all of them, or an order of its own
+    # one schedule, all of them, or a searched order
     if schedule == SEARCH:
         return problem.best_with_order(budget)
     if schedule == "auto":

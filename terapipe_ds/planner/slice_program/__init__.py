@@ -1,1 +1,1 @@
-"""The exact slice program: where to cut a sequence so that a fill-drain pipeline of equal stages takes least time."""
+"""Run the exact slice program: the cuts of a sequence with the least time in a fill-drain pipeline of equal stages."""

@@ -1,16 +1,16 @@
-"""Branch and bound over the pair (largest forward, largest backward) of a plan: the proven best of all compositions.
+"""Branch and bound over the pair (largest forward, largest backward) of a plan; prove the best of all compositions.
 
 The time of a plan under fill-drain is `m * sum(f + b) + bubble * (F + B)`; F = max f' and B = max b' may be of
 different slices. A box holds all plans with F in [f_low, f_high] and B in [b_low, b_high]. One program under the upper
 limits gives the least sum S of the box, so that every plan in it takes at least m * S + bubble * (f_low + b_low),
-and the plan behind S, whose maxima are F* and B*, beats every plan of the box with F >= F* and B >= B*. What is left
-are the two boxes F < F*, and F >= F* with B < B*; the larger side of each is halved. Boxes that cannot beat the best
+and the plan behind S, whose maxima are F* and B*, beats every plan of the box with F >= F* and B >= B*. The remainder
+is the two boxes F < F*, and F >= F* with B < B*; the larger side of each is halved. Boxes that cannot beat the best
 plan known are dropped; the lowest bounds go first, several in one batch of programs.
 
 Two things keep this at a few dozen programs where b is nearly proportional to f, although the limits are a pair:
 
-- F and B are times of slices that exist. Of all slices that may still be used, those with f' >= f_low have some least
-  b', and B cannot be lower. So a limit on one maximum moves those on the other one (`Bottlenecks`).
+- F and B are times of slices that exist. Among the slices that may still be used, those with f' >= f_low have some
+  least b', and B cannot be lower. So a limit on one maximum moves the limits on the other one (`Bottlenecks`).
 - A slice is ruled out for good where the best plan through it, by its least head and tail, is no better than the best
   plan known (`Search.narrow`). That leaves a narrow band of lengths around the best ones.
 
@@ -42,7 +42,7 @@ ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by
 BATCH_SIZE = 16  # boxes per call of the program
 SMALL_GRANULES = 64  # up to here, search until proven
 MAX_WORK = 2_000_000_000  # array elements of programs; some ten seconds
-WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
+WORK_PER_ROW = 128  # cost of a row of a program, beyond its elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WeighedPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """`micro_batches * sum(f + b) + bubble * (max f' + max b')`; `bubble` is K - 1 on equal stages."""
+    """Compute `micro_batches * sum(f + b) + bubble * (max f' + max b')`; `bubble` is K - 1 on equal stages."""
 
     micro_batches: int
     bubble: float
@@ -158,8 +158,8 @@ class Search:
     def run(self) -> None:
         """Search until the best plan is proven or the work is spent.
 
-        Then there are `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
-        `best_s` where `optimal`), `met` (all plans met on the way) and `num_programs`.
+        It sets `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to `best_s`
+        where `optimal`), `met` (all plans met on the way) and `num_programs`.
         """
         for lengths in greedy_plans(self.every):
             self.offer(lengths)
@@ -209,7 +209,7 @@ class Search:
         return True
 
     def _narrow_all(self, boxes: Sequence[Box]) -> bool:
-        """Call `narrow` with what all open boxes have in common."""
+        """Call `narrow` with the limits that all open boxes share."""
         boxes = [*boxes, *(box for *_, box in self.heap)]
         f_high, b_high = max(box.f_high for box in boxes), max(box.b_high for box in boxes)
         f_low, b_low = min(box.f_low for box in boxes), min(box.b_low for box in boxes)
@@ -219,7 +219,7 @@ class Search:
         return self.objective.bound(box.sum_s, box.f_low, box.b_low)
 
     def _tighten(self, box: Box) -> bool:
-        """Shrink `box` to what can beat the best plan; False where nothing can."""
+        """Shrink `box` to the plans that can beat the best one; False where none can."""
         for _ in range(2):
             if self.objective.bubble > 0:
                 room = (self.best_s - self.objective.micro_batches * box.sum_s) / self.objective.bubble
@@ -239,7 +239,7 @@ class Search:
         return list(itertools.islice(filter(self._tighten, popped), size))
 
     def _evaluate(self, boxes: Sequence[Box]) -> Iterable[Box]:
-        """Run one program for each box, and yield what remains of the box around the plan of that program."""
+        """Run one program for each box, and yield the remainder of the box around the plan of that program."""
         limits = np.array([(box.f_high, box.b_high) for box in boxes])
         least = least_tails(self.band, limits, self.num_slices)
         self._spend(len(boxes), least.shape[1])
@@ -248,7 +248,7 @@ class Search:
             box.sum_s = max(box.sum_s, sum_s)
             if math.isfinite(sum_s) and self._bound(box) < self.best_s:
                 plan = self.offer(trace(self.band, sums, limit))
-                # what is left of the box has a smaller largest forward, or a smaller largest backward
+                # the remainder of the box has a smaller largest forward, or a smaller largest backward
                 f_below, b_below = (math.nextafter(x, -1.0) for x in (plan.max_forward_s, plan.max_backward_s))
                 yield dataclasses.replace(box, f_high=f_below)
                 yield dataclasses.replace(box, f_low=max(box.f_low, plan.max_forward_s), b_high=b_below)

@@ -1,4 +1,4 @@
-"""The cost table: every slice that a plan may use, asked once of a costs object and checked."""
+"""Build the cost table: ask a costs object once for every slice that a plan may use, and check its answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs se
 class CostTable:
     """Hold the seconds of every slice of one part, [n, n]: row j = granules before, column k = its granules less 1.
 
-    They are inf where a slice would pass the end of the sequence. The last granule may be partial.
+    A slice that would pass the end of the sequence has inf. The last granule may be partial.
     """
 
     sequence_length: int
@@ -42,12 +42,12 @@ class CostTable:
 
     @functools.cached_property
     def total_s(self) -> Floats:
-        """Return what a slice adds to the time of its stage: forward + backward, [n, n]."""
+        """Return the seconds that a slice adds to its stage: forward + backward, [n, n]."""
         return self.forward_s + self.backward_s
 
     @functools.cached_property
     def band(self) -> Band:
-        """Return all slices for the program of equal stages: limits are on times with the transfer."""
+        """Return all slices for the program of equal stages; its limits are on times with the transfer."""
         send_s = 0.0 if self.send_s is None else self.send_s
         return Band(self.total_s, self.forward_s + send_s, self.backward_s + send_s)
 

@@ -1,10 +1,10 @@
-"""Dynamic programs over a table of slices: the least sum of costs, with limits on every slice's forward and backward.
+"""Run dynamic programs over a table of slices: least sums of costs, with limits on each slice's forward and backward.
 
 With `least[j]` the least sum over all cuts of the granules from j on, in slices that keep within the limits,
 
     least[n] = 0,    least[j] = min over lengths k of  total[j, k] + least[j + k]
 
-which is the recursion of TeraPipe (Li et al., ICML 2021, section 3.3) read from the other end: there, S*(i; t_max) is
+This is the recursion of TeraPipe (Li et al., ICML 2021, section 3.3) read from the other end: there, S*(i; t_max) is
 the least total of the first i tokens when no slice takes longer than t_max. One numpy call per granule serves many
 pairs of limits at once: the calls cost time, not the additions.
 """
@@ -28,7 +28,7 @@ class Band:
     """Hold the slices that may be used, [n, w]: row = granules before, column c = slices of `shortest + c` granules."""
 
     total: Floats  # seconds that a slice adds to the sum; inf where it would pass the end or is ruled out
-    forward: Floats  # what the limits are on
+    forward: Floats  # the limits are on these
     backward: Floats
     shortest: int = 1
 
@@ -41,7 +41,7 @@ class Band:
         return int(self.total.shape[1])
 
     def keep(self, allowed: Bools) -> Band:
-        """Return a copy with only the `allowed` [n, w] slices, as narrow as they are."""
+        """Return a copy with only the `allowed` [n, w] slices, and no more columns than they need."""
         columns = np.flatnonzero(allowed.any(axis=0))
         first, stop = (int(columns[0]), int(columns[-1]) + 1) if columns.size else (0, 1)
         total = np.where(allowed[:, first:stop], self.total[:, first:stop], np.inf)
@@ -76,7 +76,7 @@ def least_tails(
     """Return least sums from each granule to the end, [P, C, n + 1], under each pair of `limits` [P, 2].
 
     C = 1 with any number of slices; with `num_slices`, row c = 0..num_slices is for at most c slices, or `exactly`
-    c. With `largest` the largest `total` of a slice is made least instead of the sum. inf: there is no such cut.
+    c. With `largest` it minimises the largest `total` of a slice instead of the sum. inf: there is no such cut.
     """
     n, shortest, num_pairs = band.num_granules, band.shortest, len(limits)
     least = np.full((num_pairs, 1 if num_slices is None else num_slices + 1, n + shortest + band.width), np.inf)
@@ -116,7 +116,7 @@ def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
 def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
     """Return slice lengths, in granules, that reach `least[-1, 0]` of the sums [C, n + 1] under one pair of limits.
 
-    Where sums tie it takes the longest slice. `limits` [2] are those of the sums. The sum must be finite.
+    Where sums tie it takes the longest slice. `limits` [2] belong to the sums. The sum must be finite.
     """
     n, shortest, width = band.num_granules, band.shortest, band.width
     longest = shortest + width - 1

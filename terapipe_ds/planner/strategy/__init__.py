@@ -1,4 +1,4 @@
-"""From a model and a cluster to a strategy: stages, tensor and data parallelism, placement, cuts, schedule, slices.
+"""Plan a strategy for a model on a cluster: stages, tensor and data parallelism, placement, cuts, schedule, slices.
 
 enumerated   tensor ranks that divide heads and widths and lie within a node; stages and replicas, which multiply with
              them to the devices; micro-batch size and accumulation, which multiply with the replicas to the global
@@ -11,10 +11,10 @@ replays      of the schedule that the engine will run, for the twelve best propo
              between neighbours; then each stage reduces its gradients when its own last backward is done, as the
              engine does, and steps. Long batches are compared by two shorter runs, and the best is replayed whole
 
-Costs come per layer, from one source (see `planner.layers`). The answer says how far it may be from the bound of all
-that was not settled. Proposals are replayed with `1f1b` and `gpipe` unsliced, and with `seq1f1b` and `terapipe` sliced.
-The best of them are tried with split backwards and with two and four parts per stage as well (see `shapes`), where a
-batch is short enough for that to matter. Layers without costs of slices have `1f1b` and `gpipe` alone.
+Costs come per layer, from one source (see `planner.layers`). The answer has its distance from the bound of all
+unsettled candidates. Proposals are replayed with `1f1b` and `gpipe` unsliced, and with `seq1f1b` and `terapipe` sliced.
+The search also tries the best of them with split backwards and with two and four parts per stage (see `shapes`), where
+a batch is short enough for that to matter. Layers without costs of slices have only `1f1b` and `gpipe`.
 """
 
 from __future__ import annotations

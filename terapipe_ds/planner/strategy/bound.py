@@ -1,4 +1,4 @@
-"""What one candidate takes at least: times that no cut, schedule or plan beats, and the costs behind them."""
+"""Bound the time of one candidate from below, for every cut, schedule and plan, and hold the costs behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.planner.strategy.rates import layer_seconds, least_of, memory_m
 
 
 class Bounded:
-    """One candidate on one cluster, with the costs of `Layers`, and its proven bounds."""
+    """Hold one candidate on one cluster, with the costs of `Layers`, and its proven bounds."""
 
     def __init__(self, layers: Layers, cluster: Cluster, sequence_length: int, candidate: Candidate) -> None:
         self.layers, self.cluster, self.length, self.candidate = layers, cluster, sequence_length, candidate
@@ -24,19 +24,19 @@ class Bounded:
 
     @property
     def can_split(self) -> bool:
-        """Return whether it is known what the weight gradients of every layer take."""
+        """Return whether the seconds of every layer's weight gradients are known."""
         return all(
             callable(getattr(cost, "weight_s", None)) for cost in {id(c): c for c in self._costs(False)}.values()
         )
 
     def lower_bound_s(self, limit_bytes: float = np.inf) -> float:
-        """Return what this candidate takes at least, whatever the cut, the schedule and the slices.
+        """Return a lower bound on the seconds of this candidate, whatever the cut, the schedule and the slices.
 
         A stage waits for the first slice to come down to it, does the work of all micro-batches, and then reduces and
-        steps. Slices together take at least what the least work of a layer is, a first slice at least what the cheapest
-        one does, and a reduction at least what it would on the best placed stage. Unsliced, the last backward also goes
-        up to stage 0, which then reduces and steps. With a limit, a stage recomputes where its parameters and what one
-        micro-batch keeps are more than it allows: backwards come in reverse, so that all of its slices are live once.
+        steps. All slices together take at least the least work of a layer, a first slice at least as long as the
+        cheapest one, and a reduction at least as long as on the best placed stage. Unsliced, the last backward also
+        goes up to stage 0, which then reduces and steps. With a limit, a stage recomputes where its parameters and the
+        kept bytes of one micro-batch exceed the limit: backwards come in reverse, so all its slices are live at once.
         """
         work, first, last = self._least
         fills, drains = (np.concatenate(([0.0], np.cumsum(part)))[:, None] for part in (first, last))
@@ -45,21 +45,21 @@ class Bounded:
         if limit_bytes < np.inf:
             off, full = (self._least_peaks(again) <= limit_bytes for again in (False, True))
             times = np.where(off, times, np.where(full, times + spans_matrix(self._forward_again), np.inf))
-        # entry [j, i] is about a stage with the layers in [j, i): its own end, or the way back to stage 0
+        # entry [j, i] belongs to a stage with the layers in [j, i): its own end, or the way back to stage 0
         total = fills + self.num_micro_batches * times
         rising = total + spans_matrix(ends)
         back = total + drains + ends[0]
         return least_maximum([np.maximum(rising, back)] * self.num_stages)
 
     def chunked_bound_s(self, limit_bytes: float = np.inf) -> float:
-        """Return the same where stages hold several parts, or split their backwards; infinity where they cannot fit.
+        """Return the bound where stages hold several parts, or split their backwards; infinity where they cannot fit.
 
         The slowest stage takes no less than the mean of all. A stage k does its share of the work of all
         micro-batches, and then reduces and steps for its layers. Its first part comes after at least k others, which
         have a layer each: it waits for the first slice to come through the first k layers.
 
-        Also, of n layers that take some time or more, one stage has at least n / K, rounded up. Where so many do not
-        fit in its memory, it recomputes them.
+        Also, if n layers each take at least some time, one stage has at least n / K of them, rounded up. Where these do
+        not fit in its memory, it recomputes them.
         """
         work, first, _ = self._least
         waits = np.cumsum(first)[: self.num_stages - 1].sum()
@@ -78,7 +78,7 @@ class Bounded:
         return float(max(mean, self.num_micro_batches * shared_s.max()))
 
     def _least_of_layers(self, recompute: bool) -> Floats:
-        """Return less than each layer adds to what a stage holds, next to others."""
+        """Return a lower bound on the bytes that each layer adds to a stage with other layers."""
         rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
         layers = starts, starts + 1
         slices = rates["slice"][layers]
@@ -87,7 +87,7 @@ class Bounded:
         return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
-        """Return the same for one cut."""
+        """Return the bound of one cut."""
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)
         ends = np.concatenate(([0.0], np.cumsum(self._least_ends)))
         starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
@@ -100,7 +100,7 @@ class Bounded:
         """Return, per layer, the least work of a micro-batch, and of its first slice down and up.
 
         For costs whose sums over slices are not below the whole (rooflines with launch floors) the whole is the least.
-        Costs of a user may say otherwise, so there it is the least rate of any slice that can be cut.
+        A user's costs may differ, so there it is the least rate of any possible slice.
         """
         if not self.layers.is_sliceable:
             forward, backward = self._sliced(False, 1)
@@ -113,14 +113,14 @@ class Bounded:
 
     @functools.cached_property
     def _forward_again(self) -> Floats:
-        """Return, per layer, what recomputing adds to a whole sequence, or to the cheapest slices of one."""
+        """Return, per layer, the seconds that recomputing adds to a whole sequence, or to its cheapest slices."""
         if not self.layers.whole_is_least and self.layers.is_sliceable:
             return np.zeros(self.layers.num_layers)
         off, full = (self._sliced(again, 1)[1] for again in (False, True))
         return full - off
 
     def _least_peaks(self, recompute: bool) -> Floats:
-        """Return less than any stage holds, for every span: parameters, states, and what one micro-batch keeps."""
+        """Return a lower bound on a stage's bytes, per span: parameters, states, and one micro-batch's kept bytes."""
         rates = self._rates[recompute]
         return rates["lasting"] + rates["slice"] + np.minimum(rates["whole"], rates["store"])
 
@@ -132,7 +132,7 @@ class Bounded:
 
     @functools.cached_property
     def _reductions(self) -> list[tuple[float, float]]:
-        """Return, per stage, the seconds of a reduction of nothing, and per byte."""
+        """Return, per stage, the seconds of a reduction of 0 bytes, and the seconds per byte."""
         grid, large = self.candidate.grid, 1e12
         starts = [self.cluster.all_reduce_s(grid, 0.0, k) for k in range(self.num_stages)]
         return [(s, (self.cluster.all_reduce_s(grid, large, k) - s) / large) for k, s in enumerate(starts)]
@@ -147,7 +147,7 @@ class Bounded:
         return self.layers.layer_costs(self.candidate.setting, recompute)
 
     def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
-        setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times know no replicas
+        setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times do not depend on replicas
         return layer_seconds(self.layers, setting, recompute, self.length, num_slices)
 
     @functools.cached_property

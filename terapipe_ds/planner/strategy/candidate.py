@@ -1,4 +1,4 @@
-"""One candidate of the search, what it scores, and the replays that candidates share."""
+"""Hold one candidate of the search, its score, and the replays that candidates share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.strategy import Grid
 
 @dataclass(frozen=True)
 class Candidate:
-    """Degrees, placement, micro-batches and ZeRO: all that is chosen before the layers are cut."""
+    """Hold degrees, placement, micro-batches and ZeRO: all choices that precede the cut of the layers."""
 
     grid: Grid
     micro_batch: int
@@ -29,14 +29,14 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Return what decides between candidates that take the same time: less of everything."""
+        """Return the key that decides between candidates of equal time: less of everything."""
         grid = self.grid
         return grid.model, grid.pipe, self.zero_stage, self.micro_batch, grid.axes != ("pipe", "data", "model")
 
 
 @dataclass(frozen=True)
 class Score:
-    """A candidate with its cut, schedule and slices: what it takes, or about what it takes."""
+    """Hold a candidate with its cut, schedule and slices, and its exact or estimated time."""
 
     seconds: float
     candidate: Candidate
@@ -45,7 +45,7 @@ class Score:
     schedule: str
     plan: SlicePlan
     peak_bytes: tuple[int, ...]
-    is_final: bool  # as many micro-batches were replayed as an answer takes
+    is_final: bool  # the replay had enough micro-batches for an answer
     chunks_per_stage: int = 1
 
     @property
@@ -63,7 +63,7 @@ def replay_of(shape: ScheduleShape, num_micro_batches: int) -> Replay:
 
 @functools.lru_cache(maxsize=64)
 def owners_of(schedule: str, num_stages: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the stage of each part. Schedules with two places per part are not for strategies."""
+    """Return the stage of each part. Strategies do not use schedules with two places per part."""
     places = placement_for(schedule, num_stages, chunks)
     stages = {part: stage for (stage, _), part in places.items()}
     return tuple(stages[part] for part in range(len(places)))

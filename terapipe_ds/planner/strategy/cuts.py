@@ -1,8 +1,8 @@
-"""Where to cut the layers: dynamic programs over matrices, of which entry [j, i] is about the layers in [j, i).
+"""Cut the layers by dynamic programs over matrices; entry [j, i] belongs to the layers in [j, i).
 
 With m micro-batches of s slices a pipeline takes about (m - 1/s) T + S / s, where T is the time of the slowest stage
 and S the sum over all stages with their links. For each T that a stage can have, from the least on, a program finds the
-least S. Larger ones stop to matter once (m - 1/s) T alone is too much.
+least S. Larger values of T stop to matter once (m - 1/s) T alone is too much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terapipe_ds.planner.layers.parts import Floats
 Bounds = tuple[int, ...]
 """The first layer of each part, and the end."""
 
-_MOST_LIMITS = 12  # times of the slowest stage that are tried
+_MOST_LIMITS = 12  # times of the slowest stage to try
 
 
 def spans_matrix(values: Floats) -> Floats:
@@ -30,7 +30,7 @@ def spans_matrix(values: Floats) -> Floats:
 
 
 def all_cuts(num_layers: int, num_parts: int) -> Iterator[Bounds]:
-    """Yield every cut in so many parts."""
+    """Yield every cut in this number of parts."""
     for inner in itertools.combinations(range(1, num_layers), num_parts - 1):
         yield (0, *inner, num_layers)
 
@@ -40,14 +40,14 @@ def num_cuts(num_layers: int, num_parts: int) -> int:
 
 
 def least_maximum(costs: Sequence[Floats]) -> float:
-    """Return the least that the largest cost of a part can be, over all cuts in `len(costs)` parts."""
+    """Return the least possible largest cost of a part, over all cuts in `len(costs)` parts."""
     return _program(costs, np.maximum)[0]
 
 
 def best_cuts(
     times: Sequence[Floats], extras: Sequence[Floats], weight: float, share: float
 ) -> list[tuple[float, Bounds]]:
-    """Return cuts with weight * (largest time) + share * (sum of times and extras), the least first.
+    """Return cuts with their value weight * (largest time) + share * (sum of times and extras), the least first.
 
     Args:
         times: per part, of every span; infinite where it does not fit in memory.
@@ -66,7 +66,7 @@ def best_cuts(
         if found and weight * limit + share * floor >= min(found.values()):
             break
         allowed = [np.where(time <= limit, total, np.inf) for time, total in zip(times, sums, strict=True)]
-        # of equal sums the more even one is cut
+        # of cuts with equal sums the more even one wins
         balanced = [total * (1 + 1e-7 * total / (limit or 1.0)) for total in allowed]
         bounds = _program(balanced, np.add)[1]
         total = sum(sums[p][a, b] for p, (a, b) in enumerate(itertools.pairwise(bounds)))
@@ -76,7 +76,7 @@ def best_cuts(
 
 
 def _thinned(limits: Floats) -> list[float]:
-    """Return the limits that are tried: all where they are few, else the first and then ever rarer ones."""
+    """Return the limits to try: all where they are few, else the first ones and then ever fewer of the rest."""
     if len(limits) <= _MOST_LIMITS:
         return [float(limit) for limit in limits]
     indices = np.unique(np.geomspace(1, len(limits), _MOST_LIMITS).astype(int)) - 1

@@ -1,4 +1,4 @@
-"""What one candidate costs: an estimate of every cut, and the replay of the schedule that will run."""
+"""Price one candidate: estimate every cut, and replay the schedule that will run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import ScheduleShape, replay_few
 
-_MESSAGES = 2  # that a stage has sent and does not know to be there, when it holds the most
+_MESSAGES = 2  # sent by a stage and not known to have arrived, at the stage's peak
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
 
 
 class Priced(Bounded):
-    """One candidate on one cluster, with its cuts and what they take.
+    """Price the cuts of one candidate on one cluster.
 
-    `replayed_bytes` is the least need of the cuts that were replayed and did not fit in memory.
+    `replayed_bytes` is the least need of the replayed cuts that did not fit in memory.
     """
 
     replayed_bytes: int | None = None
@@ -37,7 +37,7 @@ class Priced(Bounded):
     # --- cuts
 
     def propose(self, shape: Shape, num_slices: int, limit_bytes: float) -> tuple[float, Bounds] | None:
-        """Return about the seconds of a good cut for so many equal slices, and the cut; None where none fits."""
+        """Return approximate seconds and bounds of a good cut for `num_slices` equal slices; None where none fits."""
         if shape.chunks == 1:
             return next(iter(self.estimates(num_slices, limit_bytes, shape)), None)
         if self.least_bytes(shape, num_slices) > limit_bytes:
@@ -46,9 +46,9 @@ class Priced(Bounded):
         return estimate_s, self.chunked_cuts(num_slices, shape.chunks)[0]
 
     def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
-        """Return cuts for so many equal slices with about the seconds that each takes, the least first.
+        """Return cuts for `num_slices` equal slices with the approximate seconds of each, the least first.
 
-        Whole stages are cut, and a stage recomputes where it would not fit otherwise.
+        Each stage is one run of layers, and a stage recomputes where it would not fit otherwise.
         """
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
@@ -69,7 +69,7 @@ class Priced(Bounded):
         return [(value + max(self.ends_s(bounds)), bounds) for value, bounds in cuts]
 
     def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
-        """Return cuts for several parts per stage, as equal as can be: the best first."""
+        """Return cuts for several parts per stage, as equal as possible, the best first."""
         num_parts = chunks * self.num_stages
         if num_parts > self.layers.num_layers:
             return []
@@ -78,7 +78,7 @@ class Priced(Bounded):
         return [bounds for _, bounds in best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)]
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
-        """Return about the least limit that some cut fits in, with all recomputed that can be."""
+        """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = shape.may_recompute
         return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
 
@@ -87,7 +87,7 @@ class Priced(Bounded):
         return forward + backward
 
     def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: bool) -> Floats:
-        """Return the most bytes of a stage, for every span of layers: rather a little more than a replay counts."""
+        """Return the peak bytes of a stage for every span of layers, slightly more rather than less than a replay's."""
         rates = self._rates[recompute]
         most = self.num_micro_batches * num_slices
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
@@ -102,7 +102,7 @@ class Priced(Bounded):
     # --- one cut, exactly
 
     def ends_s(self, bounds: Bounds, owners: Sequence[int] | None = None) -> list[float]:
-        """Return, per stage, the seconds of its reduction, of the tied one, and of its optimizer step.
+        """Return, per stage, the seconds of its reduction, of the tied matrix's exchange, and of its optimizer step.
 
         Args:
             owners: the stage of each part; None: part k is on stage k.
@@ -123,7 +123,7 @@ class Priced(Bounded):
         return seconds
 
     def parts(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> list[PartCosts]:
-        """Return the costs of the parts, with the links of the machines that they are on; `recompute` is per stage."""
+        """Return the costs of the parts, with the links of their machines; `recompute` is per stage."""
         grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
         sent = self.layers.output_bytes(self.candidate.setting)
         wires = [NO_WIRE]
@@ -156,16 +156,16 @@ class Priced(Bounded):
         chunks_per_stage: int = 1,
         most: float | None = MOST_WHOLE,
     ) -> Score | None:
-        """Return what a cut takes under a schedule, replayed; None where it does not fit in memory.
+        """Replay a cut under a schedule and return its score; None where it does not fit in memory.
 
-        Stages that do not fit otherwise recompute, but not where backwards are split: the time of W would not be known.
-        Batches of more than `most` computations are told by few of their micro-batches.
+        Stages that do not fit otherwise recompute, but not where backwards are split: the seconds of W would be
+        unknown. A few micro-batches predict a batch of more than `most` computations.
         """
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
         replays = functools.partial(replay_of, shape)
         replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
-        # first what it holds: that decides which stages recompute
+        # first the peak bytes: they decide which stages recompute
         recompute = (False,) * self.num_stages
         held = replay(memory=self.memory(bounds, recompute, owners))
         if max(held.peak_bytes) > limit_bytes and schedule not in SPLIT_SCHEDULES:
@@ -174,7 +174,7 @@ class Priced(Bounded):
         if (need := max(held.peak_bytes)) > limit_bytes:
             self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
             return None
-        # then what it takes, to the end of each stage's reduction and step
+        # then the seconds, to the end of each stage's reduction and step
         timed = replay(costs=self.parts(bounds, recompute, owners))
         done_s = list(timed.ends_s)
         if self._has_tied_copy(owners):  # its two stages wait for each other

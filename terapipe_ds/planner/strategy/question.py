@@ -1,4 +1,4 @@
-"""The way in: a model and a cluster are checked, searched, and answered with strategies and their timelines."""
+"""Answer a question: check a model and a cluster, search, and return strategies and their timelines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from terapipe_ds.timeline import Timeline
 
 
 def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
-    """Return the best strategy that the search finds; the arguments are those of `rank_strategies`."""
+    """Return the best strategy that the search finds, with the arguments of `rank_strategies`."""
     return rank_strategies(model, cluster, **question)[0]
 
 
@@ -48,23 +48,24 @@ def rank_strategies(
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
-    """Return strategies, the best first: the best found of every candidate that was replayed.
+    """Return strategies, the best first: for every replayed candidate the best one that the search met.
 
     Args:
         model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, a `LayerChain`, or
-            what was measured: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows
-            of a micro-batch.
-        memory_limit_gb: per device; None: what the device card says.
-        stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: what is fixed; None: what is searched.
-        stop: asked now and then; once it is true, or with Ctrl-C, the best so far is the answer, and says so.
+            measurements: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows of a
+            micro-batch.
+        memory_limit_gb: per device; None: the value of the device card.
+        stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: fixed values; None: the search chooses.
+        stop: called now and then; once it returns true, or with Ctrl-C, the answer is the best strategy so far, marked
+            as incomplete.
 
     Raises:
-        MemoryLimitError: nothing fits; says the least need.
-        PlannerError: any other question without an answer, with the nearest one that has.
+        MemoryLimitError: nothing fits; it names the least need.
+        PlannerError: any other question without an answer; it names the nearest question with one.
     """
     if not isinstance(cluster, Cluster):
         raise PlannerError(f"cluster = {show_value(cluster)}: give a Cluster(device, nodes, devices_per_node)")
-    # the question as values that can be: layers with costs, counts, and a schedule that strategies have
+    # the checked question: layers with costs, counts, and a schedule that strategies can have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
@@ -88,11 +89,11 @@ def rank_strategies(
 def simulate_strategy(
     strategy: Strategy, model: Any, cluster: Cluster, *, num_micro_batches: int | None = None
 ) -> Timeline:
-    """Return what one batch of a strategy does when, before gradients are reduced.
+    """Return the timeline of one batch of a strategy, up to the reduction of gradients.
 
     Args:
         model, cluster: those that the strategy was planned for, as `rank_strategies` takes them.
-        num_micro_batches: fewer than the batch has; None: all.
+        num_micro_batches: a smaller number than the batch has; None: all.
 
     Raises:
         PlannerError: as `rank_strategies` does for a model that it cannot read.
@@ -121,10 +122,10 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
 
 
 def size_of(model: object) -> ModelSize:
-    """Return the size that a name, or a path to a `config.json` or its folder, means; a size is returned as it is.
+    """Return the size for a name, or for a path to a `config.json` or its folder; return a size unchanged.
 
     Raises:
-        PlannerError: anything else, or a config that tells no size. ModelSizeError: an unknown name.
+        PlannerError: anything else, or a config without a size. ModelSizeError: an unknown name.
     """
     if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
         path = os.fspath(model)
@@ -149,7 +150,7 @@ def _profiles_of(model: Any) -> list[Profile] | None:
 
 
 def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) -> str | None:
-    """Return the schedule. Raise PlannerError where strategies do not have it, or not with so many parts per stage."""
+    """Return the schedule. Raise PlannerError where strategies lack it, or lack it with these parts per stage."""
     known = NAMES if layers.is_sliceable else NAMES_UNSLICED
     if schedule is not None and schedule not in known:
         raise PlannerError(f"schedule = {show_value(schedule)}: strategies have {', '.join(known)}; give one of them")

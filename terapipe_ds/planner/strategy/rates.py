@@ -1,4 +1,4 @@
-"""What candidates share: the seconds of layers in slices, and the memory of every span of layers."""
+"""Share numbers among candidates: the seconds of layers in slices, and the memory of every span of layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def whole_of(cost: Any, length: int) -> tuple[float, float]:
 
 
 def least_of(cost: Any, length: int) -> tuple[float, float]:
-    """Return the least work of any slices that can be cut, by a program over their ends, and of a first forward."""
+    """Return the least work of any possible slices, by a program over their ends, and the least first forward."""
     edges = [*range(0, length, granule_of(length)), length]
     seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
     least = {0: 0.0}
@@ -55,15 +55,15 @@ def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
 
 
 def granule_of(length: int) -> int:
-    """Return the tokens at whose multiples sequences are cut: 64, or more where that is more than 64 granules."""
+    """Return the tokens at whose multiples slices end: 64, or more where 64 would make more than 64 granules."""
     return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
 
 
 @functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
 def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
-    """Return the shares of a part's memory for every span, as sums over layers that are parts of their own.
+    """Return the shares of a part's memory for every span, as sums over one-layer parts.
 
-    What each such part has as a part (its received input) is counted once per span.
+    The received input, which each of these parts has, is counted once per span.
     """
     count = layers.num_layers
     singles = layers.memory_of_spans(setting, [Span(i, i + 1, recompute) for i in range(count)])
@@ -79,14 +79,14 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
         matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
     matrices["lasting"] = matrices["static"]
     matrices["static"] = matrices["static"] + matrices.pop("gradient")
-    # a part receives one input, however many layers it has: two layers joined tell how large it is
+    # a part receives one input, however many layers it has: two joined layers reveal its size
     if count > 3:
         pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]
         joined = layers.memory_of_spans(setting, pair)[1].slice_bytes_per_token
         base = singles[1].slice_bytes_per_token + singles[2].slice_bytes_per_token - joined
         sizes = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
         matrices["slice"] = matrices["slice"] - base * length * np.maximum(sizes - 1, 0)
-    # the only part of a pipeline of one stage has what no sum of parts tells: a tied matrix is there once
+    # the only part of a one-stage pipeline differs from every sum of parts: it has a tied matrix once
     (alone,) = layers.memory_of_spans(setting, [Span(0, count, recompute)])
     for name, number in (
         ("lasting", float(alone.static_bytes)),
@@ -94,7 +94,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
         ("slice", alone.slice_bytes_per_token * float(length)),
     ):
         matrices[name][0, count] = number
-    # of what works only meanwhile, a span needs the largest
+    # of the working bytes, a span needs the largest
     matrices["whole"] = _whole(singles, matrices, recompute, length)
     matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
     matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
@@ -105,7 +105,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
 
 
 def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: bool, length: int) -> Floats:
-    """Return what a micro-batch in one slice keeps of keys and values; recomputed, that of one layer."""
+    """Return the keys and values of a micro-batch in one slice; with recomputation, those that one layer keeps."""
     rates = [part.whole_bytes_per_token for part in singles]
     if None in rates:
         return matrices["store"] + matrices["store_grad"]

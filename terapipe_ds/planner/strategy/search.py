@@ -1,9 +1,9 @@
-"""The search: candidates by their proven bounds, cuts by programs, and the best by replay of what will run.
+"""Search strategies: candidates by their proven bounds, cuts by programs, and the best by a replay of the schedule.
 
-Without slices, and where a candidate has few cuts, every cut that its bound does not exclude is replayed: the answer is
-exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number of slices.
-The twelve best proposals are replayed, and the best two of these also with other schedules, several parts per stage,
-planned slices and moved layers. The bounds of all candidates that were not settled say how far the answer may be off.
+Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
+answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number
+of slices. The search replays the twelve best proposals, and the best two of these also with other schedules, several
+parts per stage, planned slices and moved layers. The bounds of all unsettled candidates limit the answer's error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ REPLAYED = 12
 
 _FINALISTS = 3
 _MOST_SLICES = 64
-_BUDGET = 60_000  # of the slices of the best, as `plan_slices` counts it
-_MOVED = 400_000  # computations replayed while layers move
+_BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
+_MOVED = 400_000  # replayed computations while layers move
 
 
 @dataclass
 class Search:
-    """One question, and what is known of its answer."""
+    """Hold one question and the knowledge about its answer."""
 
     space: Space
     progress: Progress | None = None
@@ -51,10 +51,10 @@ class Search:
     is_complete: bool = True
 
     def run(self) -> list[Score]:
-        """Return the best of each candidate that was replayed, the best first.
+        """Return the best score of each replayed candidate, the best first.
 
         Raises:
-            MemoryLimitError: nothing fits; says the least need.
+            MemoryLimitError: nothing fits; it names the least need.
             PlannerError: no candidate, or the search was stopped before it had any strategy.
         """
         candidates = list(self.space.candidates())
@@ -80,7 +80,7 @@ class Search:
         return min([self.open_s, *(score.seconds for score in self.scores.values())])
 
     def _search(self, priced: dict[Candidate, Priced]) -> None:
-        # the bounds say in which order candidates are looked at, and which need no look
+        # the bounds give the order of the candidates, and exclude some of them
         bounds_s = {}
         for done, (candidate, costs) in enumerate(priced.items()):
             self._report("bounds", done, len(priced))
@@ -97,9 +97,9 @@ class Search:
             self._report("candidates", done, len(ordered))
             if bounds_s[candidate] < self._best_s:
                 self._settle(priced[candidate])
-            # the bounds ascend: of those that are not settled yet, the next one has the least
+            # the bounds ascend: among unsettled candidates the next one has the least
             self.open_s = min([others_s, *(bounds_s[c] for c in small[done + 1 : done + 2])])
-        # the rest: the best proposals are replayed, and the best of these improved
+        # the rest: replay the best proposals, and improve the best of these
         proposals = self._proposals(others, priced, bounds_s)
         for done, (_, _, candidate, counts) in enumerate(proposals):
             self._report("replays", done, len(proposals))
@@ -107,10 +107,10 @@ class Search:
         self._improve(priced)
         self.open_s = min((bounds_s[candidate] for candidate in others), default=math.inf)
 
-    # --- what is replayed
+    # --- replays
 
     def _settle(self, priced: Priced) -> None:
-        """Replay every cut of a candidate that may be the best of all."""
+        """Replay every cut of a candidate that may be the best overall."""
         fixed = self.space.choices.schedule
         shapes = UNSLICED if fixed is None else (Shape(fixed),)
         cuts = all_cuts(self.space.layers.num_layers, priced.num_stages)
@@ -123,7 +123,7 @@ class Search:
     def _proposals(
         self, ordered: list[Candidate], priced: dict[Candidate, Priced], bounds_s: dict[Candidate, float]
     ) -> list[_Proposal]:
-        """Return the best proposals, one per candidate, and raise the bounds of those that were looked at."""
+        """Return the best proposals, one per candidate, and raise the bounds of the examined candidates."""
         proposals: list[_Proposal] = []
         near_s = math.inf
         for done, candidate in enumerate(ordered):
@@ -145,7 +145,7 @@ class Search:
             counts = [slices for _, slices in sorted(times)[:2]]
             proposals.append((min(times)[0], candidate.rank, candidate, counts))
             near_s = min(near_s, 1.05 * min(times)[0])
-            if len(proposals) == 1:  # from here on a search that is stopped has an answer
+            if len(proposals) == 1:  # from here on a stopped search has an answer
                 self._replay(costs, counts[:1])
         return sorted(proposals, key=lambda proposal: proposal[:2])[:REPLAYED]
 
@@ -181,7 +181,7 @@ class Search:
         if self.scores:
             best = min(self.scores.values(), key=lambda score: score.rank)
             self._move_layers(priced[best.candidate], best.candidate)
-        # few micro-batches stood for many: replay the best whole until the best is one that was
+        # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
         while self.scores and not (best := min(self.scores.values(), key=lambda score: score.rank)).is_final:
             del self.scores[best.candidate]
             shape = Shape(best.schedule, best.chunks_per_stage)
@@ -201,7 +201,7 @@ class Search:
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""
         owners = owners_of(score.schedule, priced.num_stages, score.chunks_per_stage)
-        filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches, and what drains
+        filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(
                 priced.parts(score.bounds, score.recompute, owners),
@@ -233,7 +233,7 @@ class Search:
             for cut in moved:
                 self._score(priced, Shape(best.schedule, best.chunks_per_stage), cut, best.plan)
 
-    # --- what is known
+    # --- bounds and errors
 
     def _why_nothing(self, priced: dict[Candidate, Priced]) -> PlannerError:
         """Return the error where no strategy fits in memory, with the least need, or where there was no time."""
@@ -253,7 +253,7 @@ class Search:
         return min((score.seconds for score in self.scores.values()), default=math.inf)
 
     def _bound_s(self, priced: Priced, limit_bytes: float = math.inf) -> float:
-        """Return a lower bound on every schedule that is tried for a candidate."""
+        """Return a lower bound on every schedule that the search tries for a candidate."""
         choices, counts = self.space.choices, self._slice_counts()
         tried = [shape for slices in (counts[0], counts[-1]) for shape in self._shapes(slices)]
         if self.space.layers.is_sliceable:
@@ -264,7 +264,7 @@ class Search:
         return min(bound_s, priced.chunked_bound_s(limit_bytes))
 
     def _shapes(self, slices: int) -> tuple[Shape, ...]:
-        """Return what a proposal of so many slices is replayed with; the cut aims at the memory of the first."""
+        """Return the shapes that replay a proposal of `num_slices`; the cut aims at the memory of the first."""
         return proposed(slices, self.space.choices.schedule, self.space.choices.chunks_per_stage)
 
     def _slice_counts(self) -> list[int]:
@@ -292,4 +292,4 @@ _Proposal = tuple[float, tuple[object, ...], Candidate, list[int]]
 
 
 class _StoppedError(Exception):
-    """Leaves the search; what is known stays."""
+    """Leave the search; its scores and bounds stay."""

@@ -1,4 +1,4 @@
-"""Which schedules a search tries, with how many parts per stage."""
+"""List the schedules that a search tries, with their parts per stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from terapipe_ds.simulator.few import FILL_DRAIN
 
 
 class Shape(NamedTuple):
-    """A schedule and the parts that each stage holds."""
+    """Hold a schedule and the number of parts of each stage."""
 
     schedule: str
     chunks: int = 1
 
     @property
     def may_recompute(self) -> bool:
-        """Return whether stages may recompute; where backwards are split it is not known what W would take then."""
+        """Return whether stages may recompute; where backwards are split, the seconds of W would be unknown then."""
         return self.schedule not in SPLIT_SCHEDULES
 
     @property
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
         return self.chunks == 1 and self.schedule not in SPLIT_SCHEDULES
 
     def is_short(self, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
-        """Return whether a whole batch is built and replayed in little time."""
+        """Return whether building and replaying a whole batch takes little time."""
         computations = 2 * num_stages * self.chunks * num_micro_batches * num_slices
         return computations <= (_MOST_LISTED if self.schedule == "zbv" else _MOST)
 
@@ -50,15 +50,15 @@ _MORE_SLICED = (
     *(Shape("seq1f1b-zb"), Shape("seq1f1b-interleaved", 2), Shape("zbv", 2)),
     Shape("seq1f1b-interleaved", 4),
 )
-_MOST = 60_000  # computations of a batch; with more there are so many units that the pipeline hardly waits
-_MOST_LISTED = 12_000  # of a schedule whose order is searched unit by unit
+_MOST = 60_000  # computations of a batch; with more units the pipeline hardly waits
+_MOST_LISTED = 12_000  # for a schedule whose order is searched unit by unit
 
 NAMES_UNSLICED = ("1f1b", "gpipe")
 NAMES = tuple(dict.fromkeys(s.schedule for s in (*UNSLICED, *SLICED, *_MORE_UNSLICED, *_MORE_SLICED)))
 
 
 def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
-    """Return what a proposal of so many slices is replayed with, given what is fixed."""
+    """Return the shapes that replay a proposal of `num_slices` under the fixed choices."""
     if schedule is None and chunks in (None, 1):
         return UNSLICED if num_slices == 1 else SLICED
     if schedule is not None:
@@ -67,12 +67,12 @@ def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple
 
 
 def usual_chunks(schedule: str | None, chunks: int | None) -> int:
-    """Return the parts per stage of what is fixed: those that are given, or the usual ones of the schedule."""
+    """Return the parts per stage under the fixed choices: the user's number, or the schedule's usual ones."""
     return chunks or (2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1)
 
 
 def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
-    """Return what the best proposals are replayed with as well."""
+    """Return the further shapes that replay the best proposals."""
     more = _MORE_UNSLICED if num_slices == 1 else _MORE_SLICED
     if schedule is not None:
         return ()

@@ -1,4 +1,4 @@
-"""What is searched: the candidates of a question, and why there is none, with the nearest question that has one."""
+"""Yield the candidates of a question, or tell why there is none and which nearest question has one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
 
 @dataclass(frozen=True)
 class Choices:
-    """What is already chosen; None is searched."""
+    """Hold the fixed choices; the search chooses a None."""
 
     stages: int | None = None
     tensor_parallel: int | None = None
@@ -33,7 +33,7 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """A question: a model on a cluster, the batch, the memory of a device, and what is already chosen."""
+    """Hold a question: a model on a cluster, the batch, the memory of a device, and the fixed choices."""
 
     layers: Layers
     cluster: Cluster
@@ -70,10 +70,10 @@ class Space:
         return (1,) if self.layers.dtype == "bfloat16" else (0, 1)
 
     def why_none(self) -> str:
-        """Say why there is no candidate, with the nearest question that has one."""
+        """Return why there is no candidate, with the nearest question that has one."""
         cluster, batch = self.cluster, self.global_batch_size
         asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {batch}"
-        # tensor ranks that no layer, or no node, can have
+        # a number of tensor ranks that no layer, or no node, can have
         tensor = self.choices.tensor_parallel
         if tensor is not None and (why := self.layers.refuse_tensor(tensor)) is not None:
             fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
@@ -109,7 +109,7 @@ class Space:
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 
     def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:
-        """Return the error where nothing fits: the least need, and what has it."""
+        """Return the error where nothing fits: the least need, and its candidate."""
         grid = candidate.grid
         return MemoryLimitError(
             f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is "
@@ -127,7 +127,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:
-    """Return the bytes that a device may hold. Raises PlannerError for what is no number > 0."""
+    """Return the bytes that a device may hold. Raises PlannerError for anything but a number > 0."""
     if memory_limit_gb is None:
         return float(cluster.card.memory_bytes)
     is_number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)

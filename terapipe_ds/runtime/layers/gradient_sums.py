@@ -19,6 +19,10 @@ from torch import Tensor
 _Place = tuple[int, int]  # of a parameter in the optimizer: its group, and its number there
 
 
+def _clear_nothing() -> None:
+    """Stand in for `BF16_Optimizer.backward_prologue`."""
+
+
 class GradientSums:
     """The sums of one optimizer, by parameter."""
 
@@ -42,6 +46,9 @@ class GradientSums:
         sums = GradientSums(optimizer)
         if not optimizer.immediate_grad_update:  # else hooks add each gradient when it is there
             optimizer.update_hp_grads = sums.collect
+            # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
+            # behind, so it would clear only those that parameters of the loss have just got.
+            optimizer.backward_prologue = _clear_nothing
         return sums
 
     def own_hooks(self, weight: Tensor) -> int:

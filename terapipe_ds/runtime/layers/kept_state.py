@@ -84,7 +84,7 @@ class KeptState:
 
     def renew(self) -> None:
         """Put fresh copies in the place of what is kept, and rewind all generators."""
-        memo: dict[int, Any] = {}
+        memo: dict[object, Any] = {}
         self._generators, self._states = [*_GLOBAL_GENERATORS], self._states[: len(_GLOBAL_GENERATORS)]
         for name, held, before in self._scopes:
             copies = {key: self._copied(_inner(name, key), value, memo) for key, value in before.items()}
@@ -94,18 +94,20 @@ class KeptState:
             self._states += map(_state_of, own)
         self.rewind_generators()
 
-    def _copied(self, name: str, value: Any, memo: dict[int, Any]) -> Any:
+    def _copied(self, name: str, value: Any, memo: dict[object, Any]) -> Any:
         """Return a copy; `memo` lets what several attributes share be one thing in the copies as well."""
         if isinstance(value, _PLAIN) or id(value) in self._shared:
             return value
         if not _is_large(value):
-            trial = ChainMap({}, memo, self._shared)  # of a copy that fails nothing remains
+            trial = ChainMap[Any, Any]({}, memo, self._shared)  # of a copy that fails nothing remains
             try:
                 result = copy.deepcopy(value, trial)  # type: ignore[arg-type]
             except Exception:  # methods of the user's may do anything
                 result = value
             else:
-                memo.update(trial.maps[0])
+                # what `deepcopy` keeps alive stays alive, but not under the id of `trial`, which another object may get
+                alive = trial.maps[0].pop(id(trial), None)
+                memo.update({**trial.maps[0], f"alive {len(memo)}": alive})
                 return result
         self._shared[id(value)] = self.stuck[name] = value
         return value

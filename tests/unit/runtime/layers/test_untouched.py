@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layers.untouched import untouched
 
 
@@ -207,6 +208,13 @@ def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixt
             layer(torch.ones(2, 4))
         assert layer.state()[0] == 5
     assert layer.state() == before and not caplog.messages
+
+
+def test_what_is_copied_is_known_by_the_ids_of_living_objects_alone() -> None:
+    """`deepcopy` keeps a list under the id of its memo; another object may get that id once the memo is gone."""
+    value, memo = [[1]], dict[object, Any]()
+    assert KeptState({})._copied("value", value, memo) == value
+    assert {key for key in memo if isinstance(key, int)} == {id(value), id(value[0])}
 
 
 class CountingOnce(nn.Module):

@@ -162,7 +162,7 @@ def plan_s(chain: Chain, cluster: DappleCluster, plan: PipelinePlan) -> float:
 
 
 def speedup(chain: Chain, cluster: DappleCluster, plan: PipelinePlan) -> float:
-    """Return the time of a step on one device over that of a plan."""
+    """Return the time of a step on one device over the time of a plan's step."""
     return sum(chain.layer_s) * chain.num_micro_batches / plan_s(chain, cluster, plan)
 
 

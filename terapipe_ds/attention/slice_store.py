@@ -84,7 +84,7 @@ class SliceEntry:
     def add_grads(
         self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False, rows: slice | None = None
     ) -> None:
-        """Add the running backward's gradients to those of the keys and values from token `offset` on.
+        """Add the running backward's gradients to the gradients of the keys and values from token `offset` on.
 
         dk, dv: [B, H_kv, n, D], or of some `rows` of the micro-batch. A backward covers [0, stop) in pieces of any
         size; `again` says that it has added to these tokens before. The pieces of the first backward are copied, so

@@ -142,7 +142,7 @@ def train_llama() -> tuple[dict[str, float], int]:
 
 @pytest.mark.full
 def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
-    """Its first step runs as it is, and the second one compiled."""
+    """Check that the first step runs eagerly, and the second one compiled."""
     results = rank_pool(2).run(train_llama, timeout_s=600)
     assert not violations([errors for errors, _ in results], 1e-10)
     assert [graphs for _, graphs in results] == [1, 1]

@@ -142,7 +142,7 @@ OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "to
 
 
 class Unused(nn.Module):
-    """A layer of no use, whose weights must stay as they are at both places."""
+    """Have no effect; the layer's weights must stay unchanged at both places."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()

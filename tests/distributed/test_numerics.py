@@ -57,7 +57,7 @@ LOSS = 99
 
 
 class _Through(torch.autograd.Function):
-    """Numbers as they are; their gradients may be spoilt."""
+    """Return numbers unchanged; their gradients may be spoilt."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, layer: int) -> Tensor:

@@ -134,7 +134,7 @@ def spoil(folder: Path) -> None:
 
 
 class ByMethod(PipelineModule):
-    """As Megatron-DeepSpeed's `GPTModelPipe`: DeepSpeed knows this name as that of a dict."""
+    """Describe itself as Megatron-DeepSpeed's `GPTModelPipe` does: DeepSpeed knows this name for a dict."""
 
     heads = 4
 

@@ -150,7 +150,7 @@ def test_a_plan_that_only_some_ranks_set_is_an_error_on_all(different: list[int]
 
 
 def _in_multiples(terapipe: dict[str, Any], length: int, by_hand: list[int]) -> tuple[list[int], int, str, str]:
-    """The plan and the granularity of slices in multiples of two, and what is said to odd sequences and odd slices."""
+    """Return plan and granularity of slices in multiples of two, and the errors for odd sequences and slices."""
     with engine_of(tp.layers(), terapipe, **parallel((2, 1, 2), tp.InMultiplesOfTwo)) as engine:
         assert isinstance(engine, TeraPipeEngine)
         train(engine, batches(1, length=length))

@@ -231,7 +231,7 @@ def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(kind: st
 
 
 def test_peers_do_without_the_times_of_layers_together() -> None:
-    """Where all fail alike."""
+    """Check the case in which all peers fail alike."""
     undisturbed, alike = (
         rank_pool(2).run(_tried_with_a_fault, kind="timed", ranks=ranks, timeout_s=40)[0] for ranks in ([], [0, 1])
     )

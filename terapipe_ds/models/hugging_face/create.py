@@ -103,7 +103,7 @@ def from_pretrained(
             adapters; then each rank holds the whole model. Its requires_grad, gradient checkpointing, dropout and
             buffers are kept, and any other change to it is an error.
 
-    The other arguments are those of `from_config`.
+    The other arguments are the same as in `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.

@@ -135,7 +135,7 @@ def check_config(config: Any) -> None:
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
-    # the angles of a slice must be those of the sequence
+    # a slice must have the same angles as the sequence
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:

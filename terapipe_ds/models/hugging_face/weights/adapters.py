@@ -101,7 +101,7 @@ class Adapters:
         if name not in self._owners:
             self._changes.put_onto(module, name)
             return module
-        # peft goes by names in the whole model, of which a stage has one module
+        # peft goes by names in the whole model, but a stage only has one module of it
         whole = module
         for part in reversed(name.split(".")):  # so that its parts have the names that the config speaks of
             whole, inner = nn.Module(), whole

@@ -71,7 +71,7 @@ class StoredWeights:
         outline: which modules have weights.
 
     Raises:
-        ModelRefusedError: the files are not those of such a model. Their headers say so, before anything is read.
+        ModelRefusedError: the files do not belong to such a model. Their headers show it, before anything is read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline) -> None:

@@ -85,8 +85,8 @@ def draw(seed: int) -> Drawn:
         rng.choice((12, 17, 24)),
         rng.choice(("off", "off", "full")),
     )
-    # DeepSpeed's optimizer for bf16 takes no sparse gradients. It also empties the gradients of a loss's parameters when
-    # a backward reaches the model's outputs, and so does not train them, in its own engine either.
+    # DeepSpeed's optimizer for bf16 takes no sparse gradients. It also empties the gradients of a loss's parameters
+    # when a backward reaches the model's outputs, and so does not train them, in its own engine either.
     is_bf16 = rng.random() < 0.3 and not sparse and case.loss != "temperature"
     return replace(case, precision="bf16") if is_bf16 else case
 

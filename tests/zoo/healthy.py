@@ -383,7 +383,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 for bag in (False, True):
     add(f"Sparse{'Bag' * bag or 'Embedding'}", [LayerSpec(SparseEmbedding, bag), *stack(SLICED)[1:]], engine=SGD)
 add("FrozenEmbedding", [FrozenEmbedding, *stack(SLICED)[1:]])
-# The embedding scales words to a fixed length when it reads them.
+# The embedding limits the length of words when it reads them (max_norm).
 normed = using(
     lambda it, tokens: it.words(tokens), words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)
 )

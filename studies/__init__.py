@@ -1,4 +1,4 @@
-"""Measurements for maintainers, run from a checkout as `python -m studies.NAME`; not part of the installed package.
+"""Measure for maintainers: run a study from a checkout as `python -m studies.NAME`. Studies are not installed.
 
 - `predict`: predicted against measured step times.
 - `memory`: predicted against measured peaks of memory.
@@ -6,6 +6,6 @@
 - `gpu`: sliced attention and single layers on one accelerator, against the unsliced call.
 - `planner`: how long the slice program takes.
 - `schedules`: every schedule next to the others, simulated.
-- `dapple`: plans under the costs of DAPPLE, published and found.
+- `dapple`: plans under the costs of DAPPLE, published ones and ones from our search.
 - `paper`: the step times that the TeraPipe paper published against simulated ones.
 """

@@ -20,11 +20,11 @@ from studies.options import study_parser
 FITTED = 5  # times
 _STEP = 9
 _LOG_STEP, _ROUNDS = 0.02, 6
-_SHARES = 0.1, 1.3  # of what data sheets say
+_SHARES = 0.1, 1.3  # of data sheet figures
 
 
 def rank_correlation(first: Sequence[float] | Array, second: Sequence[float] | Array) -> float:
-    """Return Spearman's correlation: that of the ranks, equal numbers at the mean of theirs."""
+    """Return Spearman's correlation of the ranks; equal numbers get the mean of their ranks."""
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
 
@@ -42,7 +42,7 @@ def measured_runs() -> list[AmpRun]:
 
 
 def rules(count: int) -> dict[str, list[int]]:
-    """Return the choices of five by name, the one that counts first. None looks at a time."""
+    """Return the choices of five by name, first the one that counts. No choice depends on a measured time."""
     chosen = {"evenly, no. 1 to the last": [round(i * (count - 1) / (FITTED - 1)) for i in range(FITTED)]}
     for start in range(_STEP):
         chosen[f"every ninth from no. {start + 1}"] = list(range(start, count, _STEP))[:FITTED]
@@ -68,13 +68,13 @@ def fit(runs: Sequence[AmpRun]) -> Constants:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What one choice of five gives: ours and AMP's correlation with the 42 other times."""
+    """Hold the result of one choice of five: ours and AMP's correlation with the 42 other times."""
 
     rule: str
     constants: Constants
     correlation: float
     amp_correlation: float
-    mean_error: float  # of the 42, without sign
+    mean_error: float  # over the 42, absolute
 
     @classmethod
     def of(cls, rule: str, chosen: Sequence[int]) -> Ranking:
@@ -92,14 +92,14 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Need:
-    """The most bytes that a stage of a run holds; None where a stage has no parameters, which cannot run."""
+    """Hold the most bytes of any stage of a run; None if a stage has no parameters, so that it cannot run."""
 
     run: AmpRun
     most_bytes: int | None
 
 
 def needs() -> list[Need]:
-    """Return what every run needs, the most first, and above all those that cannot run."""
+    """Return the memory need of every run: first the runs that cannot run, then from the largest need down."""
     model = AmpModel(Constants())
     found = [Need(run, model.most_bytes(run) if run.bounds else None) for run in published_runs()]
     return sorted(found, key=lambda need: float("inf") if need.most_bytes is None else need.most_bytes, reverse=True)

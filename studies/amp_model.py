@@ -1,12 +1,12 @@
-"""AMP's measured runs in the planner's terms: the layers of its Megatron-LM, its cluster, its 52 strategies.
+"""Express AMP's measured runs in the planner's terms: the layers of its Megatron-LM, its cluster, its 52 strategies.
 
-The costs are those of the planner (`CountedLayers`, `Cluster`, `Priced`, schedule `1f1b`), with what AMP's published
-code does differently. Per layer, token and row, h hidden size, a heads, s tokens, t tensor ranks, 2 bytes a number:
+The costs are the planner's (`CountedLayers`, `Cluster`, `Priced`, schedule `1f1b`), adapted to AMP's published code
+where it differs. Per layer, token and row, h hidden size, a heads, s tokens, t tensor ranks, 2 bytes a number:
 
   forward     runs twice. Attention is not fused: scores are written, masked, normalised, dropped and read, 17 a s / t
               bytes, in the backward 23. Biases and dropouts have their own kernels: 18 h + 24 h / t bytes, 8 launches
   kept        scores before and after the softmax, after the dropout, and its mask: 7 a s / t; masks of dropouts: 2 h
-  loss        overwrites the fp32 logits: 4 bytes per entry of the vocabulary less than where it does not
+  loss        overwrites the fp32 logits, which saves 4 bytes per entry of the vocabulary
   reduction   sums the gradients in fp32
 """
 
@@ -43,7 +43,7 @@ _KERNELS = 8  # of a layer's forward, beyond those that the planner counts
 
 @dataclasses.dataclass(frozen=True)
 class AmpRun:
-    """One strategy, with the seconds that AMP predicted and measured; None where it did not run."""
+    """Hold one strategy, with the seconds that AMP predicted and measured; None if it did not run."""
 
     layer_cuts: tuple[int, ...]
     micro_batch: int
@@ -55,7 +55,7 @@ class AmpRun:
 
     @property
     def bounds(self) -> Bounds | None:
-        """Return the cut in embedding, decoder layers and head; None where a stage has none of these.
+        """Return the cut in embedding, decoder layers and head; None if a stage has none of these.
 
         The layer behind the embedding is a transposition, and the four of the head are one here.
         """
@@ -73,7 +73,7 @@ class AmpRun:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What is fitted: shares of what data sheets say that device and network reach, floors and latencies included."""
+    """Hold the fitted constants: the shares of data sheets that device and network reach, with floors and latencies."""
 
     device: float = 1.0
     network: float = 1.0
@@ -93,7 +93,7 @@ def published_runs() -> tuple[AmpRun, ...]:
 
 
 def amp_cluster(constants: Constants) -> Cluster:
-    """Return the T4 machines. Shares of peaks, launch floor and latencies are those of the package's V100 card."""
+    """Return the T4 machines. Shares of peaks, launch floor and latencies come from the package's V100 card."""
     facts, device = published()["cluster"], published()["device"]
     rate, count = constants.network * facts["node_bytes_per_s"], facts["devices_per_node"]
     card = DeviceCard(
@@ -136,7 +136,7 @@ def amp_size() -> ModelSize:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderCosts:
-    """A decoder layer of AMP's Megatron-LM: the planner's costs, and what is not fused."""
+    """Cost a decoder layer of AMP's Megatron-LM: the planner's costs, plus the operations that are not fused."""
 
     counted: AnalyticCosts
 
@@ -159,7 +159,7 @@ class DecoderCosts:
 
 
 class AmpLayers(CountedLayers):
-    """Embedding, decoder layers and head of AMP's runs."""
+    """Cost the embedding, decoder layers and head of AMP's runs."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(amp_size(), cluster, "fp16")
@@ -195,7 +195,7 @@ class AmpLayers(CountedLayers):
 
 
 class AmpModel:
-    """The planner's costs of AMP's runs, with the two constants."""
+    """Apply the planner's costs to AMP's runs, with the two constants."""
 
     def __init__(self, constants: Constants) -> None:
         self._cluster = amp_cluster(constants)
@@ -203,7 +203,7 @@ class AmpModel:
         self._plan = SlicePlan((published()["model"]["sequence_length"],))
 
     def seconds(self, run: AmpRun) -> float:
-        """Return what a step takes: the replay of `1f1b`, and then reduction and optimizer of every stage."""
+        """Return the seconds of a step: the replay of `1f1b`, and then reduction and optimizer of every stage."""
         priced, bounds = self._priced(run)
         parts = priced.parts(bounds, (False,) * run.pipeline)
         replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
@@ -211,7 +211,7 @@ class AmpModel:
         return max(done_s + end_s for done_s, end_s in ends)
 
     def most_bytes(self, run: AmpRun) -> int:
-        """Return the most that any stage holds."""
+        """Return the most bytes that any stage holds."""
         priced, bounds = self._priced(run)
         replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
         return max(replay.peak_bytes(self._plan, priced.memory(bounds, (False,) * run.pipeline)))

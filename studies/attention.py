@@ -32,7 +32,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention that is measured: batch, query heads, key/value heads, head dim, sequence length, dtype name."""
+    """Describe the measured attention: batch, query heads, key/value heads, head dim, sequence length, dtype name."""
 
     batch: int
     heads: int
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class SlicingCost:
-    """What a number of slices costs: medians over the repeats; `ratio` is that of sliced over unsliced in a turn."""
+    """Hold the cost of a number of slices: medians over the repeats; `ratio` is sliced over unsliced within a turn."""
 
     num_slices: int
     unsliced_s: float
@@ -54,7 +54,7 @@ class SlicingCost:
 
 
 class Sides:
-    """Both sides with the same numbers: leaves [B, T, H * D] of q, k, v, whole and cut into slices."""
+    """Hold both sides with the same numbers: leaves [B, T, H * D] of q, k, v, whole and cut into slices."""
 
     def __init__(self, shape: Shape, num_slices: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 attention = f"{args.backend} for slices, {attention} for whole sequences"
             rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
         finally:
-            set_backend(None)  # for whoever called this from a program of their own
+            set_backend(None)  # for callers from another program
     if args.json:
         found = {"device": describe_device(args.device), "attention": attention, "shape": asdict(shape)}
         print(json.dumps({**found, "rows": [asdict(row) for row in rows]}))

@@ -35,14 +35,14 @@ from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
 
 class Step:
-    """Forward and backward of the layers, on slices of one micro-batch."""
+    """Run forward and backward of the layers, on slices of one micro-batch."""
 
     def __init__(self, layers: nn.ModuleList, inputs: Tensor, plan: SlicePlan) -> None:
         self.layers, self.inputs, self.plan = layers, inputs, plan
         self.store = SliceStore()  # as an engine keeps one from batch to batch
 
     def __call__(self) -> list[Tensor]:
-        """Return the outputs, the gradient of the inputs and those of all parameters."""
+        """Return the outputs, and the gradients of the inputs and of all parameters."""
         for parameter in self.layers.parameters():
             parameter.grad = None
         begun, gradients = [], []
@@ -65,7 +65,7 @@ class Step:
 
 
 def compiled_copy(layers: nn.ModuleList, backend: str) -> tuple[nn.ModuleList, Callable[[], int]]:
-    """Return a copy of the layers that is compiled, and what tells how many graphs it took."""
+    """Return a compiled copy of the layers, and a function that returns its number of graphs."""
     copies, graphs = copy.deepcopy(layers), []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -122,7 +122,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write where `--json` says so."""
+    """Measure, print, and write to the file of `--json`."""
     args = parse_arguments(arguments)
     torch.set_num_threads(args.threads)
     row, device = measure(args), describe_device("cpu")

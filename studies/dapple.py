@@ -36,7 +36,7 @@ def find_uniform(chain: Chain, cluster: DappleCluster) -> PipelinePlan:
     """Return the best plan with equal numbers of devices per stage that the product's programs propose.
 
     They cut the layers for every number of stages and both placements, with DAPPLE's micro-batches and one rate per
-    link; what they propose is then timed under DAPPLE's costs.
+    link; their proposals are then timed under DAPPLE's costs.
     """
     devices = cluster.machines * cluster.devices_per_machine
     card = replace(device_card("v100"), memory_bandwidth_bytes_per_s=1e18)  # DAPPLE's step of the optimizer is free
@@ -76,7 +76,7 @@ FINDERS: dict[str, Finder] = {"unequal": find_unequal, "uniform": find_uniform}
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan of a model. `search_s`: what finding it took; None of a published one."""
+    """Hold a plan of a model. `search_s`: seconds of the search for it; None for a published plan."""
 
     model: str
     borders: str

@@ -1,13 +1,13 @@
-"""DAPPLE's own model of synchronous pipelines (Fan et al., PPoPP 2021, arXiv 2007.01045), as a check of ours.
+"""Compute DAPPLE's own model of synchronous pipelines (Fan et al., PPoPP 2021, arXiv 2007.01045), as a check of ours.
 
-A plan cuts a chain of layers into stages, and a stage has any number of devices, each of which computes its share of
-every micro-batch. Between two stages stands their communication, a stage of its own with an F and a B of the same
-time. With S stages of both kinds, of which stage x runs S - x micro-batches ahead:
+A plan cuts a chain of layers into stages. A stage has any number of devices, and each computes its share of every
+micro-batch. Between two stages stands their communication, a stage of its own with an F and a B of the same time.
+With S stages of both kinds, stage x runs S - x micro-batches ahead:
 
     f(i, x) = max(b(i - (S - x), x), f(i - 1, x), f(i, x - 1)) + F_x
     b(i, x) = max(b(i, x + 1), b(i - 1, x), f(i + (S - x) - 1, x)) + B_x
 
-A step ends when every stage of layers has run its last B and then has reduced its gradients, which nothing hides.
+A step ends when every stage of layers has run its last B and then has reduced its gradients. Nothing hides this.
 
 In terms of this package that is the schedule `1f1b` of S stages without links, to the last bit of order: stage x of
 `1f1b` runs S - x forwards, then one backward and one forward in turns, so that F of micro-batch i comes directly after
@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers in a row: seconds of forward and backward and bytes of output of one micro-batch on one device.
+    """Hold layers in a row: seconds of forward and backward and bytes of output of one micro-batch on one device.
 
     `charges_borders_twice`: a stage is also charged for the first layer of the next one, time and parameters, as the
     published speed-ups of DAPPLE's plans are; otherwise each layer counts once.
@@ -67,7 +67,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class DappleCluster:
-    """Machines with equal devices. Device d is in machine d // devices_per_machine."""
+    """Describe machines with equal devices. Device d is in machine d // devices_per_machine."""
 
     machines: int
     devices_per_machine: int
@@ -84,7 +84,7 @@ class DappleCluster:
         return self.reduce_of(len(devices), len({self.machine(device) for device in devices}))
 
     def reduce_of(self, count: int, machines: int) -> float:
-        """Return `reduce_s` of so many devices in so many machines."""
+        """Return `reduce_s` for these numbers of devices and machines."""
         if count == 1:
             return 0.0
         if machines == 1:
@@ -92,13 +92,13 @@ class DappleCluster:
         return 2 * (count - 1) / count / self.ethernet_collective_bytes_per_s
 
     def transfer_s(self, senders: Sequence[int], receivers: Sequence[int]) -> float:
-        """Return the seconds that one byte of a micro-batch's output takes from a stage to the next."""
+        """Return the seconds that one byte of a micro-batch's output takes from one stage to the next."""
         targets = {self.machine(device) for device in receivers}
         outside = sum(self.machine(device) not in targets for device in senders)
         return self.transfer_of(outside / len(senders), len(targets))
 
     def transfer_of(self, share_outside: float, machines: int) -> float:
-        """Return `transfer_s` to receivers in so many machines; of the senders a share is outside these machines."""
+        """Return `transfer_s` to receivers in this number of machines; a share of the senders is outside of them."""
         if machines > 1:
             return 1 / self.ethernet_collective_bytes_per_s
         return share_outside / self.ethernet_p2p_bytes_per_s if share_outside else 1 / self.nvlink_bytes_per_s
@@ -106,9 +106,9 @@ class DappleCluster:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stage k has the layers from `cuts[k]` to `cuts[k + 1]`, without that one, and `devices[k]`.
+    """Hold a plan: stage k has the layers from `cuts[k]` up to, but without, `cuts[k + 1]`, and `devices[k]`.
 
-    `replicas[k]` is what its work is divided by; None: the number of its devices.
+    `replicas[k]` divides the work of stage k; None: the number of its devices.
     """
 
     cuts: tuple[int, ...]
@@ -125,8 +125,8 @@ class PipelinePlan:
 def early_backward_ends(forward_s: Sequence[float], backward_s: Sequence[float], num_micro_batches: int) -> list[float]:
     """Return when each stage ends its last backward, by the recurrence at the top.
 
-    In round i every stage, from the first on, runs its forwards up to micro-batch i + (S - x) - 1, and then every
-    stage, from the last on, the backward of i: all that the recurrence asks for has been found before.
+    In round i every stage, from the first on, runs its forwards up to micro-batch i + (S - x) - 1. Then every stage,
+    from the last on, runs the backward of i: each value that the recurrence needs is known by then.
     """
     num_stages = len(forward_s)
     f = [[0.0] * num_stages for _ in range(num_micro_batches)]
@@ -162,13 +162,13 @@ def plan_s(chain: Chain, cluster: DappleCluster, plan: PipelinePlan) -> float:
 
 
 def speedup(chain: Chain, cluster: DappleCluster, plan: PipelinePlan) -> float:
-    """Return the time of a step on one device over that of a plan."""
+    """Return the time of a step on one device over the time of a plan's step."""
     return sum(chain.layer_s) * chain.num_micro_batches / plan_s(chain, cluster, plan)
 
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A profiled chain, plans for it by name, and the speed-ups that were published for these."""
+    """Hold a profiled chain, plans for it by name, and the published speed-ups of these plans."""
 
     name: str
     chain: Chain

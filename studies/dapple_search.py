@@ -1,11 +1,12 @@
-"""A search for plans under DAPPLE's costs: a dynamic program over layers and devices, with its three placements.
+"""Search for plans under DAPPLE's costs: a dynamic program over layers and devices, with DAPPLE's three placements.
 
 For a limit W on the seconds of F and B of any stage, it minimises
 
     sum of all F + max over stages x of (sum of the B from x on + all-reduce of x)
 
 over all cuts, all numbers of devices per stage and the three placements of each. A step takes (M - 1) W longer, or less
-where other stages wait meanwhile, so that this is an estimate: of each of some W the best plan is timed exactly.
+if other stages wait during that time, so that this is an estimate. For some values of W, the search times the best plan
+exactly.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def place(used: Sequence[int], count: int, placement: str, devices_per_machine: 
 
 @dataclass(frozen=True)
 class _Step:
-    """One way to place the next stage, and which state it leads to."""
+    """Hold one way to place the next stage, and the state that it leads to."""
 
     taken: tuple[int, ...]
     used: Used
@@ -93,7 +94,7 @@ def _step(used: Used, taken: tuple[int, ...], devices_per_machine: int) -> _Step
 
 @dataclass(frozen=True)
 class _Rest:
-    """The best way to place the layers from j on, per j: sum of F, the max of the module, the next step, its stop."""
+    """Hold the best placement of the layers from j on, per j: sum of F, max of the module, the next step, its stop."""
 
     forward_s: Array
     tail_s: Array
@@ -102,7 +103,7 @@ class _Rest:
 
 
 class Search:
-    """The dynamic program of one chain on one cluster."""
+    """Run the dynamic program of one chain on one cluster."""
 
     def __init__(self, chain: Chain, cluster: DappleCluster) -> None:
         self.chain, self.cluster = chain, cluster
@@ -112,7 +113,7 @@ class Search:
         self.sent_bytes = np.array([0.0, *chain.output_bytes])
 
     def best(self, limits: int = LIMITS) -> PipelinePlan:
-        """Return the fastest of the plans without a limit and with so many limits.
+        """Return the fastest of the plan without a limit and the plans with this number of limits.
 
         A stage that takes W makes a step of at least M W, so that no plan above the first one's time over M is missed.
         """
@@ -127,7 +128,7 @@ class Search:
         return plan_s(self.chain, self.cluster, plan)
 
     def plan(self, limit_s: float) -> PipelinePlan:
-        """Return the plan with the least estimate of which no stage takes more than `limit_s`, F and B together."""
+        """Return the plan with the least estimate in which no stage takes more than `limit_s`, F and B together."""
         limit_s *= 1 + 1e-12
         counts = np.arange(1, 1 + self.cluster.machines * self.cluster.devices_per_machine)
         half_s = self.stage_s / np.array([1, *counts])[:, None, None] / 2  # per number of devices
@@ -140,7 +141,7 @@ class Search:
         return self._read(rests)
 
     def _next_stages(self, steps: Sequence[_Step], rests: Mapping[State, _Rest], half_s: Array) -> _Rest:
-        """Return, per step and j, the best stage from j on with that step, whatever brings it its input."""
+        """Return, per step and j, the best stage from j on with that step, whatever stage sends its input."""
         if not steps:
             none = np.full((1, len(self.sent_bytes)), np.inf)
             return _Rest(none, none, np.zeros(none.shape, int), np.zeros(none.shape, int))

@@ -25,7 +25,7 @@ SIZES = ((2, 4, 4), (4, 8, 4), (8, 8, 8))
 
 @dataclass(frozen=True)
 class Row:
-    """What one schedule does; of 8 and 32 queues how many of the tried mappings of streams hang."""
+    """Hold the result of one schedule: for 8 and 32 queues, how many of the tried mappings of streams hang."""
 
     schedule: str
     stages: int

@@ -49,7 +49,7 @@ def run_on_gpu(name: str, *, full: bool) -> dict[str, Any]:
     }[name]
     work: dict[str, Any] = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
     work |= {"pairs": REPEATS, "device": "cuda"}
-    with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
+    with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are measured alike
         rows = list(measured(full))
     return {"machine": before, "preset": f"gpu-{name}", "workload": work, "attention": attention, "runs": rows}
 
@@ -92,7 +92,7 @@ def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, dev
 
 
 class _Start(nn.Module):
-    """Something to learn before the layer, next to free: with it the layer's input has a gradient, as in a model."""
+    """Add a parameter before the layer at almost no cost: with it the layer's input has a gradient, as in a model."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _mean_square(outputs: Any, labels: Any) -> Any:
 def _row(
     label: str, schedule: str, lengths: Sequence[int], step_s: float, unsliced_s: float, store_bytes: int
 ) -> dict[str, Any]:
-    """Return a measurement in the form of a run; without a pipeline nothing is predicted, idle or sent."""
+    """Return a measurement in the form of a run; without a pipeline there is no prediction, idle time or message."""
     ratio = unsliced_s / step_s
     row: dict[str, Any] = {"system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths)}
     row |= {"accumulation": 1, "stages": 1, "planned": False, "replayed": False}
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here")
     result = run_on_gpu(options.what, full=options.full)
-    write_report(options.json, **result)  # first, so that the figures are kept whatever the table comes to
+    write_report(options.json, **result)  # first, so that the figures are kept even if the table fails
     print(render(result))
 
 

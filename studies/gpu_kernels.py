@@ -85,7 +85,7 @@ def attention(heads: int, kv_heads: int, tokens: int, before: int) -> dict[str, 
 
 
 def _drop(offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False) -> None:
-    """Take gradients of keys and values, and keep nothing."""
+    """Accept gradients of keys and values, and keep nothing."""
 
 
 def rows() -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
 
     tokens = torch.randint(arguments.vocab, (1, work.sequence_length), generator=torch.Generator().manual_seed(1))
     ours, theirs, engine = _steps(work, arguments, {"input_ids": tokens, "labels": tokens.clone()})
-    losses = [[step() for step in (ours, theirs)] for _ in range(2)]  # which warms up as well
+    losses = [[step() for step in (ours, theirs)] for _ in range(2)]  # this call also warms up
     clock, turns = CLOCKS[arguments.clock], []
     for _ in range(arguments.repeats):
         turns.append([timed(step, "cpu", clock) for step in (ours, theirs)])

@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[int, dict[str, str]]] = {
 }
 """Of each run, the number of slices and the key `terapipe.links`."""
 WORK = Workload(stages=2, accumulation=1, sequence_length=128, micro_batch=4, hidden=256, layers=4, heads=4)
-LAST = 10  # steps of which the last loss is the mean
+LAST = 10  # steps over which the last loss is the mean
 _EVALUATIONS, _TEXT_BYTES = 16, 2_000_000
 _SETTINGS = Path(__file__).parents[1] / "configs" / "demo_sliced.json"
 _TAKEN = ("optimizer", "scheduler", "gradient_clipping")
@@ -60,11 +60,11 @@ _COLORS = {"exact": "#1f2933", "again": "#b8c1ca", "bf16": "#2b6cb0", "int8": "#
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave."""
+    """Hold the result of one training."""
 
     name: str
     losses: tuple[float, ...]  # of each step
-    held_back: float  # the loss of text that is not trained on, after the last step
+    held_back: float  # the loss on text that is not trained on, after the last step
     sent_bytes: tuple[int, int]  # in a step: activations, gradients
 
     @property
@@ -134,7 +134,7 @@ def _text(work: Workload) -> tuple[Iterator[Any], Iterator[Any]]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a line per run; all shares are of the exact one."""
+    """Return a line per run; all shares are relative to the exact run."""
     exact = runs[0]
     lines = [f"{'links':<7}{'activations':>20}{'gradients':>20}{f'loss (last {LAST})':>22}{'held back':>20}"]
     for run in runs:

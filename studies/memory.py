@@ -41,7 +41,7 @@ EXAMPLES = """  python -m studies.memory
 
 @dataclass(frozen=True)
 class EqualCase:
-    """One schedule with equal slices and a number of micro-batches per step; `also`: schedules with its order."""
+    """Hold one schedule with equal slices and a number of micro-batches per step; `also`: schedules with its order."""
 
     schedule: str
     slices: int
@@ -51,23 +51,23 @@ class EqualCase:
 
 @dataclass(frozen=True)
 class PeakRow:
-    """One case on one stage, in bytes."""
+    """Hold the bytes of one case on one stage."""
 
     case: EqualCase
     stage_id: int
     measured: int
-    static: int  # of it parameters, their gradients and optimizer states, counted from the tensors
+    static: int  # the part for parameters, their gradients and optimizer states, counted from the tensors
     counted: int
     in_place: int
 
     def error(self, predicted: int, above_static: bool = False) -> float:
-        """Predicted over measured, less one."""
+        """Return predicted over measured, less one."""
         static = self.static if above_static else 0
         return (predicted - static) / (self.measured - static) - 1
 
 
 def cases(arguments: argparse.Namespace) -> list[EqualCase]:
-    """Return what is measured."""
+    """Return the cases to measure."""
     from terapipe_ds.schedule import build
 
     by_orders: dict[Any, EqualCase] = {}
@@ -89,8 +89,8 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
 
     section = automatic_section(arguments.granularity, Path(out).parent)
     engine, data = build_engine(section, work), batches(work)
-    engine.train_batch(data)  # measures, for which it has to be the only one that records
-    torch_dist.barrier()  # rank 0 has written what was measured
+    engine.train_batch(data)  # this call measures, for which it has to be the only one that records
+    torch_dist.barrier()  # rank 0 has written the measurements
     models = {"counted": counted_model(engine, work), "in_place": in_place_model(Path(out).parent)}
     todo = cases(arguments)
     bar = progress_bar(rank, len(todo), "cases")
@@ -166,15 +166,15 @@ def _measure(engine: Any, work: Workload, data: Any, case: EqualCase, models: di
 def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
     """Return the most bytes of tensors within the second of two steps, and the bytes that stay from step to step.
 
-    Those are parameters, gradients and optimizer states. The buffers of earlier batches are dropped first, as if these
-    were the only ones.
+    The latter are parameters, gradients and optimizer states. The buffers of earlier batches are dropped first, as if
+    these steps were the only ones.
     """
     import torch.distributed as torch_dist
 
     from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
     engine.slice_store.drop_free()
-    with MemoryPeak():  # what this step leaves behind is then noticed when the next one lets it go
+    with MemoryPeak():  # the leftovers of this step are then counted when the next step drops them
         engine.train_batch(data)
     torch_dist.barrier()
     before = live_bytes()
@@ -188,7 +188,7 @@ def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that this process can reach."""
+    """Return the bytes of all tensors that this process can reach."""
     import torch
 
     gc.collect()
@@ -236,7 +236,7 @@ def print_table(rows: list[PeakRow]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's text."""
+    """Run the command line; see the module's text."""
     parser = study_parser("memory", __doc__, writes="machine, workload and all bytes", examples=EXAMPLES)
     names = ["terapipe", "seq1f1b", "1f1b"]
     parser.add_argument("--schedules", type=list_of(str), default=names, metavar="NAME[,NAME...]")

@@ -1,4 +1,4 @@
-"""The command line of every study, and what the studies that train in ranks share."""
+"""Provide the command line of every study, and the common code of studies that train in ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def study_parser(name: str, doc: str | None, *, writes: str = "", examples: str 
     """Return the parser of `python -m studies.NAME` with its option `--json`.
 
     Args:
-        doc: the study's text, of which the first line describes it, or all where there are `examples`.
-        writes: what `--json FILE` writes; empty: `--json` prints one JSON object instead of a table.
+        doc: the study's text; its first line describes the study, or the whole text if there are `examples`.
+        writes: the content that `--json FILE` writes; empty: `--json` prints one JSON object instead of a table.
         examples: command lines, shown below the options.
     """
     parser = argparse.ArgumentParser(
@@ -91,6 +91,6 @@ def measure_in_ranks(rank_main: Callable[..., None], work: Workload, arguments: 
 
 
 def write_report(path: str | None, **report: Any) -> None:
-    """Write the report as JSON, where a path is given."""
+    """Write the report as JSON, if there is a path."""
     if path:
         write_text(path, json.dumps(report, indent=1))

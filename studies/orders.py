@@ -28,7 +28,7 @@ Chain = list[tuple[Kind, int, int]]
 
 @dataclass(frozen=True)
 class Costs:
-    """One stage. `slope`: how much longer the tokens at the end of a sequence take than those at its start."""
+    """Hold the costs of one stage. `slope`: how much longer the last tokens of a sequence take than the first ones."""
 
     forward: float = 0.1
     backward: float = 0.2
@@ -67,7 +67,7 @@ COUNTS = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule: its makespan and bound over the work, the most live sequences of a stage, seconds of search."""
+    """Hold a schedule: its makespan and bound over the work, the most live sequences of a stage, seconds of search."""
 
     name: str
     slices: str
@@ -83,12 +83,12 @@ class Row:
 
 
 def work_s(costs: Costs, num_micro_batches: int) -> float:
-    """Return what a stage takes for unsliced micro-batches."""
+    """Return the seconds that a stage takes for unsliced micro-batches."""
     return num_micro_batches * (costs.forward_s(LENGTH, 0) + costs.backward_s(LENGTH, 0))
 
 
 class Table:
-    """The rows of one case, all of a multiple of the live slices of `seq1f1b-zb` at `slices` slices."""
+    """Hold the rows of one case, all with a multiple of the live slices of `seq1f1b-zb` at `slices` slices."""
 
     def __init__(self, costs: Costs, stages: int, micro_batches: int, slices: int, budget: float) -> None:
         self.costs, self.counts, self.slices, self.budget = costs, (stages, micro_batches), slices, budget
@@ -103,7 +103,7 @@ class Table:
         return Row(name, str(slices), ratio, None, live_sequences(schedule, [plan] * self.counts[1]))
 
     def found(self, name: str, find: Callable[[], FoundOrder]) -> Row:
-        """Return what `find` finds, with its seconds."""
+        """Return the order that `find` returns, with the seconds of the search."""
         begin_s = time.perf_counter()
         found = find()
         seconds, live = time.perf_counter() - begin_s, live_sequences(found.schedule, found.plans)
@@ -114,7 +114,7 @@ class Table:
         return Row(name, slices, found.makespan_s / self.unit, found.lower_bound_s / self.unit, live, seconds)
 
     def rows(self) -> list[Row]:
-        """Return the named schedules, as given and with their best number of slices, and the orders found."""
+        """Return the named schedules, with `slices` and with their best number of slices, and the searched orders."""
         names = ("seq1f1b-zb", "seq1f1b", "zbv")
         table = [self.named(name, self.slices) for name in names]
         for name in names:
@@ -168,7 +168,7 @@ def gain(table: Sequence[Row], name: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Model:
-    """Unequal parts, uneven slices, a link, and a limit of live slices."""
+    """Hold unequal parts, uneven slices, a link, and a limit of live slices."""
 
     costs: list[Costs]
     plan: SlicePlan
@@ -192,7 +192,7 @@ def random_model(seed: int) -> Model:
 
 
 def compared(model: Model, **budget: float) -> tuple[float, float]:
-    """Return the makespans of the best named schedule within the limit, and of the order found, both simulated."""
+    """Return the simulated makespans of the best named schedule within the limit, and of the order from the search."""
     counts = len(model.costs), model.micro_batches
     named = [build(name, *counts, model.plan.num_slices) for name in NAMED]
     possible = [one for one in named if max(one.peak_live_slices()) <= model.limit]

@@ -39,7 +39,7 @@ _EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one system: medians over the turns, of the mean over the stages where none is named."""
+    """Hold the figures of one system: medians over the turns, of the mean over the stages unless a stage is named."""
 
     name: str
     units: int
@@ -47,7 +47,7 @@ class Row:
     spread_s: tuple[float, float]
     stages_s: tuple[float, ...]
     rest_s: float
-    own_s: float  # what is left without the layers alone
+    own_s: float  # the rest, without the time of the layers alone
     ratio: float  # to torch's, of the same turn
 
     @classmethod
@@ -75,12 +75,12 @@ def _mean_unit_s(name: str, shape: Shape, readings: Readings) -> list[float]:
 
 
 def rows_of(shape: Shape, readings: Readings) -> list[Row]:
-    """Return a row per system; those of torch and of the layers alone must be there."""
+    """Return a row per system; the rows of torch and of the layers alone must be there."""
     return [Row.of(system, shape, readings) for system in SYSTEMS if system.name in readings]
 
 
 def measure(shape: Shape, names: Sequence[str], turns: int) -> dict[str, list[list[Reading]]]:
-    """Return what each system has taken, by turn and stage."""
+    """Return the readings of each system, by turn and stage."""
     with tempfile.TemporaryDirectory() as folder:
         spawn_ranks(rank_main, STAGES, shape, list(names), turns, folder)
         stages = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(STAGES)]

@@ -1,6 +1,6 @@
-"""Train layers of almost no work in ranks, and read the processor time: what `studies.overhead` runs.
+"""Train layers of almost no work in ranks, and read the processor time, for `studies.overhead`.
 
-No torch at import: a rank is pinned before it imports torch.
+This module does not import torch: a rank is pinned before it imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAMPLE_S = 0.001  # of processor time, between two looks of a profile
 
 @dataclass(frozen=True)
 class System:
-    """One competitor: this engine with a schedule, or one of the others (None). 0 slices: as many as the shape says."""
+    """Describe one competitor: this engine with a schedule, or another (None). 0 slices: as many as the shape has."""
 
     name: str
     schedule: str | None
@@ -47,7 +47,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What every system trains: `layers` layers of `hidden` numbers per token on each stage."""
+    """Describe the common model: `layers` layers of `hidden` numbers per token on each stage."""
 
     micro_batches: int = 8
     fewer: int = 2
@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Reading:
-    """Processor seconds of one stage for `steps` steps in one turn: with many micro-batches, and with few."""
+    """Hold processor seconds of one stage for `steps` steps in one turn: with many micro-batches, and with few."""
 
     steps: int
     many_s: float
@@ -72,12 +72,12 @@ class Reading:
         return (self.many_s - self.few_s) / (self.steps * units * (shape.micro_batches - shape.fewer))
 
     def rest_s(self, shape: Shape, units: int) -> float:
-        """Return what a step takes besides its F + B."""
+        """Return the seconds of a step beyond its F + B."""
         return self.few_s / self.steps - units * shape.fewer * self.unit_s(shape, units)
 
 
 class _Driver:
-    """One system on one rank: `step(count)` trains one step of `count` micro-batches."""
+    """Drive one system on one rank: `step(count)` trains one step of `count` micro-batches."""
 
     def __init__(self, step: Callable[[int], None], destroy: Callable[[], None] = lambda: None) -> None:
         self.step, self.destroy = step, destroy
@@ -101,7 +101,7 @@ def _layer(shape: Shape) -> tuple[Any, ...]:
     from torch import nn
 
     class Scale(nn.Module):
-        """Multiply each feature by a number: about the least that can be trained."""
+        """Multiply each feature by a number: about the smallest trainable layer."""
 
         def __init__(self, hidden: int) -> None:
             super().__init__()
@@ -114,7 +114,7 @@ def _layer(shape: Shape) -> tuple[Any, ...]:
 
 
 def _stage_of_layers(shape: Shape) -> tuple[Any, Any]:
-    """Return the layers of a stage, and their optimizer, for those who are no engine of DeepSpeed's."""
+    """Return the layers of a stage, and their optimizer, for systems without an engine of DeepSpeed."""
     import torch
 
     kind, *arguments = _layer(shape)
@@ -219,7 +219,7 @@ def rank_main(rank: int, rendezvous: str, shape: Shape, names: Sequence[str], tu
     bar = progress_bar(rank, turns, "turns")
     for turn in range(turns):
         for system in systems if turn % 2 == 0 else reversed(systems):
-            steps = shape.steps * shape.slices // system.units(shape)  # as many F + B, whatever they are of
+            steps = shape.steps * shape.slices // system.units(shape)  # the same number of F + B for all
             both = [_read(drivers[system.name], steps, count) for count in (shape.micro_batches, shape.fewer)]
             readings[system.name].append(Reading(steps, *both))
         bar.update()

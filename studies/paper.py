@@ -39,8 +39,8 @@ NOTES = {
 
 @dataclass(frozen=True)
 class PublishedTime:
-    """One published time and ours. `kind`: "fitted" where the costs saw this time of this plan, "predicted" where
-    not, "planned" where the plan is ours."""
+    """Hold one published time and ours. `kind`: "fitted" if the costs saw this time of this plan, "predicted" if
+    not, "planned" if the plan is ours."""
 
     setting: int
     sequence_length: int
@@ -52,13 +52,13 @@ class PublishedTime:
 
     @property
     def error(self) -> float:
-        """Relative to the published time."""
+        """Return the error relative to the published time."""
         return self.simulated_s / self.published_s - 1
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the paper's table 1 with what was published about it."""
+    """Hold one row of the paper's table 1 with the published figures about it."""
 
     setting: int
     num_stages: int
@@ -89,7 +89,7 @@ def parse_scheme(text: str) -> tuple[SlicePlan, int]:
 
 
 def read_setting(setting: int, document: dict[str, Any] | None = None) -> Setting:
-    """Read what `published.json` has about a setting of the paper."""
+    """Read the facts in `published.json` about a setting of the paper."""
     document = document or json.loads(FILE.read_text(encoding="utf-8"))
     (shape,) = (row for row in document["table1_settings"] if row["setting"] == setting)
     (main,) = (row for row in document["main_results"] if row["setting"] == setting)
@@ -161,7 +161,7 @@ def _row(given: Setting, costs: ParametricCosts, total: StepTotal, kind: str, na
 
 
 def table(rows: Iterable[PublishedTime]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| setting | tokens | plan | published s | simulated s | error | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         times = f"{row.published_s:.3f} | {row.simulated_s:.3f} | {row.error:+.1%}"

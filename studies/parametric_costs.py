@@ -1,15 +1,15 @@
-"""Costs from a handful of whole-step times, where no times of single slices are published or measured.
+"""Fit costs to a handful of whole-step times, if no times of single slices are published or measured.
 
 Forward plus backward of a slice of i tokens after j, five fitted parameters (floor, c0, c1, c3, p) and one counted:
 
     t(i, j) = (floor^p + work^p)^(1/p),    work = c0 + c1 i + c2 i (i + j) + c3 j
 
-The floor is launches from the host and reading the weights: they run beside the arithmetic and hide it where it is
-small, hence a soft maximum instead of a sum, and how soft is the sharpness p >= 1. c3 j is what a prefix costs however
+The floor is launches from the host and reading the weights: they run beside the arithmetic and hide it if it is small.
+Hence a soft maximum instead of a sum, whose softness is the sharpness p >= 1. c3 j is the cost of a prefix, however
 short the slice is (K, V moved). c2 i (i + j) is attention as an implementation without a fused kernel computes it, the
 half above the diagonal included. c2 is not fitted but counted beforehand: in the last of s equal slices, which nearly
-alone decides the time of a deep pipeline, i (i + j) is i L, so that totals of one sequence length cannot tell c2 from
-c1, and a fit that takes all for attention would promise much of uneven plans.
+alone decides the time of a deep pipeline, i (i + j) is i L. So totals of one sequence length cannot tell c2 from c1,
+and a fit that takes all for attention would promise too much for uneven plans.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SUBSETS = [list(c) for size in range(1, 5) for c in itertools.combinations(rang
 
 
 class ParametricCostError(ValueError):
-    """Totals that no parameters can be fitted to."""
+    """Report totals that no parameters can be fitted to."""
 
 
 @dataclass(frozen=True)
 class StepTotal:
-    """One whole step of a fill-drain pipeline of equal stages, every micro-batch cut by `plan`."""
+    """Hold one whole step of a fill-drain pipeline of equal stages, every micro-batch cut by `plan`."""
 
     plan: SlicePlan
     num_stages: int
@@ -53,8 +53,8 @@ class StepTotal:
 
 @dataclass(frozen=True)
 class ParametricCosts:
-    """See the module. `tokens` and `prefix` are ints or arrays. `backward_ratio`: backward over forward, which
-    totals cannot tell; they do not depend on it."""
+    """Compute the module's costs. `tokens` and `prefix` are ints or arrays. `backward_ratio`: backward over forward,
+    which totals cannot tell; they do not depend on it."""
 
     floor_s: float
     constant_s: float = 0.0
@@ -81,17 +81,17 @@ class ParametricCosts:
         return self.both_s(tokens, prefix) * self.backward_ratio / (1 + self.backward_ratio)
 
     def total_s(self, plan: SlicePlan, num_stages: int, num_micro_batches: int) -> float:
-        """T = m sum(f + b) + (K - 1)(max f + max b) (Li et al. 2021, section 3.3, for m micro-batches of one plan)."""
+        """Return T = m sum(f + b) + (K - 1)(max f + max b) (Li et al. 2021, section 3.3, m micro-batches, one plan)."""
         seconds = self.both_s(np.array(plan.lengths), np.array(plan.starts))
         return float(num_micro_batches * seconds.sum() + (num_stages - 1) * seconds.max())
 
     def errors(self, totals: Sequence[StepTotal]) -> list[float]:
-        """Predicted over given latency, minus one, of each."""
+        """Return predicted over published latency, minus one, for each total."""
         return [self.total_s(t.plan, t.num_stages, t.num_micro_batches) / t.latency_s - 1 for t in totals]
 
     @classmethod
     def fit(cls, totals: Sequence[StepTotal], *, per_pair_s: float = 0.0) -> ParametricCosts:
-        """Least squares of relative errors, all parameters >= 0. With fewer totals than five the fit is one of many.
+        """Fit by least squares of relative errors, parameters >= 0. With fewer than five totals the fit is one of many.
 
         For one sharpness the times are homogeneous of degree 1 in the other parameters, so each is the sum of its
         derivatives times the parameters (Euler) and a Gauss-Newton step is a linear, nonnegative least-squares problem.
@@ -144,7 +144,7 @@ def _derivatives(parameters: Array, terms: Array, p: float) -> Array:
 
 
 def _per_token_s(totals: Sequence[StepTotal]) -> float:
-    """Return what a token takes in the largest slices that there are, where floors count least."""
+    """Return the seconds of a token in the largest slices, where floors count least."""
     return min(
         t.latency_s / (t.num_micro_batches * t.plan.sequence_length + (t.num_stages - 1) * max(t.plan.lengths))
         for t in totals
@@ -156,7 +156,7 @@ def _loss(costs: ParametricCosts, totals: Sequence[StepTotal]) -> float:
 
 
 def _improve(costs: ParametricCosts, totals: Sequence[StepTotal]) -> ParametricCosts:
-    """Gauss-Newton with halved steps until none is better. The slowest slice of each total is looked up anew."""
+    """Run Gauss-Newton with halved steps until none is better. Each step looks up each total's slowest slice anew."""
     terms = [_terms(np.array(t.plan.lengths, float), np.array(t.plan.starts, float)) for t in totals]
     least = _loss(costs, totals)
     for _ in range(MAX_ITERATIONS):
@@ -180,7 +180,7 @@ def _improve(costs: ParametricCosts, totals: Sequence[StepTotal]) -> ParametricC
 
 
 def _nonnegative(rows: Array, wanted: Array) -> Array:
-    """Least squares with solutions >= 0, by trying every set of parameters (four: 15 sets)."""
+    """Solve least squares with solutions >= 0, by trying every set of parameters (four: 15 sets)."""
     scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
     best, least = np.zeros(len(scale)), float(wanted @ wanted)
     for subset in _SUBSETS:

@@ -30,7 +30,7 @@ CASES = ((64, 32, (8,)), (256, 8, (8, 48, 96)), (2048, 64, (8, 48, 96)))  # gran
 
 
 class Noisy:
-    """A smooth cost and a table of factors, drawn beforehand so that a call stays as cheap as a lookup."""
+    """Hold a smooth cost and a table of factors, drawn beforehand so that a call stays as cheap as a lookup."""
 
     def __init__(self, sequence_length: int, shape: str, seed: int = 0) -> None:
         self.length, self.shape = sequence_length, shape
@@ -39,12 +39,12 @@ class Noisy:
         self.forward_factors, self.backward_factors = ([rng.gauss(1.0, s) for _ in range(4093)] for s in spread)
 
     def forward_s(self, tokens: int, prefix: int) -> float:
-        """Seconds: 0.6 ms at least, then 1 us per token, and as much again for a prefix of the whole sequence."""
+        """Return seconds: at least 0.6 ms, else 1 us per token, twice that with a prefix of the whole sequence."""
         seconds = tokens * (1.0 + (prefix + 0.5 * tokens) / self.length) * 1e-6
         return max(6e-4, seconds) * self.forward_factors[(tokens * 31 + prefix * 17) % 4093]
 
     def backward_s(self, tokens: int, prefix: int) -> float:
-        """Seconds, by the shape."""
+        """Return seconds, by the shape."""
         seconds = max(6e-4, tokens * (1.0 + (prefix + 0.5 * tokens) / self.length) * 1e-6)
         factor = self.backward_factors[(tokens * 31 + prefix * 17) % 4093]
         return 1.5 * seconds + 5e-4 if self.shape == "b = 1.5f + c" else 2.0 * seconds * factor
@@ -52,7 +52,7 @@ class Noisy:
 
 @dataclass(frozen=True)
 class SolveTime:
-    """One line of the table: the median of the repeats, and the plan that came out."""
+    """Hold one line of the table: the median of the repeats, and the resulting plan."""
 
     granules: int
     num_stages: int
@@ -82,7 +82,7 @@ def _call_all(costs: Noisy, length: int, granularity_tokens: int) -> None:
 
 
 def _timed(run: Callable[[], Result], repeats: int) -> tuple[float, Result]:
-    """Median seconds, and what the last run returned."""
+    """Return the median seconds, and the result of the last run."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -92,7 +92,7 @@ def _timed(run: Callable[[], Result], repeats: int) -> tuple[float, Result]:
 
 
 def describe_machine() -> str:
-    """Processor and versions, as printed above the table."""
+    """Return processor and versions, as printed above the table."""
     return f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
 
 

@@ -45,7 +45,7 @@ EXAMPLES = """  python -m studies.predict
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """One schedule with one plan and one number of micro-batches per step."""
+    """Hold one schedule with one plan and one number of micro-batches per step."""
 
     name: str
     schedule: str
@@ -55,7 +55,7 @@ class PlannedCase:
 
 @dataclass
 class StepTimes:
-    """A case with its times: predicted makespan, and measured steps with the part that reduces and steps."""
+    """Hold a case with its times: predicted makespan, and measured steps with the part that reduces and steps."""
 
     case: PlannedCase
     makespan_s: float
@@ -64,22 +64,22 @@ class StepTimes:
 
     @property
     def measured_s(self) -> float:
-        """The median step."""
+        """Return the median step."""
         return statistics.median(self.steps_s)
 
     @property
     def predicted_s(self) -> float:
-        """Compute and links as simulated, reduce and optimizer as measured."""
+        """Return compute and links as simulated, plus reduce and optimizer as measured."""
         return self.makespan_s + statistics.median(self.closing_s)
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Return predicted over measured, less one."""
         return self.predicted_s / self.measured_s - 1
 
 
 def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tuple[int, ...]:
-    """Slices that shrink by about `shrink` from one to the next, cut at multiples of `granularity`."""
+    """Return slices that shrink by about `shrink` from one to the next, cut at multiples of `granularity`."""
     weights = [shrink**i for i in range(num_slices)]
     cuts, done = [0], 0.0
     for weight in weights[:-1]:
@@ -89,7 +89,7 @@ def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tup
 
 
 def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, ...]]) -> list[PlannedCase]:
-    """Return what is measured; `auto`: the planner's plans by schedule and accumulation."""
+    """Return the cases to measure; `auto`: the planner's plans by schedule and accumulation."""
     from terapipe_ds.plan import SlicePlan
 
     length, granularity = arguments.sequence_length, arguments.granularity
@@ -184,7 +184,7 @@ def _one_step(engine: Any, work: Workload, data: Any, case: PlannedCase) -> floa
 
 
 def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[StepTimes], float]:
-    """Measure all cases; also the seconds that measuring and planning took."""
+    """Measure all cases; also return the seconds that measuring and planning took."""
     keep_memory()
     measured = measure_in_ranks(_rank_main, work, arguments)
     rows = []
@@ -195,7 +195,7 @@ def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[StepTimes],
 
 
 def print_table(rows: list[StepTimes], measuring_s: float) -> None:
-    """Print one line per case, the worst error, and what measuring cost."""
+    """Print one line per case, the worst error, and the cost of measuring."""
     columns = f"{'slices':>7}{'predicted':>11}{'measured':>10}{'spread':>16}{'error':>8}"
     print(f"{'schedule':<10}{'m':>3}  {'plan':<13}{columns}")
     for row in rows:
@@ -221,7 +221,7 @@ def print_table(rows: list[StepTimes], measuring_s: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's text."""
+    """Run the command line; see the module's text."""
     parser = study_parser("predict", __doc__, writes="machine, workload and all times", examples=EXAMPLES)
     parser.add_argument("--schedules", type=list_of(str), default=["terapipe", "seq1f1b"], metavar="NAME[,NAME...]")
     parser.add_argument("--turns", type=int, default=5, help="measured turns (default: %(default)s)")

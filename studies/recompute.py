@@ -31,7 +31,7 @@ SCHEDULE = "seq1f1b"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to recompute; bytes are per stage, above parameters and optimizer states."""
+    """Hold one way to recompute; bytes are per stage, above parameters and optimizer states."""
 
     recompute: str
     layers: list[list[int]]  # that recompute, per stage
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared."""
+    """Describe the compared training."""
 
     slices: int
     micro_batches: int
@@ -78,7 +78,7 @@ def compare(work: Workload, case: Case, folder: Path) -> tuple[list[Row], float]
     engine = build_engine(section, work)
     try:
         engine.train_batch(batches(work))  # measures
-        torch_dist.barrier()  # rank 0 has written what was measured
+        torch_dist.barrier()  # rank 0 has written the measurements
         predicted, limit_bytes = predict(engine, work, case, folder)
     finally:
         engine.destroy()
@@ -93,7 +93,7 @@ def compare(work: Workload, case: Case, folder: Path) -> tuple[list[Row], float]
 
 
 def predict(engine: Any, work: Workload, case: Case, folder: Path) -> tuple[list[Row], float]:
-    """Return what the planner says of each row, from the profile in `folder`, and the limit of the last."""
+    """Return the planner's prediction for each row, from the profile in `folder`, and the limit of the last."""
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.layers.measured_parts import MeasuredParts
     from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
@@ -147,7 +147,7 @@ def _measured(section: dict[str, Any], work: Workload, case: Case, row: Row) -> 
     everyone: list[Any] = [None] * work.stages
     torch_dist.all_gather_object(everyone, (peak.grown_bytes, own))
     if row.recompute == "auto":
-        row = replace(row, layers=[layers for _, layers in everyone])  # those that really did
+        row = replace(row, layers=[layers for _, layers in everyone])  # the layers that really did
     return replace(row, step_s=statistics.median(seconds), measured_bytes=tuple(grown for grown, _ in everyone))
 
 
@@ -182,7 +182,7 @@ def print_table(rows: list[Row], limit_bytes: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's text."""
+    """Run the command line; see the module's text."""
     parser = study_parser("recompute", __doc__, writes="machine, workload and all rows", examples=EXAMPLES)
     usual = {"stages": 4, "sequence_length": 512, "micro_batch": 1, "hidden": 128, "layers": 16, "heads": 4}
     usual |= {"slices": 4, "micro_batches": 8, "granularity": 128, "steps": 5}

@@ -31,7 +31,7 @@ _TOKENS = 240  # of a sequence: a multiple of every number of slices
 
 @dataclass(frozen=True)
 class Cell:
-    """One schedule of one shape; `live` counts whole micro-batches of a whole stage, whatever its parts are."""
+    """Hold one schedule of one shape; `live` counts whole micro-batches of a whole stage, whatever its parts are."""
 
     schedule: str
     num_stages: int
@@ -44,7 +44,7 @@ class Cell:
 
     @classmethod
     def of(cls, name: str, num_stages: int, num_micro_batches: int, num_slices: int) -> Cell:
-        """Simulated."""
+        """Simulate the schedule."""
         schedule = _built(name, num_stages, num_micro_batches, num_slices)
         share = schedule.part_share
         costs = UnitCosts(_TOKENS, share=share)
@@ -78,7 +78,7 @@ def markdown(table: Sequence[Sequence[Cell]]) -> str:
 
 
 def draw(directory: str | Path) -> list[Path]:
-    """Draw a timeline of every schedule, `schedule-NAME.svg`; that of `dapple` with its policy B."""
+    """Draw a timeline of every schedule, `schedule-NAME.svg`; `dapple` with its policy B."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     paths = []
     for name in SCHEDULE_NAMES:

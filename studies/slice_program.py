@@ -1,4 +1,4 @@
-"""The slice program alone: the best plan for equal stages under fill-drain, which `plan_slices` finds as "terapipe"."""
+"""Run the slice program alone: the best plan for equal stages under fill-drain, `plan_slices`'s "terapipe"."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def solve(
     micro_batches = check_count("num_micro_batches", num_micro_batches)
     bubble = check_count("num_stages", num_stages) - 1
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
-    # every slice is asked once; the search sees arrays alone
+    # each slice's cost is requested once; the search only sees arrays
     band = tabulate(costs, sequence_length, granularity_tokens).band
     search = search_plans(band, Objective(micro_batches, bubble), max_slices, max_work)
     best = search.best

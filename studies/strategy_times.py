@@ -21,7 +21,7 @@ MEMORY_LIMIT_GIB = 2.0
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a cluster, and the CPU seconds that its answer may take; None: not limited."""
+    """Hold a model on a cluster, and the CPU seconds that its answer may take; None: not limited."""
 
     model: str
     device: str
@@ -45,7 +45,7 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search took. `peak_gib`: of the whole process, of which `started_gib` was there before it."""
+    """Hold the search's cost. `peak_gib`: of the whole process; `started_gib` of it was in use before the search."""
 
     cpu_s: float
     peak_gib: float
@@ -60,7 +60,7 @@ def _peak_gib() -> float:
 
 
 def search(question: Question) -> Answer:
-    """Return what the search takes in this process."""
+    """Return the cost of the search in this process."""
     started_gib, start_s = _peak_gib(), time.process_time()
     cluster = Cluster(question.device, question.nodes, question.devices_per_node)
     batch, length = question.global_batch, question.sequence_length
@@ -70,7 +70,7 @@ def search(question: Question) -> Answer:
 
 
 def answers(questions: Sequence[Question]) -> Iterator[tuple[Question, Answer]]:
-    """Yield every question with what it took, one after the other in new processes."""
+    """Yield every question with its cost, one after the other in new processes."""
     context = multiprocessing.get_context("spawn")
     for question in questions:
         with context.Pool(1, maxtasksperchild=1) as pool:

@@ -29,14 +29,14 @@ from terapipe_ds.planner.strategy.space import Choices, Space
 
 DEVICE, DEVICES_PER_NODE = "v100-16gb", 8
 NODE_BYTES_PER_S = 25e9 / 8
-UNKNOWN = (1, 2, 4, 8, 16, 32)  # equal slices that are tried where the published ones are not known
+UNKNOWN = (1, 2, 4, 8, 16, 32)  # equal slices to try if the published ones are not known
 KNOWN = {2: (1,), 3: (1,), 10: (16,)}
 """Setting -> slices that are known from elsewhere: only the batch is sliced, or, of (10), in the authors' code."""
 
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    """A row of the paper's table 1, with the seconds that were measured in slices; None: not published as a number."""
+    """Hold a row of the paper's table 1, with the seconds measured in slices; None: not published as a number."""
 
     setting: int
     model: str
@@ -46,25 +46,25 @@ class PublishedSetting:
     stages: int
     tensor: int
     data: int
-    slices: tuple[int | tuple[int, ...], ...]  # several where they are not known
+    slices: tuple[int | tuple[int, ...], ...]  # several if they are not known
     measured_s: float | None
 
     @property
     def question(self) -> tuple[str, int, int, int]:
-        """Return what the search is asked: settings with the same one share it."""
+        """Return the question for the search: settings with the same question share the search."""
         return self.model, self.devices, self.global_batch, self.sequence_length
 
     @property
     def plans(self) -> list[SlicePlan]:
-        """Return the slices that are tried."""
+        """Return the slices to try."""
         length = self.sequence_length
         return [SlicePlan.equal(length, one) if isinstance(one, int) else SlicePlan(one) for one in self.slices]
 
     def price(self, cluster: Cluster) -> Score:
-        """Return the best that the setting allows; cut, placement and ZeRO are the best found.
+        """Return the best strategy that the setting allows, with the best cut, placement and ZeRO of the search.
 
-        Micro-batches have one sequence, as in the authors' code. The schedule is this package's for so many slices, or
-        the paper's (all forwards, then all backwards) where that fits in memory.
+        Micro-batches have one sequence, as in the authors' code. The schedule is this package's for that number of
+        slices, or the paper's (all forwards, then all backwards) if that fits in memory.
         """
         layers = CountedLayers(with_length(model_size(self.model), self.sequence_length), cluster)
         limit, choices = float(cluster.card.memory_bytes), Choices(self.stages, self.tensor, self.data)
@@ -106,7 +106,7 @@ def _setting(row: dict[str, Any], result: dict[str, Any]) -> PublishedSetting:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting beside the best strategy of its question. `rank`: that of the setting, from 1 on, of `ranked`."""
+    """Hold a setting beside the best strategy of its question. `rank`: the setting's, from 1 on, of `ranked`."""
 
     setting: PublishedSetting
     published: Score
@@ -116,12 +116,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Return the time of the published setting over that of the strategy found."""
+        """Return the time of the published setting over the time of the best strategy."""
         return self.published.seconds / self.found.predicted_s
 
 
 def compare(settings: Iterable[PublishedSetting], is_shared: bool = True) -> Iterator[Row]:
-    """Yield the settings in the order of their questions, each of which is searched once.
+    """Yield the settings in the order of their questions; each question is searched once.
 
     `is_shared`: the devices of a node share its link; otherwise each has the whole rate.
     """

@@ -1,4 +1,4 @@
-"""What the two processes of `studies.two_ranks` do: measure, plan, and train each strategy in turns."""
+"""Run the two processes of `studies.two_ranks`: measure, plan, and train each strategy in turns."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from terapipe_ds.planner.strategy import Strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 
-TIE = 0.03  # of the longer step: closer ones may come in either order
+TIE = 0.03  # of the longer step: steps closer than this may come in either order
 FIXED = {"PP2": "stages", "DP2": "data_parallel", "TP2": "tensor_parallel"}
-_STEPS_TIMED = 5  # of the optimizer, after those that measure and warm up
+_STEPS_TIMED = 5  # of the optimizer, after the steps that measure and warm up
 _SUMS = (1 << 16, 1 << 27)  # bytes that the two ranks sum, to know the link: in caches, and as many as gradients
 _REPEATS = 9
-_DISTURBED = 0.02  # of the shortest step: one that waited so much longer than the least disturbed does not count
+_DISTURBED = 0.02  # of the shortest step: a step that waited this much longer than the least disturbed does not count
 _SETTINGS = {**USUAL_SETTINGS, "steps_per_print": 10**9}  # of any run; the strategy's say the rest
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of megatron-core layers, and the batch that it trains."""
+    """Describe a model of megatron-core layers, and the batch that it trains."""
 
     name: str
     hidden: int
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass
 class Step:
-    """What one step took on the slower rank: all of it, its end, processor time, and what it waited for a core."""
+    """Hold the times of a step on the slower rank: the whole step, its end, processor time, and waiting for a core."""
 
     seconds: float
     ends_s: float
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass
 class Run:
-    """One strategy with its prediction, of which `ends_s` is for sums of gradients and the optimizer, and its steps."""
+    """Hold one strategy with its steps and prediction; `ends_s` is the part for sums of gradients and the optimizer."""
 
     name: str
     strategy: dict[str, Any]
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What one model has shown."""
+    """Hold the result of one model."""
 
     shape: Shape
     link: dict[str, float]
@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def is_as_predicted(self) -> bool:
-        """Return whether the predicted order is the measured one, but for ties."""
+        """Return whether the predicted order is the measured one, except for ties."""
         ordered = sorted(self.runs, key=lambda run: run.predicted_s)
         return all(a.measured_s <= b.measured_s / (1 - TIE) for a, b in itertools.combinations(ordered, 2))
 
@@ -194,7 +194,7 @@ def _measure_link() -> dict[str, float]:
 
 
 def _strategies(shape: Shape, profiles: Sequence[Profile], link: dict[str, float]) -> list[Run]:
-    """Return the best strategy of each kind, with what it is predicted to take."""
+    """Return the best strategy of each kind, with its predicted time."""
     cluster = Cluster(device_card("cpu"), 1, 2, **link)
     question: Any = {"global_batch_size": shape.batch, "sequence_length": shape.length}
     layers = MeasuredLayers(profiles, cluster, shape.length)
@@ -238,7 +238,7 @@ def _built(shape: Shape, dims: Sequence[int], ds_config: dict[str, Any]) -> Any:
 
 
 def _data(shape: Shape, replicas: int, replica_id: int) -> Iterator[Any]:
-    """Yield the sequences of one replica, again and again; those of all replicas are the same whatever their number."""
+    """Yield the sequences of one replica, again and again; all replicas together have the same ones for any number."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +247,7 @@ def _data(shape: Shape, replicas: int, replica_id: int) -> Iterator[Any]:
 
 
 def _train(shape: Shape, run: Run, engine: Any, *, is_timed: bool) -> None:
-    """Make a step, and note what it took on the slower rank."""
+    """Make a step, and note its times on the slower rank."""
     import torch
     import torch.distributed as torch_dist
 
@@ -267,7 +267,7 @@ def _train(shape: Shape, run: Run, engine: Any, *, is_timed: bool) -> None:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Return the time, the processor time of this process, and for how long its threads waited for a core."""
+    """Return the time, the processor time of this process, and the time that its threads waited for a core."""
     waited_ns = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that has ended since
@@ -276,5 +276,5 @@ def _clocks() -> tuple[float, float, float]:
 
 
 def run_of(told: dict[str, Any]) -> Run:
-    """Return the run that `asdict` has made `told` of."""
+    """Return the run that `asdict` has turned into `told`."""
     return Run(**told | {"steps": [Step(**step) for step in told["steps"]]})

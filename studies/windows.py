@@ -23,7 +23,7 @@ from terapipe_ds.plan import SlicePlan
 
 
 class Windowed:
-    """The same windowed attention in slices, with a mask [L, L], and by flex_attention."""
+    """Run the same windowed attention in slices, with a mask [L, L], and by flex_attention."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ class Windowed:
 def compare(
     ours: Callable[[], list[Tensor]], other: Callable[[], list[Tensor]], turns: int, clock: str
 ) -> dict[str, float]:
-    """Time both in turns after one to warm up; return medians in seconds, and that of the ratios of the turns."""
+    """Time both in turns after one to warm up; return medians in seconds, and the median of the turns' ratios."""
     difference = (torch.cat(ours(), 2) - torch.cat(other(), 2)).detach().abs().max()
     pairs = [(timed(ours, "cpu", CLOCKS[clock]), timed(other, "cpu", CLOCKS[clock])) for _ in range(turns)]
     sliced, unsliced = (statistics.median(times) for times in zip(*pairs, strict=True))

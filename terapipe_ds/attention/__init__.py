@@ -1,7 +1,7 @@
 """Compute causal attention of a token slice to itself and to the slices before it.
 
 A model author needs `sliced_attention` and `active_slice`, `carry` for layers with a state, and now and then
-`allow_attention_within_slice`; `documents` is for runs of packed rows without the engine, the rest for the engine,
+`allow_attention_within_slice`. `documents` serves packed rows that run without the engine. The rest serves the engine,
 tests and benchmarks.
 """
 

@@ -25,7 +25,7 @@ class SliceStoreError(RuntimeError):
 
 
 class CarriedStore(Protocol):
-    """The methods of `carry.states.CarriedStates` that `carry` calls; they are described there."""
+    """Declare the methods of `carry.states.CarriedStates` that `carry` calls; that class describes them."""
 
     def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None: ...
 
@@ -33,7 +33,7 @@ class CarriedStore(Protocol):
 
 
 class Entry(Protocol):
-    """The methods of `SliceEntry` that sliced attention calls; they are described there."""
+    """Declare the methods of `SliceEntry` that sliced attention calls; that class describes them."""
 
     def keys_values(self, start: int, stop: int) -> tuple[Tensor, Tensor]: ...
 
@@ -45,7 +45,7 @@ class Entry(Protocol):
 
 
 class AppendingStore(Protocol):
-    """The methods of `SliceStore` that sliced attention calls; they are described there."""
+    """Declare the methods of `SliceStore` that sliced attention calls; that class describes them."""
 
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
 
@@ -55,14 +55,14 @@ class AppendingStore(Protocol):
 
 
 class Store(AppendingStore, Protocol):
-    """What of `SliceStore` sliced attention and `carry` use."""
+    """Declare the part of `SliceStore` that sliced attention and `carry` use."""
 
     @property
     def carried(self) -> CarriedStore: ...
 
 
 class Exchange(Protocol):
-    """The method of `exchange.HeadExchange` that sliced attention calls; it is described there."""
+    """Declare the method of `exchange.HeadExchange` that sliced attention calls; that class describes it."""
 
     def attend(
         self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layer: Hashable, sinks: Tensor | None
@@ -80,9 +80,9 @@ class ActiveSlice:
       weight     a forward on behalf of a split weight-gradient pass: the store is read-only
       probe      a measurement: any slice may run at any time, even before its prefix
     `documents` says where documents begin in packed rows; None where each row is one document.
-    `extras` carries what else the engine knows about the tokens.
-    `exchange` is there where sequence ranks divide the tokens of a slice: [start, stop) are those of this rank, and
-    `sliced_attention` reaches the others by it.
+    `extras` carries whatever else the engine knows about the tokens.
+    `exchange` is set if sequence ranks divide the tokens of a slice: [start, stop) are then the tokens of this rank,
+    and `sliced_attention` reaches the other tokens through `exchange`.
     """
 
     start: int
@@ -133,7 +133,7 @@ class push_slice:
     """Make a slice the running one for the body; on exit remove exactly what was pushed.
 
     An exception inside the body may have left other entries on top (a generator that was never closed).
-    These are removed too, so that the stack is as it was before.
+    These are removed too, so that the stack returns to its earlier state.
     """
 
     __slots__ = ("_active", "_depth")
@@ -147,7 +147,7 @@ class push_slice:
         return self._active
 
     def __exit__(self, *error: object) -> None:
-        # entries above are of generators that were left open; one below would be a fault of ours
+        # entries above belong to generators that were left open; an entry below would be our own bug
         depth = self._depth
         if len(_stack) <= depth or _stack[depth] is not self._active:
             raise RuntimeError(

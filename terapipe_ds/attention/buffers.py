@@ -13,9 +13,9 @@ TensorPair = tuple[torch.Tensor, torch.Tensor]
 class BufferPool:
     """Lends tensors of any shape, by dtype and device, from batch to batch. Their contents are undefined.
 
-    Free buffers are flat and lent to whatever fits in, so that lengths that change from batch to batch do not pile up
-    one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one. There
-    are never more buffers than were in use at once.
+    Free buffers are flat, and the pool lends them for any tensor that fits in. So lengths that change from batch to
+    batch do not pile up one set of buffers per length: if no free buffer is large enough, the new one replaces a
+    smaller free one. There are never more buffers than were in use at once.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class BufferPool:
         self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of that shape; give the same object back with `give`."""
+        """Return a tensor of that shape; the caller returns the same object with `give`."""
         numel = math.prod(shape)
         # Not an inference tensor even where the caller evaluates: the next user may train.
         with torch.inference_mode(False), torch.no_grad():
@@ -39,8 +39,8 @@ class BufferPool:
         return lent
 
     def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
-        # the smallest that fits, so that large ones stay for what needs them
+        """Return the smallest free buffer that is large enough; without one, drop the largest free buffer."""
+        # the smallest that fits, so that large ones stay for large tensors
         free.sort(key=torch.Tensor.numel)
         for place, flat in enumerate(free):
             if flat.numel() >= numel:
@@ -57,7 +57,7 @@ class BufferPool:
         self._free.setdefault((flat.dtype, flat.device), []).append(flat)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that are in use and not of the pool; fewer where `num_bytes` is negative."""
+        """Count bytes that are in use outside of the pool; a negative `num_bytes` takes bytes off the count."""
         self.live_bytes += num_bytes
         self.reserved_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -69,7 +69,7 @@ class BufferPool:
 
 
 class Layout(NamedTuple):
-    """What the keys and values of all slices of a micro-batch have in common."""
+    """Hold what the keys and values of all slices of a micro-batch have in common."""
 
     batch: int
     heads: int
@@ -120,7 +120,7 @@ class TokenBuffer:
         """Return views of the tokens [start, stop), which must be held."""
         assert self._pair is not None and self.first <= start and stop <= self.first + self.room
         keys, values = self._pair
-        # no view where it is all: views cost more than the check
+        # no view if the range is the whole buffer: views cost more than the check
         if self.first == 0 and start == 0 and stop == self.room:
             return keys, values
         tokens = slice(start - self.first, stop - self.first)
@@ -128,7 +128,7 @@ class TokenBuffer:
 
     def reserve(self, first: int, room: int, kept: tuple[int, int] = (0, 0)) -> None:
         """Make room for the tokens [first, first + room); the contents of the tokens `kept` stay, all others go."""
-        # Copied: what is kept is less than a second buffer, and its places before and after may overlap.
+        # Copied: the kept tokens take less than a second buffer, and their old and new places may overlap.
         moved = tuple(x.clone() for x in self.at(*kept)) if self.is_taken and kept[0] < kept[1] else ()
         if self._pair is None or self.room < room:
             self.give_back()

@@ -1,6 +1,6 @@
-"""One call of sliced attention: its checks, its backend, and what its forward and backward do with the slice store.
+"""Make one call of sliced attention: check it, choose its backend, and use the slice store forward and backward.
 
-`sliced` and `opaque` make calls, for layers that run as they are and for compiled ones.
+`sliced` makes calls for eager layers, `opaque` for compiled ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from terapipe_ds.attention.reach import Reach, Span, reach_of
 
 
 class Options(NamedTuple):
-    """The numbers of one call; see `sliced_attention`."""
+    """Hold the numbers of one call; see `sliced_attention`."""
 
     scale: float | None
     dropout_p: float
@@ -28,14 +28,14 @@ class Options(NamedTuple):
     softcap: float | None
 
     def scale_of(self, q: Tensor) -> float:
-        """Return what the scores of `q` are multiplied by."""
+        """Return the factor that multiplies the scores of `q`."""
         return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, layer: Hashable, options: Options, sinks: Tensor | None
 ) -> tuple[Call, Tensor, Tensor, Tensor]:
-    """Return the call that `sliced_attention` makes, and q, k, v as the backend takes them. Raises what it raises."""
+    """Return the call that `sliced_attention` makes, and q, k, v as the backend takes them. Raises the same errors."""
     q, k, v = autocast(q, k, v)
     active = active_slice()
     # outside of the engine
@@ -57,7 +57,7 @@ def prepare(
         )
     else:
         store = active.store
-    # what the call asks beyond plain causal attention decides which backends can take it
+    # the needs beyond plain causal attention decide which backends can take the call
     reach = reach_of(active, options.window)
     need = Need(
         dropout=options.dropout_p > 0,
@@ -70,7 +70,7 @@ def prepare(
 
 
 class WholeSequence:
-    """Stands in for a slice store and its entry where the slice is the whole sequence: nothing is kept for others."""
+    """Stand in for a slice store and its entry if the slice is the whole sequence: nothing is kept for other slices."""
 
     keys_values_of_slice: tuple[Tensor, ...] = ()
     _grads: tuple[Tensor, ...] = ()
@@ -86,7 +86,7 @@ class WholeSequence:
         return k[:, :, start:stop], v[:, :, start:stop]
 
     def record(self, kv_needs_grad: bool) -> None:
-        """Let go of the keys and values: the node saves them."""
+        """Drop the keys and values: the node saves them."""
         self.keys_values_of_slice = ()
 
     def begin_backward(self, entry: WholeSequence, start: int, stop: int) -> None:
@@ -105,7 +105,7 @@ class WholeSequence:
 
 
 class Call:
-    """What one call has besides tensors, and what its backward needs of the store."""
+    """Hold what one call has in addition to tensors, and what its backward needs of the store."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the slice is the whole sequence, so that keys and values are the caller's to keep."""
+        """Return whether the slice is the whole sequence, so that the caller keeps keys and values."""
         return isinstance(self.store, WholeSequence)
 
     def record(self, kv_needs_grad: bool) -> None:
@@ -133,12 +133,12 @@ class Call:
         self.entry.record(kv_needs_grad)
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Hold the keys and values for the backward, where the slice is the whole sequence: no store has them."""
+        """Hold the keys and values for the backward if the slice is the whole sequence: no store has them."""
         if isinstance(self.entry, WholeSequence):
             self.entry.keys_values_of_slice = keys, values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Append k and v to the store and attend; return the output and the log-sum-exp, with that of the sinks."""
+        """Append k and v to the store and attend; return the output and the log-sum-exp, both with the sinks."""
         self.entry = self.store.write(self.active, self.layer, k, v, self.options.window)
         # one call where the backend takes all rows and documents at once, which is the usual case
         results = [(span, self.backend.forward(queries)) for span, queries in self._spans(q, self.entry)]
@@ -176,10 +176,10 @@ class Call:
         return self.backend.backward(grad, queries, Attended(out, lse, state), self._add_grads_of(span))
 
     def _add_grads_of(self, span: Span) -> AddGrads:
-        """Return what takes the gradients of a span, whose keys and rows count from its own first ones."""
+        """Return the function that takes the gradients of a span, whose keys and rows count from its own first ones."""
         entry, first = self.entry, span.rows.start
         assert entry is not None
-        # without a limit pieces are those of the sequence, and no wrapper costs time in the hot path
+        # without a limit, pieces count from the start of the sequence, and no wrapper costs time in the hot path
         if not self.is_limited:
             return entry.add_grads
 
@@ -232,7 +232,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sinks, a sum over rows and queries; `out` and `lse` are those with sinks.
+    """Return the gradient of the sinks, a sum over rows and queries; `out` and `lse` include the sinks.
 
     A sink's probability p changes the output by p * (0 - out), as its value is 0.
     """
@@ -250,7 +250,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable, dropout_p: float) -> None:
-    """Raise ValueError where shapes, dtypes or the rate of dropout do not fit the active slice."""
+    """Raise ValueError if shapes, dtypes or the dropout rate do not fit the active slice."""
     tokens, shapes = active.num_tokens, f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or q.shape[2] != tokens:
         problem = (

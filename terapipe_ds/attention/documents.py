@@ -1,4 +1,4 @@
-"""Say where the documents of packed rows begin, and what a slice of such rows sees of them.
+"""Find where the documents of packed rows begin, and which of their tokens a slice of such rows sees.
 
 A row of a micro-batch may hold several documents one after another. A token sees the tokens of its own document alone,
 so that training on the row equals training on each document alone. Edges are plain numbers on the host: every layer and
@@ -19,9 +19,9 @@ Starts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch's rows, as the slice [start, stop) sees them.
+    """Hold the documents of a micro-batch's rows, as the slice [start, stop) sees them.
 
-    `starts` are those of the whole rows: the same for all slices of a micro-batch.
+    `starts` cover the whole rows: they are the same for all slices of a micro-batch.
     """
 
     starts: Starts
@@ -29,7 +29,7 @@ class Documents:
     stop: int
 
     def first_token(self, row: int) -> int:
-        """Return where the document begins that is open at the slice's start: the first key that the slice sees."""
+        """Return the start of the document that is open at the slice's start: the first key that the slice sees."""
         starts = self.starts[row]
         return starts[bisect_right(starts, self.start) - 1]
 
@@ -64,7 +64,7 @@ def starts_of(position_ids: torch.Tensor) -> Starts:
 
 
 def starts_at(edges: torch.Tensor) -> Starts:
-    """Return where documents start by `edges` ([B, L - 1]), which tells it of each token after the first."""
+    """Return where documents start, from `edges` ([B, L - 1]), which have a flag for each token after the first."""
     return tuple((0, *(int(i) + 1 for i in row.nonzero().flatten())) for row in edges)
 
 

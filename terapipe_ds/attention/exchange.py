@@ -33,7 +33,7 @@ class SequenceRanks:
     group: Any = None
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the tokens of [start, stop) that this rank has. Raises ValueError where they do not divide."""
+        """Return the tokens of [start, stop) that this rank has. Raises ValueError if they do not divide evenly."""
         tokens, rest = divmod(stop - start, self.size)
         if rest:
             raise ValueError(
@@ -43,7 +43,7 @@ class SequenceRanks:
         return start + self.rank * tokens, start + (self.rank + 1) * tokens
 
     def part_of(self, whole: ActiveSlice) -> ActiveSlice:
-        """Return the slice as layers of this rank see it: its own tokens, and how they reach those of the others."""
+        """Return the slice as layers of this rank see it: its own tokens, and how they reach those on other ranks."""
         if self.size == 1:
             return whole
         start, stop = self.span(whole.start, whole.stop)
@@ -82,7 +82,7 @@ class HeadExchange:
         repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        # each rank has the sinks of its heads; their gradients are summed with those of other parameters
+        # each rank has the sinks of its heads; their gradients are summed like the gradients of other parameters
         if sinks is not None:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)

@@ -7,9 +7,9 @@ under a number that the graph saves as a tensor: the backward cannot run without
 A call is named by the layer that runs and by its number in that run. torch's compiler reads the number while it traces,
 so that each call has its own in the graph: equal calls are not merged, and a call keeps its name wherever it is moved.
 
-An operator changes what the store has of its own call only, once per run of the layer, so that the compiler may move
-it among others as its tensors allow. One whose output is not used may be left out, in the forward and the backward
-alike. An operator is in no list of what the compiler may run a second time in the backward.
+An operator changes only the store's data of its own call, once per run of the layer, so that the compiler may move it
+among others as its tensors allow. The compiler may leave out an operator whose output is not used, in the forward and
+the backward alike. No operator is in a list of those that the compiler may run a second time in the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sink
 
 # The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.
 class _Running:
-    """The compiled layer that runs now, and the calls of attention that were counted in this run."""
+    """Hold the compiled layer that runs now, and the count of its attention calls in this run."""
 
     name: str | None = None
     calls: int = 0
@@ -64,7 +64,7 @@ def refuse_outside_of_graph(layer: Hashable) -> None:
 
 
 def attend_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> Tensor:
-    """Attend while torch's compiler traces: by the operator below, whose call gets the next number of the layer's."""
+    """Attend while torch's compiler traces: by the operator below, whose call gets the layer's next number."""
     # an operator sees no autocast: the graph has the casts
     q, k, v = autocast(q, k, v)
     kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
@@ -116,7 +116,7 @@ def attend(
     call, q, k, v = prepare(q, k, v, name, Options(scale, dropout_p, window, softcap), sinks)
     if call.is_whole:  # the compiler may use the memory of k and v for something else
         k, v = k.clone(), v.clone()
-    with torch.set_grad_enabled(needs_grad):  # which the store asks; no tensor here has a graph
+    with torch.set_grad_enabled(needs_grad):  # the store asks for this; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
     # the backward finds its call by this number, which the graph saves as it saves any tensor
     number = torch.full((1,), -1, dtype=torch.int64)
@@ -130,7 +130,7 @@ def attend(
 
 
 def _as_tokens(out: Tensor) -> Tensor:
-    """Return [B, H, T, D] in memory of its own, laid out as [B, T, H, D]; nothing is copied where it is already."""
+    """Return [B, H, T, D] in memory of its own, laid out as [B, T, H, D]; copy nothing if it already is."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -148,7 +148,7 @@ def _(
 def attend_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, number: Tensor, sinks: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries, of the slice's keys and values, and of the sinks (none: of no number)."""
+    """Return the gradients of the queries, of the slice's keys and values, and of the sinks (empty without sinks)."""
     # taken out: a second backward of the same forward would add its gradients twice
     call = _calls.pop(int(number), None)
     if call is None:
@@ -157,7 +157,7 @@ def attend_backward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         d_q, *d_kv = call.backward(grad, q, out, lse)
         d_sinks = q.new_empty(0) if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
-    # the compiler has planned with these shapes and strides, whatever the kernel gives
+    # the compiler has planned with these shapes and strides, whatever the kernel returns
     results = [q.new_empty(q.shape), q.new_empty(batch, heads, tokens, dim)]
     results.append(q.new_empty(batch, heads, tokens, out.shape[3]))
     for result, gradient in zip(results, (d_q, *d_kv), strict=True):
@@ -195,7 +195,7 @@ attend.register_autograd(_backward, setup_context=_save)
 def position_ids(like: Tensor, table_size: int) -> Tensor:
     """Return the place of each token of `like` [B, T, ...] in its document, int64 [B, T].
 
-    Raises ValueError where a place is `table_size` or more, unless that is 0.
+    Raises ValueError if a place is `table_size` or more, unless `table_size` is 0.
     """
     active = active_slice()
     batch, tokens = like.shape[:2]

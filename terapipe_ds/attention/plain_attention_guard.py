@@ -4,8 +4,8 @@ A model that calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` w
 sequence is cut in slices, and learn nothing across them. The engine holds the guard while slices run. It sends plain
 causal self-attention to `sliced_attention`, unless the section says `"attention": "explicit"`, and refuses the rest.
 
-The layer that it gives to `sliced_attention` is the module that runs and the number of the call in that run. So a
-forward that is recomputed in a backward finds what it wrote.
+The guard names the layer for `sliced_attention` by the module that runs and the number of the call in that run. So a
+forward that is recomputed in a backward finds its own entries again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch.utils.hooks import RemovableHandle
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
 from terapipe_ds.attention.sliced import sliced_attention
 
-# torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
+# torch's own functions, under whatever names callers use, and the token dimension of their queries and keys
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
 _KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "varlen_attn", "xformers")
 _RUNNERS = "deepspeed.runtime."  # the engine and the PipelineModule are modules that run layers, and no layers
 _BACKENDS = "terapipe_ds.attention.backends"
-_allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
-_intercepted = 0  # calls of torch's multi_head_attention_forward that run, whose own attention is intercepted
+_allowed = 0  # open allow_attention_within_slice() blocks, counted per process: autograd has threads of its own
+_intercepted = 0  # running calls of torch's multi_head_attention_forward, whose own attention is intercepted
 
 
 class PlainAttentionError(RuntimeError):
@@ -42,11 +42,11 @@ class PlainAttentionError(RuntimeError):
 
 @contextmanager
 def allow_attention_within_slice() -> Iterator[None]:
-    """Let plain attention pass the guard, where it is meant to see its arguments alone.
+    """Let plain attention pass the guard if it is meant to see only its arguments.
 
-    Use it for attention over something else than tokens (heads, features, the patches of one token), or among the
+    Use it for attention over something other than tokens (heads, features, the patches of one token), or among the
     tokens of one slice on purpose. Open it in the forward of the layer, which a backward may recompute. Blocks may be
-    nested. `"verify"` compares the results of such a layer all the same.
+    nested. `"verify"` still compares the results of such a layer.
     """
     global _allowed
     _allowed += 1
@@ -58,15 +58,15 @@ def allow_attention_within_slice() -> Iterator[None]:
 
 @contextmanager
 def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
-    """Raise PlainAttentionError where plain self-attention is called on a slice that is not the whole sequence.
+    """Raise PlainAttentionError if plain self-attention is called on a slice that is not the whole sequence.
 
     With `intercept`, causal self-attention over the tokens of the slice goes to `sliced_attention` instead.
 
-    Replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`; the shortcut of
-    `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
-    whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
+    The guard replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`. It also
+    switches off the shortcut of `nn.MultiheadAttention` around them in evaluation. Self-attention has as many queries
+    as keys, whatever that number is: a layer may add registers, or make rows of windows. Guards may be nested.
     """
-    # guards may be nested: what is there now comes back, whoever put it there
+    # guards may be nested: the functions that are there now come back, whoever put them there
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
     fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception()
     if intercept:
@@ -85,7 +85,7 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
 
 
 class GuardCapturedNames(TorchFunctionMode):
-    """Checks torch's attention under whatever name it was imported.
+    """Check torch's attention under whatever name it was imported.
 
     `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention`
     replaces it. A mode sees every torch function, at a small cost for each: the engine holds it for the first batch
@@ -115,7 +115,7 @@ def _is_kernel(func: Any) -> bool:
 
 
 def _from_backends() -> bool:
-    """Return whether sliced attention itself calls."""
+    """Return whether sliced attention itself is the caller."""
     frame = inspect.currentframe()
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_BACKENDS):
         frame = frame.f_back
@@ -227,11 +227,10 @@ class CallName(NamedTuple):
 
 
 class Interception:
-    """Names the calls while it is open, and forgets the modules when it is closed.
+    """Name the calls while it is open, and forget the modules when it is closed.
 
-    Calls are counted from where a module's forward begins, which a hook tells once a module is known, and from where
-    another slice begins. A module that runs twice in a slice gives its calls the same names, which the slice store
-    refuses.
+    Counting starts at 0 when a module's forward begins, which a hook reports once a module is known, and when another
+    slice begins. If a module runs twice in a slice, its calls get the same names, and the slice store refuses them.
     """
 
     def __init__(self) -> None:
@@ -246,7 +245,7 @@ class Interception:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, dropout_p: float, scale: float | None
     ) -> Tensor | None:
-        """Return the attention of the slice's tokens; None where no module runs whose name the call could have."""
+        """Return the attention of the slice's tokens; None if no module runs whose name the call could take."""
         module = _running_module()
         if module is None:
             return None

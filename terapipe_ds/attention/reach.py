@@ -1,7 +1,7 @@
-"""Say which keys the queries of a slice see: as far back as a window allows, and not beyond their document's start.
+"""Compute which keys the queries of a slice see: as far back as a window allows, and not beyond their document's start.
 
-A query sees the keys [first, its own place]. The first one never moves back from one query to the next, so what lies
-before the first key of a slice is out of reach for all later slices, too.
+A query sees the keys [first, its own place]. The first one never moves back from one query to the next, so the keys
+before the first key of a slice are out of reach for all later slices, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from terapipe_ds.attention.documents import Documents, Starts, have_edges
 
 
 class Span(NamedTuple):
-    """The queries [start, stop) of some rows of a micro-batch: they are of one document.
+    """Describe the queries [start, stop) of some rows of a micro-batch, all in one document.
 
     They see no key before `first_key`. All tokens count from the start of the sequence.
     """
@@ -33,9 +33,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back the tokens of a layer see: `window` tokens with their own, or all; `starts` are their documents'.
+    """Hold how far back the tokens of a layer see: `window` tokens with their own, or all; documents begin at `starts`.
 
-    Each is None where it takes nothing away.
+    Each field is None if it limits nothing.
     """
 
     window: int | None = None
@@ -50,7 +50,7 @@ class Reach:
         """Return the first key that any row sees from `token` on."""
         if self.starts is None:
             return self._in_window(0, token)
-        # what one row no longer sees another one may still need
+        # another row may still need a key that one row no longer sees
         documents = Documents(self.starts, token, token + 1)
         return self._in_window(min(documents.first_token(row) for row in range(len(self.starts))), token)
 
@@ -76,7 +76,7 @@ class Reach:
 
 
 def reach_of(active: ActiveSlice, window: int | None) -> Reach:
-    """Return what tokens of the active slice's sequences see in a layer with that window."""
+    """Return how far back tokens of the active slice's sequences see in a layer with that window."""
     documents = active.documents
     return Reach(
         None if window is None or window >= active.sequence_length else window,

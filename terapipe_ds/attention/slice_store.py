@@ -1,16 +1,16 @@
 """Keep what later slices need of earlier ones, and the gradients that flow back.
 
-Kind "appended": a layer appends the keys and values of each slice to those before, and later slices read what is in
-their reach of [0, start). Backward runs over the slices in reverse and adds to the gradients of these keys and values,
-so that those of a slice are complete when its own backward has run. Two frontiers per layer and micro-batch check that
-order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other order raises an error at once,
-and never gives a wrong gradient. Kind "carried", one state per slice, is in `carry.states`.
+Kind "appended": a layer appends the keys and values of each slice to the earlier ones, and later slices read the part
+of [0, start) within their reach. Backward runs over the slices in reverse and adds to the gradients of these keys and
+values, so that a slice's gradients are complete when its own backward has run. Two frontiers per layer and micro-batch
+check that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Any other order raises an
+error at once, and never gives a wrong gradient. Kind "carried", one state per slice, is in `carry.states`.
 
 Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
   their gradients   2 * B * L * H_kv * D * max(4, itemsize)   from its last slice's backward to its first slice's
-With a window, or documents, what is out of reach is dropped: gradients take window - 1 + T tokens instead of L, T those
-of the largest slice, and so do keys and values in evaluation, where no backward comes back to them.
+With a window, or documents, tokens out of reach are dropped: gradients take window - 1 + T tokens instead of L, where T
+is the largest slice. So do keys and values in evaluation, because no backward comes back to them.
 All come from a pool and return to it: a batch after the first one allocates nothing.
 """
 
@@ -29,7 +29,7 @@ from terapipe_ds.attention.reach import Reach, reach_of
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of all tokens' keys and values of a layer, and of their gradients, and how far back its tokens see."""
+    """Hold a layer's bytes of all tokens' keys and values, and of their gradients, and how far back its tokens see."""
 
     keys_values: int
     grads: int
@@ -84,11 +84,11 @@ class SliceEntry:
     def add_grads(
         self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False, rows: slice | None = None
     ) -> None:
-        """Add the running backward's gradients to those of the keys and values from token `offset` on.
+        """Add the running backward's gradients to the gradients of the keys and values from token `offset` on.
 
         dk, dv: [B, H_kv, n, D], or of some `rows` of the micro-batch. A backward covers [0, stop) in pieces of any
-        size; `again` says that it has given to these tokens before. The pieces of the first backward are copied, so
-        that nothing has to be zeroed. With a limited reach the pieces cover what they reach, and all are added.
+        size; `again` says that it has added to these tokens before. The pieces of the first backward are copied, so
+        that nothing has to be zeroed. With a limited reach the pieces cover the tokens in reach, and all are added.
         """
         if not self.grads.is_taken:  # keys and values need no gradients
             return
@@ -101,7 +101,7 @@ class SliceEntry:
                 target.add_(part)
 
     def accumulated(self, stop: int) -> tuple[int, TensorPair]:
-        """Return the first token that got gradients so far, and views of those of the tokens from there to `stop`."""
+        """Return the first token that got gradients so far, and views of the gradients from there to `stop`."""
         return self.touched, self.grads.at(self.touched, stop)
 
     def make_room(self, active: ActiveSlice) -> None:
@@ -120,14 +120,14 @@ class SliceEntry:
         first, room = self.reach.first_key(start), self.kept.room
         if self.reach.window is not None:
             room = max(room, min(active.num_tokens + self.reach.window - 1, length - first))
-        elif stop - first > room:  # a document that goes on: not a little more for each of its slices
+        elif stop - first > room:  # a document that goes on: do not grow the buffer a little for each of its slices
             room = min(max(stop - first, 2 * room), length - first)
         self.kept.reserve(first, room, (first, start) if self.kept.is_taken else (0, 0))
 
     def make_room_for_grads(self, start: int, stop: int) -> None:
-        """Have gradients of all tokens that the slice [start, stop) reaches; those that got nothing yet are 0.
+        """Provide gradients for all tokens that the slice [start, stop) reaches; tokens that got nothing yet have 0.
 
-        Where all tokens are in reach, its pieces are copied instead.
+        If all tokens are in reach, its pieces are copied instead.
         """
         if self.mode == "probe":  # any slice may come next
             if not self.grads.is_taken:
@@ -151,7 +151,7 @@ class SliceEntry:
 class SliceStore:
     """The store of one engine, keyed by (part_id, layer, micro_batch_id).
 
-    `on_gradients`, where it is set, is told of each backward that has added to gradients of the tokens before a stop.
+    The store calls `on_gradients`, if set, after each backward that has added to gradients of the tokens before a stop.
     """
 
     def __init__(self) -> None:
@@ -166,8 +166,8 @@ class SliceStore:
         """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
 
         `window` says how far back the layer's tokens see, with their own. Mode "weight" only reads. Raises
-        SliceStoreError where the slice does not continue the forward frontier (modes train and eval), has not run yet
-        (recompute, weight), or has another shape, dtype or reach than those before it.
+        SliceStoreError if the slice does not continue the forward frontier (modes train and eval), has not run yet
+        (recompute, weight), or differs from earlier slices in shape, dtype or reach.
         """
         # a module that attends by itself would see a share of the tokens and train wrongly
         if active.exchange is not None:
@@ -225,7 +225,7 @@ class SliceStore:
             )
 
     def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
-        """Move the backward frontier over [start, stop) and have room for what `SliceEntry.add_grads` brings.
+        """Move the backward frontier over [start, stop) and make room for gradients that `SliceEntry.add_grads` adds.
 
         Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
         """
@@ -256,11 +256,11 @@ class SliceStore:
     def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
         """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
 
-        None where keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
+        None if keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
         """
         if not entry.grads.is_taken:
             return None
-        # from here on pieces of earlier slices add to what this one has left
+        # from here on, pieces of earlier slices add to the gradients that this one has left
         entry.touched = min(entry.touched, entry.reach.first_key(start))
         if self.on_gradients is not None:
             self.on_gradients(entry, stop)
@@ -272,7 +272,7 @@ class SliceStore:
     def release(self, part_id: int, micro_batch_id: int) -> None:
         """Give back the buffers of a micro-batch, after its last backward (training) or last forward (evaluation).
 
-        Raises SliceStoreError where a layer is only partly drained, or waits for a backward that never came.
+        Raises SliceStoreError if a layer is only partly drained, or waits for a backward that never came.
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             # all entries are checked before any is closed, so that the message can name the first cause
@@ -283,7 +283,7 @@ class SliceStore:
         self.carried.release(part_id, micro_batch_id)
 
     def reset(self) -> None:
-        """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
+        """Drop all entries in whatever state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             self._close(entry)
         self._entries.clear()
@@ -299,7 +299,7 @@ class SliceStore:
             )
 
     def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
-        """Return what each layer of a part takes for all tokens of a micro-batch, whatever is in reach."""
+        """Return the bytes that each layer of a part takes for all tokens of a micro-batch, in reach or not."""
         layers = []
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
@@ -319,7 +319,7 @@ class SliceStore:
         return self._pool.reserved_bytes
 
     def drop_free(self) -> None:
-        """Let go of the buffers that wait in the pool; a later batch takes new ones."""
+        """Drop the buffers that wait in the pool; a later batch takes new ones."""
         self._pool.drop_free()
 
     def _all(self) -> Iterator[SliceEntry]:

@@ -1,9 +1,9 @@
 """Define `sliced_attention`, which a model calls instead of `F.scaled_dot_product_attention`.
 
 The forward of a slice appends its keys and values to the slice store and attends to all tokens so far; the backward
-adds to the gradients that the store holds for [0, stop) and returns those of the slice's own tokens, which are complete
-by then. Nothing of the store is saved for the backward (later slices write the same buffers): a node keeps its queries,
-its output and the log-sum-exp of its scores, and reads keys and values where they are.
+adds to the gradients that the store holds for [0, stop) and returns the slice's own gradients, which are complete by
+then. The graph saves nothing of the store (later slices write the same buffers): a node keeps its queries, its output
+and the log-sum-exp of its scores, and reads keys and values in place.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def sliced_attention(
         a slice                               a `Call` of a backend over the slice store
 
     Without an active slice the tokens are the whole sequence.
-    Where sequence ranks divide the slice, T are the tokens of this rank.
+    If sequence ranks divide the slice, T is the number of this rank's tokens.
 
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
-    where slices run in an order that cannot give the right result, or without a store.
+    if slices run in an order that cannot give the right result, or without a store.
     """
     # while torch traces nothing of this slice may become a constant of the graph
     if torch.compiler.is_compiling():  # `layer` is not read here: each one would have a graph of its own
@@ -77,7 +77,7 @@ def sliced_attention(
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
-    # checks come before anything is written, so that an error leaves the store as it was
+    # checks come before anything is written, so that an error leaves the store unchanged
     call, q, k, v = prepare(q, k, v, layer, Options(scale, dropout_p, window, softcap), sinks)
     with torch.autocast(q.device.type, enabled=False):
         needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
@@ -89,12 +89,12 @@ def sliced_attention(
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
-        # what is saved here lives until the backward, beside all other slices in flight
+        # the saved tensors live until the backward, beside all other slices in flight
         q = _own_memory(q)
         out, lse = call.forward(q, k, v, sinks)
         call.record(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         ctx.call = call
-        out = out.detach()  # no view, so that what changes it in place is met in the backward, with the layer's name
+        out = out.detach()  # no view, so that the backward detects an in-place change and names the layer
         ctx.save_for_backward(q, out, lse, sinks, *((k, v) if call.is_whole else ()))
         return out
 
@@ -120,6 +120,6 @@ class _SlicedAttention(torch.autograd.Function):
 
 
 def _own_memory(q: Tensor) -> Tensor:
-    """Return q, or a copy where q is a view: saving a view of a fused QKV would keep K and V alive twice."""
+    """Return q, or a copy if q is a view: saving a view of a fused QKV would keep K and V alive twice."""
     owns = q.untyped_storage().nbytes() <= q.numel() * q.element_size()
     return q if owns else q.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""Measure side by side: each benchmark takes turns with the stock way in one process."""
+"""Measure side by side: each benchmark takes turns with stock DeepSpeed in one process."""

@@ -14,7 +14,7 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAP
 
 
 class BenchError(ValueError):
-    """The benchmark cannot run as requested; the text says why and what to do."""
+    """Report that the benchmark cannot run as requested; the text says why and how to change it."""
 
 
 PLAN = "plan"
@@ -48,9 +48,9 @@ def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One competitor, at every accumulation in `accumulations` (empty: at all of the run).
+    """Describe one competitor, at every accumulation in `accumulations` (empty: at all of the run).
 
-    `given_chunks` and `options`: what a config says of its own schedule besides the name; lists are tuples here.
+    `given_chunks` and `options`: a config's settings of its own schedule other than the name; lists are tuples here.
     """
 
     system: str
@@ -112,7 +112,7 @@ class Case:
         return not self.accumulations or accumulation in self.accumulations
 
     def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
-        """Return why the case cannot run with these sizes, or None; `gpt` is that of `Job`."""
+        """Return why the case cannot run with these sizes, or None; `gpt` is the field of `Job`."""
         stages, layers, schedule, length = work.stages, num_layers(work, gpt), self.schedule, work.sequence_length
         rounds = max(1, accumulation // stages)
         parts = stages * (self.given_chunks or (2 if schedule in TWO_PARTS else 1))
@@ -133,10 +133,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """A whole run, as every rank gets it.
+    """Describe a whole run, as every rank gets it.
 
-    `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones; `replayed`: fewer cores than stages, so that
-    the wall clock means nothing; `share_device`: all stages on the first device, over gloo.
+    `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones. `replayed`: fewer cores than stages, so that
+    the wall clock means nothing. `share_device`: all stages on the first device, over gloo.
     """
 
     work: Workload
@@ -151,7 +151,7 @@ class Job:
     share_device: bool = False
 
     def device_of(self, rank: int) -> str:
-        """Return where a rank computes."""
+        """Return the device on which a rank computes."""
         return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
 
     def problem(self, index: int, accumulation: int) -> str | None:
@@ -170,7 +170,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Preset:
-    """A workload with its accumulations and competitors; `full` ones with `--full`."""
+    """Hold a workload with its accumulations and competitors; `full` ones with `--full`."""
 
     work: Workload
     accumulations: tuple[int, ...]
@@ -196,9 +196,9 @@ _EIGHT = Workload(stages=8, accumulation=1, sequence_length=2048, micro_batch=1,
 _STOCK = Case("deepspeed", "1f1b")
 _USUAL = (_STOCK, Case("terapipe", "1f1b", 1))
 PRESETS = {
-    # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
-    # stages); with several, ZBV has the smallest bubble. Of ours no schedule of halves: to measure their costs takes a
-    # minute, and where they competed with those that go both ways these were faster.
+    # From torch, the schedules that can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer
+    # micro-batches than stages); with several, ZBV has the smallest bubble. From ours, no schedule of halves: measuring
+    # their costs takes a minute, and the schedules that go both ways were faster when both competed.
     "cpu-2stage": Preset(_TWO, (1, 4), 5, (
         *_USUAL,
         Case("terapipe", "seq1f1b", 8, (1,)),
@@ -235,8 +235,8 @@ def choose(
 ) -> tuple[Case, ...]:
     """Return the competitors that the options leave or add.
 
-    The stock engine stays where its system does: ratios need it. Something unsliced always runs, for the bounds.
-    Raises `BenchError` on unknown names, and where nothing is left.
+    The stock engine stays if its system does: ratios need it. Some unsliced case always runs, for the bounds.
+    Raises `BenchError` on unknown names, and if nothing is left.
     """
     for option, names, known in (("--systems", systems, SCHEDULES), ("--schedules", schedules, _EVERY_SCHEDULE)):
         for name in names or ():
@@ -257,7 +257,7 @@ def choose(
 
 
 def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] | None) -> Sequence[Case]:
-    """Return the preset's cases, every case, or with other slices alone those of the schedules that it slices."""
+    """Return the preset's cases, every case, or, if only slices differ, the cases of the schedules that it slices."""
     if every_schedule:
         return all_cases(slices or (8, PLAN))
     if not slices:

@@ -21,9 +21,9 @@ from terapipe_ds.timeline import COMPUTE_KINDS, Timeline, TimelineEvent
 
 
 class Recorded(NamedTuple):
-    """One computation or closing action of a rank; times of a clock that all processes of a machine share.
+    """Hold one computation or closing action of a rank; times are on a clock that all processes of a machine share.
 
-    `cpu_s` is the CPU time of the process meanwhile: it does not grow while another process has the core.
+    `cpu_s` is the CPU time of the process in between: it does not grow while another process has the core.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The wall time."""
+        """Return the wall time."""
         return self.end_s - self.start_s
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ Plans = tuple[SlicePlan, ...]
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step: the events of each stage, in the order in which they ran."""
+    """Hold one step: the events of each stage, in the order in which they ran."""
 
     stages: Sequence[Sequence[Recorded]]
 
@@ -70,14 +70,14 @@ class StepTrace:
         return Timeline(len(self.stages), tuple(sorted(events, key=lambda e: (e.start_s, e.stage_id))))
 
     def closing_s(self, clock: str = "wall") -> tuple[float, ...]:
-        """Return for each stage the seconds of reduces and optimizer, on the `wall` or of its own `cpu` time."""
+        """Return for each stage the seconds of reduces and optimizer, in `wall` time or its own `cpu` time."""
         closing = ([event for event in events if event.kind not in COMPUTE_KINDS] for events in self.stages)
         return tuple(sum(e.seconds if clock == "wall" else e.cpu_s for e in events) for events in closing)
 
     def off_core_s(self) -> float:
         """Return the seconds in which F, B or W ran and another program had the core, of the worst stage.
 
-        That is wall less processor time of pinned processes of one thread each; on accelerators it means nothing.
+        That is wall time minus processor time of pinned processes of one thread each; on accelerators it means nothing.
         """
         lost_s = (sum(max(event.seconds - event.cpu_s, 0.0) for event in events) for events in self.computations())
         return max(lost_s, default=0.0)
@@ -85,7 +85,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class SliceMeasurements:
-    """What was measured besides steps: costs and memory of slices by the cut of the layers, links by tokens."""
+    """Hold the measurements other than steps: costs and memory of slices by the cut of the layers, links by tokens."""
 
     costs: Mapping[str, Sequence[CostModel]]
     memory: Mapping[str, MemoryModel]
@@ -100,7 +100,7 @@ def ideal_bubble(schedule: Schedule) -> float:
 
 
 def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closing_s: float) -> float:
-    """Return the step that a schedule would take at no cost of its own: no bubble but `ideal_bubble`, then the closing.
+    """Return the step time of a schedule without costs of its own: no bubble but `ideal_bubble`, then the closing.
 
     `unsliced_s` has the seconds of the unsliced forward and backward of a micro-batch, per stage.
     """
@@ -110,20 +110,20 @@ def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closi
 def unsliced_s(systems: Sequence[Sequence[Timeline]], accumulation: int) -> tuple[float, ...]:
     """Return for each stage the seconds of F and B of a micro-batch, by the unsliced system that is fastest there.
 
-    `systems`: the timelines of the steps of each; of these the median counts.
+    `systems`: the timelines of the steps of each system; the median of its steps counts.
     """
     medians = ([statistics.median(s) for s in zip(*(t.busy_s() for t in steps), strict=True)] for steps in systems)
     return tuple(min(of_stage) / accumulation for of_stage in zip(*medians, strict=True))
 
 
 def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: int) -> float:
-    """Return how many times as long unsliced F and B took (by stage) in the turns as when `costs` were measured."""
+    """Return the time of unsliced F and B (by stage) in the turns, over their time when `costs` were measured."""
     whole_s = sum(c.forward_s(sequence_length, 0) + c.backward_s(sequence_length, 0) for c in costs)
     return sum(unsliced_s) / float(whole_s)
 
 
 def ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """Return how many times as long the other's step takes: the median over the turns."""
+    """Return the other's step time over the own one: the median over the turns."""
     return statistics.median(a / b for a, b in zip(others, own, strict=True))
 
 
@@ -134,7 +134,7 @@ def median_index(seconds: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """CPU seconds of the actions of a part by kind, tokens and prefix (a backward with its W), and of its links."""
+    """Hold CPU seconds of a part's actions by kind, tokens and prefix (a backward with its W), and of its links."""
 
     seconds: Mapping[tuple[str, int, int], float]
     links: Mapping[int, float]
@@ -174,10 +174,10 @@ def replay_s(
     *,
     blocking: bool = False,
 ) -> tuple[float, Timeline]:
-    """Return the step as it would be with a core for each stage, and its timeline.
+    """Return the time that the step would take with a core for each stage, and its timeline.
 
-    That is the schedule with every action's own CPU time and the measured links, then reduce and optimizer of the
-    slowest stage. `blocking`: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
+    This replays the schedule with every action's own CPU time and the measured links, then adds reduce and optimizer
+    of the slowest stage. `blocking`: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
     """
     timeline = simulate(schedule, plans, action_costs(trace, schedule, plans, links), overlap=not blocking)
     return timeline.makespan_s + max(trace.closing_s("cpu")), timeline

@@ -1,4 +1,4 @@
-"""Start ranks pinned to cores, build what they train, describe the machine: what benchmarks of whole steps share."""
+"""Start ranks pinned to cores, build their models, describe the machine: benchmarks of whole steps share this code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any
 from terapipe_ds.files.atomic import write_text
 
 _GRACE_S = 1.0  # from the first rank that fails to the end of all
-_ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; who fails ends it
+_ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; a rank that fails ends the wait
 
 USUAL_SETTINGS: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
@@ -42,7 +42,7 @@ fp32 under ZeRO 1 only; of one replica, as here, that parts nothing."""
 
 @dataclass(frozen=True)
 class Workload:
-    """What every system trains."""
+    """Describe the model and batch that every system trains."""
 
     stages: int
     accumulation: int
@@ -54,7 +54,7 @@ class Workload:
 
 
 class RankError(RuntimeError):
-    """Ranks failed, with these exit codes; `first` is the one that was seen first."""
+    """Report that ranks failed, with these exit codes; `first` is the first failed rank that was seen."""
 
     def __init__(self, first: int, exit_codes: dict[int, int]) -> None:
         super().__init__(f"rank {first} ended with exit code {exit_codes[first]}; see above")
@@ -64,14 +64,14 @@ class RankError(RuntimeError):
 def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run `target(rank, rendezvous_file, *arguments)` in a process per rank, and wait for all.
 
-    Raises `RankError` when a rank fails, after the others were ended; its traceback is on stderr. A rank that raises
-    ends there and then, whatever threads and messages it has: others may be waiting for it.
+    Raises `RankError` when a rank fails, after ending the others; its traceback is on stderr. A rank that raises ends
+    at once, whatever threads and messages it has: others may be waiting for it.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         shared = (str(Path(folder) / "store"), *arguments)
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
-        # Ctrl-C ends this process, which ends the ranks: each would say so in a traceback of its own
+        # Ctrl-C ends this process, which ends the ranks: otherwise each would print a traceback of its own
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for process in ranks:
@@ -87,7 +87,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             for process in (each for each in ranks if each.pid is not None):
                 process.kill()
                 process.join()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # also where one could not be started
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # also if a rank could not be started
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:
@@ -108,14 +108,14 @@ def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
 
 
 class Position:
-    """Keep what this rank is doing in a file that outlives the rank."""
+    """Keep a note of this rank's current work in a file that outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"position{rank}.json"
         self._what = ""
 
     def at(self, what: str = "") -> None:
-        """Note what begins: the work of one system, or (no argument) work for all."""
+        """Note the work that begins: of one system, or (no argument) for all."""
         self._what = what
         self._write(what=what)
 
@@ -129,15 +129,15 @@ class Position:
         write_text(self._path, json.dumps(noted))  # whole: this rank may be killed in any line
 
     def read(self) -> dict[str, Any]:
-        """Return what was noted last, by this rank or by one that has ended."""
+        """Return the last note, by this rank or by one that has ended."""
         return dict(json.loads(self._path.read_text(encoding="utf-8"))) if self._path.exists() else {}
 
 
 class Agreement:
-    """What each rank says of a step that all take, by way of files that all see in `folder`.
+    """Exchange the outcome of a joint step between ranks, through files in `folder`, which all ranks see.
 
-    A rank that failed says so while others wait for it in a collective of that step, where no other collective would
-    reach them. It waits `patience_s` for what the others say.
+    A rank that failed reports it while others wait for it in a collective of that step, where no other collective would
+    reach them. It waits `patience_s` for the outcomes of the others.
     """
 
     def __init__(self, folder: Path, patience_s: float = 60.0) -> None:
@@ -150,7 +150,7 @@ class Agreement:
     def problem(self, own: str | None, what: str) -> str | None:
         """Return the problem of the first rank that has one with step `what`, or None. A collective.
 
-        Raises `RuntimeError` where this rank has one and others do not come: they wait for it within the step.
+        Raises `RuntimeError` if this rank has a problem and others do not come: they wait for it within the step.
         """
         keys = [f"{self._steps}/{rank}" for rank in range(self._size)]
         self._steps += 1
@@ -165,16 +165,16 @@ class Agreement:
 
 
 def keep_memory() -> None:
-    """Have glibc keep the memory that ranks free which are started after this.
+    """Have glibc keep the memory that later started ranks free.
 
-    It would give large blocks back to the system and fault them in again page by page, for up to a sixth of a step on
-    a CPU. Allocators of accelerators keep memory anyway.
+    Otherwise glibc returns large blocks to the system and faults them in again page by page, which takes up to a sixth
+    of a step on a CPU. Allocators of accelerators keep memory anyway.
     """
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
 def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False) -> None:
-    """Pin this process to its core or device, with one thread, and meet the others. Before torch is imported.
+    """Pin this process to its core or device, with one thread, and meet the others. Call this before importing torch.
 
     `share_device`: all are on the first device and talk over gloo, by way of the host.
     """
@@ -198,7 +198,7 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", s
     import torch.distributed as torch_dist
     from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is shared between processes and would outlive this one
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes and would outlive this one
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at start, for a minute
     over_gloo = device == "cpu" or share_device
@@ -214,8 +214,8 @@ def share_gloo_thread() -> None:
     """Have all gloo groups of this process share one thread that moves their messages, instead of one thread each.
 
     Such a thread wakes a hundred times a second whether there is a message or not. An engine has ten groups, so the
-    idle engines of a benchmark would take 5 to 8 % of the core from the one that works. Where this torch cannot share,
-    each group has its thread.
+    idle engines of a benchmark would take 5 to 8 % of the core from the one that works. If this torch cannot share,
+    each group has its own thread.
     """
     from torch.distributed import distributed_c10d
 
@@ -238,7 +238,7 @@ def share_gloo_thread() -> None:
 
 
 def progress_bar(rank: int, total: int, what: str) -> Any:
-    """Return a bar for rank 0 and a terminal; call `update()` after each of `total`."""
+    """Return a progress bar, shown by rank 0 on a terminal; call `update()` after each of `total`."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, disable=None if rank == 0 else True, leave=False)
@@ -255,7 +255,7 @@ def finish_rank(engines: Sequence[Any]) -> None:
 
 
 def gpt_config(work: Workload, gpt: dict[str, Any] | None = None) -> Any:
-    """Return the model of a workload; `gpt`: fields of `GPTConfig` that say more than the workload does."""
+    """Return the model of a workload; `gpt`: further fields of `GPTConfig`, beyond the workload's."""
     from terapipe_ds.models.gpt import GPTConfig
 
     sizes = {"hidden_size": work.hidden, "num_layers": work.layers, "num_heads": work.heads}
@@ -272,8 +272,8 @@ def build_engine(
 ) -> Any:
     """Return DeepSpeed's own engine (`section` None) or ours with a `terapipe` section.
 
-    `ds_config` replaces the usual settings, except for batch sizes and the section; `gpt` has fields of `GPTConfig`
-    besides the workload's. `dualpipe` is DeepSpeed's DualPipeV, which needs two micro-batches per stage.
+    `ds_config` replaces the usual settings, except for batch sizes and the section. `gpt` has further fields of
+    `GPTConfig`, beyond the workload's. `dualpipe` is DeepSpeed's DualPipeV, which needs two micro-batches per stage.
     """
     import deepspeed
     from deepspeed.pipe import PipelineModule
@@ -294,7 +294,7 @@ def build_engine(
 
 
 def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tuple[Any, Any]]:
-    """Return different random tokens and the tokens that follow: what every system trains in every step."""
+    """Return different random tokens and the tokens that follow: every system trains on them in every step."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""Start the ranks of a benchmark, make rows of what they measured, and check that all systems learned the same.
+"""Start the ranks of a benchmark, make rows of their measurements, and check that all systems learned the same.
 
-After a failure all ranks end: those of a failed step wait for one another, and some messages will never be received.
+After a failure all ranks end: ranks in a failed step wait for one another, and some messages will never be received.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 
 
 def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
-    """Run the benchmark; return what `--json` writes.
+    """Run the benchmark; return the object that `--json` writes.
 
-    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed.
+    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` if a rank failed.
     """
     before = machine()
     if job.device == "cpu":
@@ -67,7 +67,7 @@ def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], No
 
 
 def cause_of(error: RankError, folder: Path) -> str:
-    """Return what the first rank that failed was doing, and why it ended, from the `Position`s in `folder`."""
+    """Return the last work of the first rank that failed, and why it ended, from the `Position`s in `folder`."""
     noted = {rank: Position(folder, rank).read() for rank in error.exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
     first = min(noted, key=lambda rank: noted[rank].get("time_s", 0.0))
@@ -118,7 +118,7 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
 
 
 class MeasuredRun:
-    """One case at one accumulation, as all ranks saw it; `records` has one for each rank."""
+    """Hold one case at one accumulation, as all ranks saw it; `records` has one for each rank."""
 
     def __init__(self, job: Job, records: Sequence[dict[str, Any]], measured: SliceMeasurements) -> None:
         self.job, self.measured = job, measured
@@ -137,7 +137,7 @@ class MeasuredRun:
         self.losses = [next(loss for loss in reversed(ranks) if loss is not None) for ranks in by_step("losses")]
         self.peak_bytes = [record["peak_bytes"] for record in records]
         self.static_bytes = [record["static_bytes"] for record in records]
-        # of work on a device, the CPU time of the process says nothing
+        # the CPU time of the process says nothing about work on a device
         recorded = self.traces if job.device == "cpu" else []
         replays = [replay_s(t, self.schedule, self.plans, measured.links, blocking=self.is_stock) for t in recorded]
         self.replayed_s = statistics.median(seconds for seconds, _ in replays) if replays else None
@@ -162,7 +162,7 @@ class MeasuredRun:
         plans = self.plans if self.error is None else ()
         most = max(plans, key=lambda plan: plan.num_slices, default=None)
         slices: dict[str, Any] = {"slices": [] if most is None else list(most.lengths)}
-        if len(set(plans)) > 1:  # else the one above is that of all micro-batches
+        if len(set(plans)) > 1:  # otherwise the value above holds for all micro-batches
             slices["plans"] = [list(plan.lengths) for plan in plans]
         name, label = self.case.schedule, self.case.label
         if name == AUTO and self.error is None:
@@ -173,7 +173,7 @@ class MeasuredRun:
         return {"system": self.case.system, "schedule": name, "label": label, **sizes, **kinds}
 
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
-        """Return that the system did not learn what the reference did, or None."""
+        """Return a sentence if the system did not learn the same as the reference, or None."""
         tolerance = _TOLERANCE[(self.job.gpt or {}).get("dtype", "float32")]
         for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
             if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
@@ -189,7 +189,7 @@ class MeasuredRun:
         return float(simulate(self.schedule, self.plans, costs).makespan_s) + self.closing_s
 
     def predicted_peak_bytes(self) -> list[int] | None:
-        """Return what the schedule, or the stock engine's order, needs by the memory model of our engine's slices."""
+        """Return the bytes that the schedule, or the stock engine's order, needs by our engine's memory model."""
         cut = self.case.cut if self.case.system == "terapipe" else "whole stages"
         is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
         memory = self.measured.memory.get(cut)
@@ -205,7 +205,7 @@ class MeasuredRun:
         costs = self.measured.costs.get("whole stages")
         of_median = self.timelines[median_index(steps)]
         drawn = Timeline(of_median.num_stages, tuple(of_median.computations()), self.case.label)
-        # of replays and of devices, wall and processor time of a process do not compare
+        # for replays and devices, wall and processor time of a process do not compare
         has_cores = self.job.device == "cpu" and not self.job.replayed
         return {
             "step_s": step_s,

@@ -15,7 +15,7 @@ _HEAD = (
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """Return one line per run: median step, its spread, how many times as long the stock engine and the bound take."""
+    """Return one line per run: median step, its spread, and the ratios of the stock engine and the bound to it."""
     lines = [_head(result), _HEAD]
     lines += [_line(row) for row in result["runs"]]
     if any(row["replayed"] for row in result["runs"]):
@@ -27,7 +27,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def noise_sentences(result: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what a difference of a few per cent means; none where the machine was quiet."""
+    """Return sentences on what a difference of a few per cent means; none if the machine was quiet."""
     rows = [row for row in result["runs"] if "error" not in row and not row["replayed"]]
     drifts = {row["accumulation"]: row["drift"] for row in rows if row.get("drift") is not None}
     sentences = []
@@ -74,7 +74,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
-    """Return how many slices micro-batches have: "8", or "1-3" where they differ."""
+    """Return how many slices micro-batches have: "8", or "1-3" if they differ."""
     counts = [len(plan) for plan in plans] or [len(slices)]
     return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
 

@@ -1,8 +1,8 @@
 """Train every system on the same data from the same weights, in turns (A B C A B C ...); this runs in each rank.
 
-All systems live in the same processes, one per stage. So they share the cores, the allocator (which keeps what is
-freed, see `ranks.keep_memory`) and whatever else the machine does. In processes of their own each would have an
-allocator with its own past, and the idle ones would still take memory and, at each turn, a wake-up.
+All systems live in the same processes, one per stage. So they share the cores, the allocator (which keeps freed
+memory, see `ranks.keep_memory`) and the machine's other load. In processes of their own each would have an allocator
+with its own history, and the idle ones would still take memory and, at each turn, a wake-up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {
 
 
 def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any], list[Driver]]:
-    """Return what this rank has measured, in the form of its record, and the drivers, to be closed. A collective.
+    """Return this rank's measurements, as its record, and the drivers, which the caller closes. A collective.
 
     Each of `runs` has `case` (its index), `accumulation`, and either `error` or times, losses, events and bytes.
     """
@@ -66,12 +66,12 @@ def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[st
 
 
 class _Turns:
-    """The systems of a job on this rank: built, warmed up, and with their plans ready."""
+    """Hold the systems of a job on this rank: built, warmed up, and with their plans ready."""
 
     def __init__(self, job: Job, folder: Path, position: Position) -> None:
         self.job, self.position = job, position
         self.drivers: dict[int, Driver] = {}  # by the index of their case
-        self.errors: dict[int, str] = {}  # of the cases that some rank cannot build
+        self.errors: dict[int, str] = {}  # for the cases that some rank cannot build
         self._build_all(Agreement(folder))
         runs = [(i, m) for i in self.drivers for m in job.accumulations if job.cases[i].runs_at(m)]
         steps = (1 + job.pairs) * sum(not job.problem(i, m) for i, m in runs)
@@ -83,7 +83,7 @@ class _Turns:
             driver.prepare(driver.fewest, (SlicePlan((job.work.sequence_length,)),) * driver.fewest)
             driver.step(self.data[: driver.fewest])
             self.bar.update()
-        # beside what is there while steps run
+        # beside the memory that is in use while steps run
         self.planned = PlannedCases.measure(job, [job.cases[index] for index in self.drivers], folder, position)
 
     def _build_all(self, agreement: Agreement) -> None:
@@ -108,7 +108,7 @@ class _Turns:
         self.position.at(self.job.cases[index].label + (f" at m = {accumulation}" if accumulation else ""))
 
     def measure(self, accumulation: int) -> list[dict[str, Any]]:
-        """Return a record per case: first a step of each, in which its memory is counted, then timed ones in turns."""
+        """Return a record per case: first take a step of each, which counts its memory, then timed ones in turns."""
         runs = [self._ready(i, accumulation) for i, case in enumerate(self.job.cases) if case.runs_at(accumulation)]
         going = [(run, self.drivers[run["case"]]) for run in runs if "error" not in run]
         batch = self.data[:accumulation]
@@ -126,7 +126,7 @@ class _Turns:
         return runs
 
     def _ready(self, index: int, accumulation: int) -> dict[str, Any]:
-        """Return the record of a case, which is ready to run, or has an error."""
+        """Return the record of a case; the case is ready to run, or the record has an error."""
         case, run = self.job.cases[index], {"case": index, "accumulation": accumulation}
         problem = self.job.problem(index, accumulation) or self.errors.get(index)
         if problem is not None:
@@ -157,7 +157,7 @@ class _Turns:
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
-    """Count the peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
+    """Count the peak of tensor bytes of this system alone: its bytes before the step, plus the most that it adds."""
     from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
     driver.forget()
@@ -169,13 +169,13 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> No
     driver.recorder.on = True
     run["peak_bytes"] = held + peak.grown_bytes
     parameters = sum(p.numel() * p.element_size() for p in driver.parameters())
-    run["static_bytes"] = held + parameters  # with the gradients, which are there for a part of the step
+    run["static_bytes"] = held + parameters  # with the gradients, which exist for a part of the step
 
 
 def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
     """Make a step by the wall clock, and record its events.
 
-    On an accelerator, recording waits for the device at every action, which makes another step than users have. There
+    On an accelerator, recording waits for the device at every action, so that the step differs from a user's. There
     the timed step is not recorded; one more step is.
     """
     recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
@@ -230,9 +230,9 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
 
 @dataclass
 class PlannedCases:
-    """What was measured before the first turn, by the cut of the layers, and the plans from it.
+    """Hold the measurements before the first turn, by the cut of the layers, and the plans from them.
 
-    With fewer cores than stages the seconds of slices are processor time, as those of the replayed steps are.
+    With fewer cores than stages the seconds of slices are processor time, as in the replayed steps.
     """
 
     job: Job
@@ -244,7 +244,7 @@ class PlannedCases:
     def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> PlannedCases:
         """Let engines measure their slices as `"slices": "auto"` does. A collective.
 
-        Engines run whole stages, and each other cut for which some of `cases` (all can be built) need a plan.
+        Engines run whole stages, and each other cut for which some of `cases` need a plan (all cases can be built).
         """
         planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
@@ -275,7 +275,7 @@ class PlannedCases:
         return from_rank_0(lambda: self._result(case, accumulation).plans[0])
 
     def found(self, case: Case, accumulation: int) -> tuple[Plans, str]:
-        """Return the plans and the file of an order that is found for the costs, as `plan` does. A collective."""
+        """Return the plans and the file of an order that a search finds for the costs, as `plan` does. A collective."""
 
         def find() -> tuple[Plans, str]:
             result = self._result(case, accumulation)
@@ -290,7 +290,7 @@ class PlannedCases:
         work, costs = self.job.work, self.costs[case.cut]
         sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
         options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
-        options["with_order"] = False  # what "auto" runs is named in the table; "search" has a row of its own
+        options["with_order"] = False  # the table names the schedule that "auto" runs; "search" has a row of its own
         return plan_slices(costs, *sizes, **options)
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:

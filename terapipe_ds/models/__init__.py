@@ -1,4 +1,4 @@
-"""Models that plug into a DeepSpeed `PipelineModule` and train in token slices."""
+"""Provide models that plug into a DeepSpeed `PipelineModule` and train in token slices."""
 
 from terapipe_ds.compat.unread_section import guard_unregistered
 

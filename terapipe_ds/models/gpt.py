@@ -1,4 +1,4 @@
-"""A decoder-only Transformer in plain torch, as the list of layers that a DeepSpeed `PipelineModule` takes.
+"""Define a decoder-only Transformer in plain torch, as the list of layers that a DeepSpeed `PipelineModule` takes.
 
 It has pre-norm (RMSNorm), rotary or learned positions, grouped-query attention, SwiGLU, linears without bias; two
 config fields give GPT-3's LayerNorm, GELU and biases. Every layer takes one tensor and returns one. Two things let the
@@ -36,7 +36,7 @@ IGNORE_INDEX = -100
 
 
 class GPTConfigError(ValueError):
-    """Numbers that no model can have; the message ends with what to change."""
+    """Report numbers that no model can have; the message ends with the change to make."""
 
 
 _Size = Annotated[int, Field(ge=1, le=2**40)]
@@ -57,7 +57,7 @@ def _usual_ffn_size(fields: dict[str, Any]) -> int:
 
 
 class GPTConfig(BaseModel):
-    """What a model is made of. A field that is left out, or None, has its usual value.
+    """Describe a model. A field that is left out, or None, has its usual value.
 
     Raises:
         GPTConfigError: sizes that no model can have.
@@ -108,7 +108,7 @@ class GPTConfig(BaseModel):
     def from_name(cls, name: str, **overrides: Any) -> GPTConfig:
         """Return a named size of `terapipe_ds.costs.model_sizes` with some fields replaced.
 
-        head_dim, ffn_size and num_kv_heads are kept only while the fields they follow from are not replaced:
+        head_dim, ffn_size and num_kv_heads keep their values only if the fields they follow from are not replaced:
         `from_name("tiny", num_heads=2)` has heads of half the hidden size.
 
         Raises:
@@ -130,8 +130,8 @@ class GPTConfig(BaseModel):
     def generator(self, layer_id: int) -> torch.Generator:
         """Return the random generator for the initial weights of one layer.
 
-        They depend on (seed, layer_id) alone: a model starts from the same weights however many stages it is cut into,
-        and whatever else a rank builds (`partition_method="parameters"` builds and counts all).
+        The weights depend on (seed, layer_id) alone: a model starts from the same weights for any number of stages, and
+        whatever else a rank builds (`partition_method="parameters"` builds and counts all layers).
         """
         return torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + layer_id)
 
@@ -149,7 +149,7 @@ def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
 
 
 def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy over the labels that are not `IGNORE_INDEX`, in fp32 (fp64 where the logits are).
+    """Return the mean cross entropy over the labels that are not `IGNORE_INDEX`, in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: [B, T, vocab_size].
@@ -164,15 +164,15 @@ def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class TokenEmbedding(nn.Module):
     """Token ids [B, T] int64 -> [B, T, hidden_size]. Where tied, `weight` is the output matrix as well.
 
-    Of a tuple it takes the first tensor. The second one are position ids of packed rows, [B, T]: the documents of the
-    active slice say what they say, and ids that count anew without documents are an error.
+    From a tuple it takes the first tensor. The second tensor holds position ids of packed rows, [B, T]. The documents
+    of the active slice already carry the same information; ids that restart without documents are an error.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         shape = (config.vocab_size, config.hidden_size)
         self.weight = _normal(shape, config, config.generator(0), config.init_std)
-        # with learned positions the sum of both embeddings is dropped out, by the next layer
+        # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = config.dropout if config.positions == "rope" else 0.0
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -183,9 +183,9 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions to [B, T, hidden_size].
+    """Add learned positions to [B, T, hidden_size].
 
-    It is a separate layer: in `TokenEmbedding`, the last stage's tied copy would hold a table that it never uses.
+    This is a separate layer: in `TokenEmbedding`, the last stage's tied copy would hold a table that it never uses.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -310,7 +310,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 def _linear(
     config: GPTConfig, width_in: int, width_out: int, generator: torch.Generator, *, residual: bool = False
 ) -> nn.Linear:
-    """Return a linear drawn as in GPT-2: what adds to the residual stream is scaled by 1/sqrt(2 * num_layers)."""
+    """Return a linear drawn as in GPT-2: 1/sqrt(2 * num_layers) scales weights that add to the residual stream."""
     std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
     linear = nn.Linear(width_in, width_out, bias=False, device="meta")  # torch's own draw is not wanted
     linear.weight = _normal((width_out, width_in), config, generator, std)

@@ -25,7 +25,7 @@ def places_in_documents() -> Tensor | None:
 
 
 def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:
-    """Raise `error` where a sequence of `stop` tokens or more needs learned positions that a table has not."""
+    """Raise `error` if a sequence of `stop` tokens or more needs learned positions that the table lacks."""
     if stop > table_size:
         problem = f"a sequence of at least {stop} tokens, with learned positions for {table_size}"
         raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
@@ -34,7 +34,7 @@ def check_learned_positions(stop: int, table_size: int, error: type[ValueError])
 def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[ValueError]) -> None:
     """Raise `error` unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
 
-    Where no documents are known, layers count the positions of the whole row.
+    If no documents are known, layers count the positions of the whole row.
     """
     if len(others) != 1 or others[0].shape != tokens.shape or not are_position_ids(others[0]):
         shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
@@ -44,7 +44,7 @@ def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[Val
     # the engine has read the documents of the same ids
     if active is not None and (active.documents is not None or active.mode == "probe"):
         return
-    # ids that only begin later in the row are no new document
+    # ids that merely start later in the row begin no new document
     offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
     if bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
         raise error(
@@ -57,9 +57,8 @@ def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[Val
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn x [B, T, H, D] by `turns` [T, 1, D/2] (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
-    Neighbours (2i, 2i + 1) are one complex number and a turn is one complex product: on a CPU that takes a
-    third of the time of the same rotation written in real numbers, which compiled layers take. Half precision is turned
-    in fp32.
+    Neighbours (2i, 2i + 1) are one complex number and a turn is one complex product. On a CPU that takes a third of
+    the time of the same rotation in real numbers, which compiled layers use. Half precision is turned in fp32.
     """
     if not turns.is_complex():
         (even, odd), (cos, sin) = x.to(turns.dtype).unflatten(-1, (-1, 2)).unbind(-1), turns.unbind(-1)
@@ -72,7 +71,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 def turns_of_slice(head_dim: int, base: float, like: Tensor) -> Tensor:
     """Return the turns of the running slice for `like` [B, T, ...].
 
-    torch's compiler gets them as pairs of real numbers [T, 1, D/2, 2], of positions that it does not know.
+    torch's compiler gets them as pairs of real numbers [T, 1, D/2, 2], for positions that it does not know.
     """
     if not torch.compiler.is_compiling():
         return rotary_turns(head_dim, base, first_position(), like)

@@ -1,1 +1,1 @@
-"""Tests that run several gloo ranks on the CPU of one machine."""
+"""Run tests with several gloo ranks on the CPU of one machine."""

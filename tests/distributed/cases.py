@@ -1,8 +1,8 @@
-"""What is trained to compare our engine with others: a case, the dimensions of cases, a covering set of them, and the
-equality contract: how far apart two training runs are, and how far they may be.
+"""Define the cases that compare our engine with others: their dimensions, a covering set of them, and the equality
+contract, which says how far apart two training runs are, and how far they may be.
 
 A relative error is the maximum over tensors of ||a - b|| / max(||b||, 1e-3 * the largest ||b|| among tensors
-of that kind): tensors that are nothing but rounding noise next to the others do not count. What is missing,
+of that kind): tensors that are only rounding noise next to the others do not count. A tensor that is missing,
 has another shape or is not finite has an infinite error. No torch here: it takes seconds to import.
 """
 
@@ -28,7 +28,7 @@ CLIP_NORM = 0.05  # below the gradient norm of every step, so that clipping is a
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. A tuple of slices gives the length of the sequences."""
+    """Describe one training run. A tuple of slices gives the length of the sequences."""
 
     stages: int = 2
     data_parallel: int = 1
@@ -82,11 +82,11 @@ class Case:
         return changed(self)
 
     def stock(self) -> Case:
-        """The run of DeepSpeed's own engine that this one must equal: it knows neither slices nor schedule.
+        """Return the run of DeepSpeed's own engine that this one must equal: it knows neither slices nor schedule.
 
-        What the stock engine gets wrong is stepped around. With several stages its fp32 clip norm leaves out
-        replicated parameters, and lengths may not change: both are compared with one stage. With reentrant
-        checkpointing the embedding must stay outside.
+        The run avoids the stock engine's mistakes. With several stages its fp32 clip norm leaves out replicated
+        parameters, and lengths may not change: both are compared with one stage. With reentrant checkpointing the
+        embedding must stay outside.
         """
         return replace(
             self,
@@ -98,13 +98,13 @@ class Case:
 
 
 def changed(case: Any) -> str:
-    """All that differs from the defaults of a case."""
+    """Return everything that differs from the defaults of a case."""
     pairs = [(f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default]
     return "-".join(f"{name}={value}".replace(" ", "") for name, value in pairs) or "defaults"
 
 
 def case_key(case: Case) -> tuple[Any, ...]:
-    """Sorts cases such that those of one world size, then those of one stock run, stand together."""
+    """Return a sort key that groups cases by world size, then by stock run."""
     return (case.world_size, str(case.stock()), str(case))
 
 
@@ -126,7 +126,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "mixed": (False, True),
 }
 OF_ALL = {"length": 24, "steps": 3, "data_seed": 2}
-# What a slice engine can get wrong: in fp64 every pair of these by default, in the full run their product.
+# Dimensions that a slice engine can get wrong: in fp64 every pair of these by default, in the full run their product.
 PRODUCT = ("parallel", "micro_batches", "slices", "schedule", "tied", "checkpointing", "masked")
 CARRIED = ("gated_linear_attention", "retention", "convolution", "gated_delta_rule")
 OPTIONS = ("window", "softcap", "sinks", "values", "grouped")
@@ -158,7 +158,7 @@ def to_case(assignment: Assignment) -> Case:
 
 
 def tuples_of(assignment: Assignment, strength: int) -> set[Tuple]:
-    """All choices of `strength` of the assignment's values."""
+    """Return all choices of `strength` of the assignment's values."""
     return {frozenset(items) for items in itertools.combinations(assignment.items(), strength)}
 
 
@@ -171,7 +171,7 @@ def valid_tuples(dimensions: Mapping[str, Sequence[Any]], strength: int) -> set[
 
 
 def product(dimensions: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """All valid assignments."""
+    """Return all valid assignments."""
     for values in itertools.product(*dimensions.values()):
         assignment = dict(zip(dimensions, values, strict=True))
         if is_valid(assignment):
@@ -181,7 +181,7 @@ def product(dimensions: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]
 def covering_set(
     dimensions: Mapping[str, Sequence[Any]], strength: int, start: Sequence[Assignment] = (), tries: int = 10
 ) -> list[dict[str, Any]]:
-    """Full assignments such that every valid tuple of `strength` values stands in at least one of them.
+    """Return full assignments such that at least one of them contains each valid tuple of `strength` values.
 
     Greedy: each of `start` (partial assignments, all of them kept), then each tuple that is not covered yet,
     is filled up dimension by dimension with the value that covers most new tuples; the best of a few orders
@@ -223,7 +223,7 @@ def _filled(
 
 
 def default_assignments() -> list[dict[str, Any]]:
-    """Return every pair of values of all dimensions, those of PRODUCT in fp64 as well."""
+    """Return every pair of values of all dimensions, the pairs of PRODUCT in fp64 as well."""
     exact = covering_set({name: DIMENSIONS[name] for name in PRODUCT}, 2)
     return covering_set(DIMENSIONS, 2, start=[{**each, "precision": "fp64", "clipping": False} for each in exact])
 
@@ -233,7 +233,7 @@ def default_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """The default cases and, in fp64, the whole product of PRODUCT; queries and positions take turns there."""
+    """Return the default cases and, in fp64, the whole product of PRODUCT; queries and positions take turns there."""
     everything = product({name: DIMENSIONS[name] for name in PRODUCT})
     turns = itertools.cycle(product({name: DIMENSIONS[name] for name in ("kv_heads", "positions")}))
     exact = [{**assignment, **turn} for assignment, turn in zip(everything, turns, strict=False)]
@@ -272,7 +272,7 @@ BF16_GRADIENT_CAP = 0.1
 
 @dataclass
 class RankRecord:
-    """What one rank of a training run has seen. Parameter names count layers over the whole model."""
+    """Hold what one rank of a training run has seen. Parameter names count layers over the whole model."""
 
     rank: int
     stage_id: int
@@ -286,7 +286,7 @@ class RankRecord:
     parameters: dict[str, npt.NDArray[np.floating]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, dict[str, npt.NDArray[np.floating]]]:
-        """All values by kind, then by a name that is the same in every run of the same training."""
+        """Return all values by kind, then by a name that is the same in every run of the same training."""
         pipeline = f"pipeline {self.data_parallel_id}"
         by_kind: dict[str, dict[str, npt.NDArray[np.floating]]] = {kind: {} for kind in KINDS}
         for kind, values, where in (
@@ -304,7 +304,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest error of one kind, and where it is."""
+    """Hold the largest error of one kind, and its place."""
 
     error: float = 0.0
     where: str = ""
@@ -314,7 +314,7 @@ class Worst:
 
 
 def errors(run: Sequence[RankRecord], reference: Sequence[RankRecord], nothing: float = 0.0) -> dict[str, Worst]:
-    """The worst error of each kind. Every rank's copy of a tensor is compared with the reference's."""
+    """Return the worst error of each kind. Every rank's copy of a tensor is compared with the reference's."""
     expected: dict[str, dict[str, npt.NDArray[np.floating]]] = {kind: {} for kind in KINDS}
     for record in reference:
         for kind, tensors in record.tensors().items():
@@ -335,9 +335,9 @@ def errors(run: Sequence[RankRecord], reference: Sequence[RankRecord], nothing: 
 
 
 def worst_error(tensors: Mapping[str, Any], expected: Mapping[str, Any], nothing: float = 0.0) -> Worst:
-    """The worst error of tensors of one kind. `expected` may have more names: those of other ranks.
+    """Return the worst error of tensors of one kind. `expected` may have more names, from other ranks.
 
-    What is below `nothing` times the largest norm is nothing but rounding, and is measured by the largest.
+    A tensor below `nothing` times the largest norm is only rounding, and its error is relative to the largest.
     """
     norms = {name: float(np.linalg.norm(_array(value))) for name, value in expected.items()}
     largest = max(norms.values(), default=0.0)
@@ -364,12 +364,12 @@ def relative_error(value: Any, expected: Any, floor: float = 0.0) -> float:
 
 
 def _array(value: Any) -> npt.NDArray[np.floating]:
-    """Of torch's tensors too, without importing torch."""
+    """Return an array, of torch's tensors too, without importing torch."""
     return value.detach().double().numpy() if hasattr(value, "detach") else np.asarray(value, np.float64)
 
 
 def contract(case: Case) -> dict[str, float]:
-    """The largest allowed error of each kind, in fp64 and fp32. `train_batch` itself returns fp32."""
+    """Return the largest allowed error of each kind, in fp64 and fp32. `train_batch` itself returns fp32."""
     if case.dtype == "fp64":
         limit = 1e-6 if case.clipping else 1e-10
     else:
@@ -379,14 +379,14 @@ def contract(case: Case) -> dict[str, float]:
 
 
 def bf16_limits(stock: Mapping[str, Worst]) -> dict[str, float]:
-    """What bf16 allows, against fp32: twice the stock engine's error in bf16 and one rounding, up to a cap.
+    """Return the limits of bf16 against fp32: twice the stock engine's error in bf16 plus one rounding, up to a cap.
 
-    The rounding is for where the stock engine was lucky, as in the loss of a micro-batch with a single label.
+    The rounding covers cases where the stock engine was lucky, as in the loss of a micro-batch with a single label.
     """
     caps = {**dict.fromkeys(KINDS, 2e-2), "gradient": BF16_GRADIENT_CAP}
     return {kind: min(caps[kind], 2 * stock[kind].error + BF16_EPS) for kind in KINDS}
 
 
 def violations(found: Mapping[str, Worst], limits: Mapping[str, float]) -> list[str]:
-    """One line for each kind whose error is above its limit; empty where the contract holds."""
+    """Return one line for each kind whose error is above its limit; empty if the contract holds."""
     return [f"{kind}: {found[kind]} > {limits[kind]:.0e}" for kind in found if not found[kind].error <= limits[kind]]

@@ -1,4 +1,4 @@
-"""What a checkpoint must bring back: the states of parameters, as DeepSpeed's own functions tell them of an engine."""
+"""Read the states that a checkpoint must restore: the states of parameters, by DeepSpeed's own functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def states_of(engine: PipelineEngine) -> dict[str, dict[str, Tensor]]:
-    """Parameter -> its value, the copy that the optimizer trains, and what the optimizer has of it."""
+    """Map each parameter to its value, the copy that the optimizer trains, and the optimizer's states of it."""
     return {name: _state_of(engine, p) for name, p in engine.module.named_parameters()}
 
 
@@ -36,7 +36,7 @@ def _state_of(engine: PipelineEngine, parameter: torch.nn.Parameter) -> dict[str
 
 
 def trained_copy(engine: PipelineEngine, parameter: torch.nn.Parameter) -> Tensor:
-    """What the optimizer trains: the parameter itself or, in half precision and with ZeRO, a copy in fp32."""
+    """Return the tensor that the optimizer trains: the parameter or, in half precision and with ZeRO, an fp32 copy."""
     if hasattr(parameter, "_hp_mapping"):
         return deepspeed.utils.safe_get_full_fp32_param(parameter)
     if hasattr(engine.optimizer, "fp32_groups"):
@@ -48,7 +48,7 @@ def trained_copy(engine: PipelineEngine, parameter: torch.nn.Parameter) -> Tenso
 
 
 def as_older_versions(folder: str) -> None:
-    """Leave the checkpoints of a folder as this package has written them before it knew checksums and ids of jobs."""
+    """Rewrite the checkpoints of a folder in the older form of this package, without checksums and ids of jobs."""
     for path in Path(folder).glob(f"*/{MANIFEST}") if torch.distributed.get_rank() == 0 else ():
         document = json.loads(path.read_text())
         assert document.pop("checksum") and document.pop("checksums") and document.pop("job")

@@ -1,7 +1,7 @@
-"""Small engines of both kinds, their data, and what a short training with them gave. Runs inside the ranks.
+"""Build small engines of both kinds and their data, and record a short training with them. Runs inside the ranks.
 
 Every model starts from the same weights whatever the number of stages. A stock engine with one stage on several
-ranks is data parallel; as all of them are fed the same data, it trains as if it were alone.
+ranks is data parallel; because all of them get the same data, it trains as if it were alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.small_models.parts import IGNORE_INDEX, VOCAB_SIZE
 LENGTH = 23
 LEARNING_RATE = 1e-2
 EXACT = 1e-10  # fp64
-FP32_SCALAR = 1e-6  # what DeepSpeed hands to other ranks is rounded to fp32
+FP32_SCALAR = 1e-6  # DeepSpeed rounds numbers for other ranks to fp32
 
 MicroBatch = tuple[Any, Any]
 Batch = list[MicroBatch]
@@ -51,7 +51,7 @@ ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
 def micro_batch(seed: int, length: int = LENGTH, rows: int = 2, masked: bool = True) -> MicroBatch:
-    """Token ids and labels, [rows, length] each. Rows differ in how many of their labels count."""
+    """Return token ids and labels, [rows, length] each. Rows differ in how many of their labels count."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(VOCAB_SIZE, (rows, length + 1), generator=generator)
     labels = text[:, 1:].clone()
@@ -76,7 +76,7 @@ def loader_in_process(*args: Any, **kwargs: Any) -> DataLoader[Any]:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the package logs meanwhile on this rank, from information upwards."""
+    """Collect the package's log on this rank during the block, from information upwards."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def gpt_layers(dtype: str = "float64", **changes: Any) -> list[Any]:
-    """A decoder whose tokens matter to each other (large weights), four layers of hidden size 16."""
+    """Return a decoder whose tokens matter to each other (large weights), four layers of hidden size 16."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
         "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "dtype": dtype,
@@ -107,12 +107,12 @@ fp32_layers = functools.partial(gpt_layers, "float32")
 
 
 def section(**changes: Any) -> dict[str, Any]:
-    """A `terapipe` section: seq1f1b with three slices that may be cut anywhere."""
+    """Return a `terapipe` section: seq1f1b with three slices that may be cut anywhere."""
     return {"enabled": True, "schedule": "seq1f1b", "slices": 3, "granularity_tokens": 1, **changes}
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """A DeepSpeed config: two micro-batches of two rows, Adam."""
+    """Return a DeepSpeed config: two micro-batches of two rows, Adam."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -126,7 +126,7 @@ def config(**changes: Any) -> dict[str, Any]:
 def pipeline_module(
     layers: Sequence[Any], stages: int | None = 2, module_class: type[PipelineModule] = PipelineModule, **options: Any
 ) -> PipelineModule:
-    """A module of the layers, cut by their number unless told otherwise."""
+    """Return a module of the layers, cut by their number by default."""
     return module_class(
         **{"layers": layers, "num_stages": stages, "loss_fn": gpt.gpt_loss, "partition_method": "uniform", **options}
     )
@@ -143,7 +143,7 @@ def build(
     initialize: dict[str, Any] | None = None,
     **changes: Any,
 ) -> PipelineEngine:
-    """Return an engine for layers; the other options are those of `start`."""
+    """Return an engine for layers; the other options go to `start`."""
     model = pipeline_module(layers, stages, module_class, **{"loss_fn": loss_fn, **(module or {})})
     return start(model, terapipe, initialize, **changes)
 
@@ -151,11 +151,11 @@ def build(
 def start(
     module: PipelineModule, terapipe: dict[str, Any] | None, initialize: dict[str, Any] | None = None, **changes: Any
 ) -> PipelineEngine:
-    """Start an engine of DeepSpeed's own where `terapipe` is None, else ours, as all tests do that compare engines.
+    """Start DeepSpeed's own engine if `terapipe` is None, else ours; all tests that compare engines do so.
 
     Args:
         initialize: further arguments of `initialize`.
-        changes: what goes into DeepSpeed's config.
+        changes: go into DeepSpeed's config.
     """
     ds_config = config(**changes) | ({} if terapipe is None else {"terapipe": terapipe})
     make = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
@@ -168,7 +168,7 @@ def start(
 
 
 def reduce_in_fp64(engine: PipelineEngine) -> None:
-    """DeepSpeed refuses to reduce gradients in a dtype that the accelerator does not list."""
+    """Let DeepSpeed reduce in fp64: it refuses to reduce gradients in a dtype that the accelerator does not list."""
     accelerator = get_accelerator()
     listed = accelerator.supported_dtypes()
     if torch.float64 not in listed:
@@ -178,14 +178,14 @@ def reduce_in_fp64(engine: PipelineEngine) -> None:
 
 @contextlib.contextmanager
 def engine_of(layers: Sequence[Any], terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
-    """An engine for the block, built as by `build`. A stock engine runs torch's own attention."""
+    """Yield an engine for the block, built as by `build`. A stock engine runs torch's own attention."""
     with _held(lambda: build(layers, terapipe, **options), terapipe is None) as engine:
         yield engine
 
 
 @contextlib.contextmanager
 def started(module: PipelineModule, terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
-    """The same for a module that is there, by `start`."""
+    """Do the same for an existing module, by `start`."""
     with _held(lambda: start(module, terapipe, **options), terapipe is None) as engine:
         yield engine
 
@@ -206,7 +206,7 @@ def both(
     terapipe: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """`job(engine)` with the stock engine, then with ours."""
+    """Run `job(engine)` with the stock engine, then with ours."""
     results = []
     for each in (None, terapipe or section()):
         with engine_of((layers or gpt_layers)(), each, **options) as engine:
@@ -216,7 +216,7 @@ def both(
 
 @contextlib.contextmanager
 def torch_attention() -> Iterator[None]:
-    """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
+    """Let models run torch's own attention for the block: a stock run contains no code of ours."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None, **options: Any) -> Tensor:
         if options.keys() - {"dropout_p"}:
@@ -237,16 +237,16 @@ def torch_attention() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """What a training gave on this rank."""
+    """Hold the result of a training on this rank."""
 
-    losses: list[float] = field(default_factory=list)  # where the last stage is
+    losses: list[float] = field(default_factory=list)  # on the last stage
     returned: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, by parameter
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[int], None] | None = None) -> Run:
-    """One optimizer step for each batch."""
+    """Make one optimizer step for each batch."""
     run = Run()
     forget = record_gradients(engine, run.gradients.append)
     for step, batch in enumerate(data):
@@ -261,7 +261,7 @@ def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[
 
 
 def trained_here(engine: PipelineEngine) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this stage but for those of a loss module, of no use to it, where others compute the loss."""
+    """Return the parameters of this stage, without a loss module's if another stage computes the loss."""
     layout, named = getattr(engine, "_layout", None), list(engine.module.named_parameters())
     has_loss = engine.is_last_stage() if layout is None else engine.stage_id in layout.stages_with_end(first=False)
     return [(name, p) for name, p in named if has_loss or not name.startswith("loss_fn.")]
@@ -293,7 +293,7 @@ def stock_run(num_batches: int = 2, num_micro_batches: int = 2, stages: int = 1,
 
 
 def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
-    """Return the class and the text of what `act` raises, two empty strings where it raises nothing."""
+    """Return the class and the text of the error that `act` raises, two empty strings if it raises nothing."""
     try:
         act()
     except Exception as error:
@@ -302,7 +302,7 @@ def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
 
 
 def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str, str]:
-    """Return the class and the text of what a training step raises."""
+    """Return the class and the text of the error that a training step raises."""
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
@@ -350,7 +350,7 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 def error_of(ours: Any, stock: Any) -> float:
-    """The relative error of results of any form; infinite where the form differs."""
+    """Return the relative error of results of any form; infinite if the form differs."""
     if torch.is_tensor(ours) and torch.is_tensor(stock):
         return relative_error(ours, stock) if ours.dtype == stock.dtype else float("inf")
     if isinstance(ours, (list, tuple)) and isinstance(stock, (list, tuple)) and len(ours) == len(stock):
@@ -363,7 +363,7 @@ def error_of(ours: Any, stock: Any) -> float:
 
 
 def differences(ours: Run, stock: Run) -> dict[str, float]:
-    """The largest relative error of each kind on this rank. What ours lacks is an infinite error.
+    """Return the largest relative error of each kind on this rank. A value that ours lacks has an infinite error.
 
     Only the parameters of this rank count: the stock engine may have more of them, with fewer stages.
     """
@@ -386,7 +386,7 @@ def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor], names: set[
 
 
 def violations(errors: Sequence[dict[str, float]], limit: float = EXACT, **limits: float) -> dict[str, float]:
-    """What is above its limit on some rank, by kind; empty where two trainings are the same."""
+    """Return the errors above their limit on some rank, by kind; empty if two trainings are the same."""
     found = {kind: max(rank[kind] for rank in errors) for kind in errors[0]}
     limits = {"returned": max(limit, FP32_SCALAR), **limits}
     return {kind: error for kind, error in found.items() if not error <= limits.get(kind, limit)}

@@ -1,4 +1,4 @@
-"""Let a disk fail, or a kill come, at any moment of `save_pretrained` over an older export. Runs inside the ranks."""
+"""Let a disk fail, or a kill strike, at any moment of `save_pretrained` over an older export. Runs inside the ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ USERS = "notes/a"  # a file that a user has put into the folder
 
 @contextlib.contextmanager
 def failing_save_at(number: int | None, fault: str) -> Iterator[list[str]]:
-    """Let the `number`-th call of a save fail, a write of weights among them: half of the file is there then."""
+    """Let the `number`-th call of a save fail, writes of weights included: half of the file exists then."""
     with failing_at(number, fault) as tried:
 
         def torn(tensors: Any, path: Any, **kwargs: Any) -> None:
             save_file(tensors, path, **kwargs)
             if len(tried) == number:
                 os.truncate(path, os.path.getsize(path) // 2)
-            with open(path, "rb"):  # which counts, and fails where it is time
+            with open(path, "rb"):  # this counts, and fails at the chosen call
                 pass
 
         with mock.patch.object(saving, "save_file", torn if number is not None else save_file):
@@ -44,9 +44,9 @@ def failing_save_at(number: int | None, fault: str) -> Iterator[list[str]]:
 
 
 def found_in(folder: Path) -> int | None:
-    """Return the number of the save whose model transformers would read; None: no whole model. Never one of two saves.
+    """Return the number of the save whose model transformers would read; None: no whole model. Mixed saves raise.
 
-    It reads `model.safetensors`, or else what the index names, and the config; adapters come on top.
+    transformers reads `model.safetensors`, or else the files in the index, and the config; adapters come on top.
     """
     assert not (folder / ADAPTER_CONFIG).exists() or (folder / SINGLE).exists() is False
     names = [SINGLE]
@@ -63,7 +63,7 @@ def found_in(folder: Path) -> int | None:
 def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int, list[str]]:
     """Save over an export `older` with a fault of rank `whose` at each moment, and once more after it.
 
-    Returns the number of moments, how often transformers would have found no model after a kill, and what is wrong.
+    Returns the number of moments, how often transformers would have found no model after a kill, and the problems.
     """
     rank, before, config = distributed.get_rank(), Path(folder, "before"), config_of("llama", 2)
     module = terapipe_ds.from_config(config, num_stages=distributed.get_world_size())

@@ -1,4 +1,4 @@
-"""Let one call of the system for a file fail, the `number`-th: as a disk does that fails once, or as a kill."""
+"""Let the `number`-th system call for a file fail, like a disk that fails once, or like a kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOKS = [(os, name) for name in ("stat", "lstat", "listdir", "scandir")]
 
 
 class Killed(BaseException):
-    """Like a kill: nothing that catches errors sees it."""
+    """Act like a kill: no handler of errors sees it."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def failing_at(
 ) -> Iterator[list[str]]:
     """Let the `number`-th of `calls` for a path in `folder` fail, and after a kill all later ones; with None, none.
 
-    Yield those that were tried. The faults, names of errors or "killed", take turns.
+    Yield the calls that were tried. The faults, names of errors or "killed", take turns.
     """
     tried: list[str] = []
 

@@ -1,6 +1,6 @@
-"""Deliberate faults for `tests/mutation_check.py`: each breaks one thing in the ranks while a configuration trains.
+"""Define faults for `tests/mutation_check.py`: each breaks one thing in the ranks while a configuration trains.
 
-A fault replaces names of the package. Where such a name is gone the patch fails, and with it the check: mend the fault
+A fault replaces names of the package. If such a name is gone, the patch fails, and with it the check: fix the fault
 then, so that it breaks the same thing in the new place. No torch at import, so that listing is cheap.
 """
 
@@ -33,7 +33,7 @@ DICTS = replace(PACKED, batch="position_ids")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken, and what is trained meanwhile."""
+    """Hold the broken part, and the training that runs with it."""
 
     name: str
     where: str  # attention | store | loss | engine | schedule | runtime | layer
@@ -44,7 +44,7 @@ class Fault:
     # slice-safety check (`"verify": "first_batch"`) must name it.
     in_layers: bool = False
     section: dict[str, Any] = field(default_factory=dict)  # changes of the `terapipe` section
-    # What another's error says (torch's, on shapes) where it stops the fault. Any other error that is not one of ours
+    # Text of a foreign error (torch's, on shapes) that may stop the fault. Any other error that is not one of ours
     # means that the fault itself does not work: the name that it patches is gone.
     stopped_by: str | None = None
 
@@ -55,11 +55,11 @@ FAULTS: dict[str, Fault] = {}
 def fault(
     where: str, configuration: Case, says: str, *targets: str, **options: Any
 ) -> Callable[..., Callable[..., Any]]:
-    """Enter a fault by the name of a function, which is decorated or given by keyword.
+    """Enter a fault under the name of a function, which is decorated or passed by keyword.
 
-    With `targets` (f"{STORE}.write" of `terapipe_ds`) the function is called in place of each,
-    and takes the original before the arguments. Without, it holds the fault: decorated it is a generator that does so
-    at its yield, given by keyword it returns a context manager.
+    With `targets` (f"{STORE}.write" of `terapipe_ds`) the function is called in place of each, and takes the original
+    before the arguments. Without targets, the function holds the fault: a decorated function is a generator that does
+    so at its yield, a function passed by keyword returns a context manager.
     """
 
     def enter(function: Any = None, /, **functions: Callable[..., Any]) -> Any:
@@ -534,13 +534,13 @@ def weight_twice(compute: Any, self: Any, unit: tuple[int, int, int], around: An
 
 @contextlib.contextmanager
 def _unproven(function: Callable[..., Any], target: str) -> Iterator[None]:
-    """Replace, and skip the proof that would refuse what comes of it."""
+    """Replace the target, and skip the proof that would refuse the result."""
     with replaced(function, target), replaced(lambda *_: None, VALIDATE):
         yield
 
 
 def _slices_ascending(order: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same order, with the backwards of each micro-batch in the order of their slices."""
+    """Return the same order, with the backwards of each micro-batch in the order of their slices."""
     from terapipe_ds.schedule import Kind
 
     changed = list(order)
@@ -553,7 +553,7 @@ def _slices_ascending(order: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _ordered(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[..., Any]:
-    """Every stage's order is changed after it was built."""
+    """Change every stage's order after it was built."""
 
     def build_wrong(build: Any, *args: Any, **kwargs: Any) -> Any:
         schedule = build(*args, **kwargs)
@@ -628,7 +628,7 @@ fault("schedule", REPLICAS, "lowering forgets the reduction of gradients", LOWER
 
 
 def _weights_changed(change: Callable[[list[Any], int], list[Any]]) -> contextlib.AbstractContextManager[None]:
-    """The last W of every stage, at its index in what the engine runs, is changed."""
+    """Change the last W of every stage, at its index in the actions that the engine runs."""
     from terapipe_ds.schedule import Kind
 
     def changed(for_stage: Any, self: Any, stage_id: int) -> Any:
@@ -788,8 +788,8 @@ def loss_that_shifts() -> Iterator[None]:
 
 
 def train_broken(case: Case, fault: str | None) -> RankRecord:
-    """Train a case by our engine, broken, on every rank. The engine's own check of the first batch is off: it would
-    refuse wrong weights, and it is the comparison that is looked at."""
+    """Train a case by our broken engine, on every rank. The engine's own check of the first batch is off: it would
+    refuse wrong weights, but here the comparison is under test."""
     from terapipe_ds.runtime.verify import FirstBatchCheck
     from tests.distributed.training import train_case
 

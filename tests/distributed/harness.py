@@ -1,4 +1,4 @@
-"""Several gloo ranks on this machine, started once and used for many jobs.
+"""Start several gloo ranks on this machine once, and use them for many jobs.
 
     pool = rank_pool(4)
     results = pool.run(train_case, case=case)     # train_case(case=case) on each rank; results[rank]
@@ -42,7 +42,7 @@ JOB_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
 LOG_TAIL_CHARS = 8000
 
-# What ranks would each import otherwise, for a second: see there.
+# Modules that each rank would otherwise import itself, for a second: see there.
 PRELOADED = ["tests.distributed.preloaded"]
 # Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
 SERVER_ENVIRONMENT = {
@@ -57,7 +57,7 @@ SERVER_ENVIRONMENT = {
 
 @dataclass
 class RankReport:
-    """How a job ended on a rank: `status` is ok | raised | died | timed out | stopped (for another rank)."""
+    """Describe how a job ended on a rank: `status` is ok | raised | died | timed out | stopped (for another rank)."""
 
     rank: int
     status: str
@@ -74,7 +74,7 @@ class RankReport:
 
 
 class RankFailure(AssertionError):
-    """A job failed; `.first` is the report of the rank that failed first, `.reports` has one per rank."""
+    """Report a failed job; `.first` is the report of the rank that failed first, `.reports` has one per rank."""
 
     def __init__(self, job: str, first: RankReport, reports: list[RankReport]) -> None:
         self.first = first
@@ -86,7 +86,7 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started at the first `run` and again after a failure."""
+    """Hold `world_size` processes in one gloo group, started at the first `run` and again after a failure."""
 
     def __init__(self, world_size: int, timeout_s: float = JOB_TIMEOUT_S) -> None:
         self.world_size = world_size
@@ -106,7 +106,7 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call `function(**kwargs)` on every rank; results in the order of ranks. Raises `RankFailure`."""
+        """Call `function(**kwargs)` on every rank; return results in the order of ranks. Raises `RankFailure`."""
         self.start()
         message = pickle.dumps((function, kwargs))
         self._log_offsets, self._ended_s = [path.stat().st_size for path in self._log_paths()], {}
@@ -115,7 +115,7 @@ class RankPool:
         return self._collect(function.__qualname__, self.timeout_s if timeout_s is None else timeout_s)
 
     def start(self) -> None:
-        """Start the ranks and wait until they have met; nothing to do where they run already."""
+        """Start the ranks and wait until they have met; do nothing if they run already."""
         if self.is_running:
             return
         ensure_server()
@@ -163,7 +163,7 @@ class RankPool:
         return [rank for rank in range(self.world_size) if rank not in replies]
 
     def _next_replies(self, known: dict[int, tuple[str, Any]], deadline: float) -> dict[int, tuple[str, Any]]:
-        """Answers and deaths that come next, by rank; empty when the time is over."""
+        """Return the next answers and deaths, by rank; empty when the time is over."""
         pending = self._missing(known)
         waitables: dict[Any, int] = {self._connections[rank]: rank for rank in pending}
         waitables.update({self._processes[rank].sentinel: rank for rank in pending})
@@ -173,13 +173,13 @@ class RankPool:
         return {rank: self._reply_of(rank) for rank in ranks}
 
     def _is_stopped(self, rank: int) -> bool:
-        """By a signal, where /proc tells: it never answers."""
+        """Return whether a signal has stopped the rank, if /proc tells: such a rank never answers."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def _reply_of(self, rank: int) -> tuple[str, Any]:
-        # A rank may answer and then die: what it said counts.
+        # A rank may answer and then die: its answer counts.
         with contextlib.suppress(EOFError, OSError):
             if self._connections[rank].poll():
                 return pickle.loads(self._connections[rank].recv_bytes())
@@ -205,7 +205,7 @@ class RankPool:
         return RankFailure(job, reports[first], reports)
 
     def _dump_stacks(self, ranks: list[int]) -> None:
-        """Make ranks that hang write where they are into their log."""
+        """Make hanging ranks write their stacks into their log."""
         for pid in (self.pids[rank] for rank in ranks if self._processes[rank].is_alive()):
             os.kill(pid, signal.SIGUSR1)
         if ranks:
@@ -238,7 +238,7 @@ class RankPool:
 
 
 class PoolCache:
-    """Pools by world size; those not used for longest are closed before more than `max_ranks` are alive."""
+    """Hold pools by world size; close the least recently used ones before more than `max_ranks` are alive."""
 
     def __init__(self, max_ranks: int = 7) -> None:
         self.max_ranks = max_ranks
@@ -263,7 +263,7 @@ atexit.register(_pools.close)
 
 
 def rank_pool(world_size: int) -> RankPool:
-    """The pool that all test modules of this process share. Closed when the process ends."""
+    """Return the pool that all test modules of this process share. It is closed when the process ends."""
     return _pools.get(world_size)
 
 
@@ -279,14 +279,14 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """What a launcher would set. The address is for DeepSpeed's check alone: ranks meet in a file."""
+    """Return the environment of a launcher. The address only serves DeepSpeed's check: ranks meet in a file."""
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
     others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return ranks | others
 
 
 def rank_main(connection: Connection, rank: int, world_size: int, rendezvous: str, log_path: str) -> None:
-    """Entry point of a rank process; returns when the parent says so or goes away."""
+    """Run a rank process; return when the parent says so or goes away."""
     _redirect_output(log_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a rank hangs
@@ -327,7 +327,7 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     # DeepSpeed refuses fp16 on a CPU without instructions for it. torch computes it on every CPU, only slowly, and
     # these ranks stand in for devices that have it.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    share_gloo_thread()  # each group has one of its own otherwise, which wakes a hundred times a second
+    share_gloo_thread()  # otherwise each group has a thread of its own, which wakes a hundred times a second
     torch.distributed.init_process_group(
         backend="gloo",
         store=_store(rank, rendezvous),
@@ -336,12 +336,12 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    gc.freeze()  # what is here now stays: the collection after each job need not look at it
+    gc.freeze()  # the present objects stay: the collection after each job need not look at them
 
 
 def _store(rank: int, rendezvous: str) -> Any:
-    """Where ranks meet, in each of the ten groups of an engine. Rank 0 serves it on a free port, which is written to
-    the file `rendezvous`. (A store in a file is polled: each group would wait for it.)
+    """Return the store where ranks meet, in each of the ten groups of an engine. Rank 0 serves it on a free port, which
+    it writes to the file `rendezvous`. (A store in a file is polled: each group would wait for it.)
     """
     import torch
 

@@ -35,9 +35,9 @@ def train_adapters(
     gradients_in: str = "bf16",
     **adapter_fields: Any,
 ) -> dict[str, float]:
-    """The largest errors on this rank; and whether peft reads what was saved, with the same values.
+    """Return the largest errors on this rank; and whether peft reads the saved adapters, with the same values.
 
-    In bf16, with ZeRO-1, of the losses alone. A `bias` begins with other values than zero.
+    In bf16 with ZeRO-1, only the losses are compared. A `bias` begins with values other than zero.
     """
     dtype = torch.float32 if is_bf16 else torch.float64
     data_types = {"data_types": {"grad_accum_dtype": gradients_in}}  # in fp32 by another optimizer of DeepSpeed's
@@ -82,7 +82,7 @@ def train_adapters(
 
 
 def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
-    """Train adapters on a model in a folder, save them, go on from them; what was found on this rank."""
+    """Train adapters on a model in a folder, save them, go on from them; return the findings on this rank."""
     base, first, second, whole = (f"{folder}/{name}" for name in ("base", "first", "second", "whole"))
     write_model("qwen2", base)
     fields = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
@@ -125,7 +125,7 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
 
 
 def models_in_memory(adapter_fields: dict[str, Any] | None) -> dict[str, Any]:
-    """Cut a model that is in memory, with adapters or without; what was found on this rank."""
+    """Cut a model that is in memory, with adapters or without; return the findings on this rank."""
     torch.manual_seed(11)
     config = config_of("qwen2", 4)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -154,7 +154,7 @@ def refusal_of_adapters(family: str, **adapter_fields: Any) -> tuple[str, str]:
 
 
 def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
-    """What is raised on this rank where the other one has no adapters, or cannot build a layer."""
+    """Return the error on this rank if the other one has no adapters, or cannot build a layer."""
     is_here = torch_dist.get_rank() == 1
     if case == "no folder":
         adapter = LoraConfig(r=4, target_modules=["q_proj"])
@@ -169,7 +169,7 @@ def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
 
 
 def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
-    """What the wrong folder of adapters, or none, raises on this rank."""
+    """Return the error that the wrong folder of adapters, or none, raises on this rank."""
     base, adapters = f"{folder}/base", f"{folder}/adapters"
     write_model("qwen2", base)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))

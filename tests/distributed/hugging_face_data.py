@@ -48,14 +48,14 @@ def tokenizer(side: str = "right") -> Any:
 
 
 def texts(lengths: Sequence[int], seed: int) -> list[dict[str, list[int]]]:
-    """Samples of a data set: token ids as a tokenizer gives them."""
+    """Return samples of a data set: token ids as a tokenizer makes them."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(3, VOCAB_SIZE - 1, (length,), generator=generator).tolist() for length in lengths]
     return [dict(tokenizer()(" ".join(f"w{token}" for token in each))) for each in drawn]
 
 
 def with_prompts(samples: Sequence[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
-    """The same with labels, in which the first two tokens of each do not count."""
+    """Return the same with labels, in which the first two tokens of each do not count."""
     return [{**each, "labels": [-100, -100, *each["input_ids"][2:]]} for each in samples]
 
 
@@ -64,7 +64,7 @@ def language_modeling(samples: Sequence[Any]) -> Batch:
 
 
 def padded(samples: Sequence[Any]) -> Batch:
-    """With int32 labels made of the result, where those of padding count not."""
+    """Pad the texts, and make int32 labels of the result; labels of padding do not count."""
     batch = DataCollatorWithPadding(tokenizer())(list(samples))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100).int()
     return batch
@@ -75,7 +75,7 @@ def to_sequences(samples: Sequence[Any]) -> Batch:
 
 
 def shifted_before(samples: Sequence[Any]) -> Batch:
-    """With labels that are shifted already, as Trainer gives them with context parallelism."""
+    """Return a batch with labels that are shifted already, as Trainer makes them with context parallelism."""
     batch = dict(language_modeling(samples))
     labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
     return {**batch, "shift_labels": labels}
@@ -94,7 +94,7 @@ def with_edges_alone(samples: Sequence[Any]) -> Batch:
 
 
 def packed_rows(samples: Sequence[Any]) -> Batch:
-    """Rows of two documents each, that begin elsewhere in each row; labels as the token ids themselves."""
+    """Return rows of two documents each, which begin elsewhere in each row; labels are the token ids themselves."""
     tokens = torch.tensor([sample["input_ids"][:3] * 4 for sample in samples])
     ids = torch.stack([torch.arange(12) - (torch.arange(12) >= edge) * edge for edge in (4, 7)])
     return {"input_ids": tokens, "labels": tokens, "position_ids": ids}
@@ -111,7 +111,7 @@ PACKED = ("flattened", "with_all_edges", "with_edges_alone", "packed_rows")
 
 
 def own_loss(model: Any, batch: Batch) -> Tensor:
-    """The loss that the model of transformers gives to its own batch; documents are told by position ids alone."""
+    """Return the loss of the model of transformers on its own batch; only position ids tell documents apart."""
     batch = {key: value for key, value in batch.items() if not key.startswith(("cu_seq", "max_length", "seq_idx"))}
     batch = {key: value.long() for key, value in batch.items()}
     labels = batch.pop("shift_labels", None)
@@ -125,7 +125,7 @@ def own_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class Drawn(list[Any]):
-    """What `engines.train` takes for a step: its micro-batches come from one iterator over all steps."""
+    """Act as a step for `engines.train`: its micro-batches come from one iterator over all steps."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         super().__init__([None] * MICRO_BATCHES)
@@ -136,7 +136,7 @@ class Drawn(list[Any]):
 
 
 class Stream(IterableDataset):
-    """Samples without a length."""
+    """Yield samples without a length."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self.samples = samples
@@ -148,7 +148,7 @@ class Stream(IterableDataset):
 def train_collated(
     collator: str, source: str = "generator", family: str = "llama", section: dict[str, Any] | None = None
 ) -> tuple[dict[str, float], list[str]]:
-    """The largest errors on this rank against the model's own loss in this process; what the log says of labels."""
+    """Return the largest errors on this rank against the model's own loss in this process; and the log on labels."""
     collate = COLLATORS[collator]
     lengths = LENGTHS if source in ("generator", "tuples") else (LENGTHS[0],) * len(LENGTHS)
     samples = [texts(each, seed) for seed, each in enumerate(lengths)]
@@ -180,7 +180,7 @@ def train_collated(
 
 
 def refusals(family: str, batches: Mapping[str, Batch], documents: str = "off") -> dict[str, tuple[str, str]]:
-    """What one engine raises for each of these batches, before it trains on a right one with what it has."""
+    """Return one engine's error for each of these batches; it then trains on a right one in its present state."""
     with in_fp64(), engine_of(a_module(family), {**SECTION, "documents": documents}) as engine:
         before = [parameter.detach().clone() for parameter in engine.module.parameters()]
         told = {name: engines.step_error(engine, [batch] * MICRO_BATCHES) for name, batch in batches.items()}
@@ -191,7 +191,7 @@ def refusals(family: str, batches: Mapping[str, Batch], documents: str = "off") 
 
 
 def shuffled_apart() -> tuple[str, str]:
-    """What is raised where each rank shuffles samples of one length by a seed of its own."""
+    """Return the error if each rank shuffles samples of one length by a seed of its own."""
     samples = [texts((9,), seed)[0] for seed in range(8)]
     order = torch.Generator().manual_seed(torch.distributed.get_rank())
     loader = DataLoader(samples, batch_size=2, shuffle=True, generator=order, collate_fn=language_modeling)
@@ -208,7 +208,7 @@ def one_document() -> Batch:
 
 
 def bad_batches() -> dict[str, Batch]:
-    """Batches by what the refusal must name."""
+    """Return batches by the name that the refusal must contain."""
     samples = texts((9, 14), seed=3)
     right = dict(language_modeling(samples))
     tokens = right["input_ids"]
@@ -230,7 +230,7 @@ def bad_batches() -> dict[str, Batch]:
 
 
 def evaluate(compute_loss: bool) -> float:
-    """The relative error of logits, or of a loss, that come of a batch in a `UserDict` of two rows of other lengths."""
+    """Return the relative error of logits, or of a loss, for a batch in a `UserDict` of two rows of other lengths."""
     batch = padded(texts((9, 14), seed=3))
     given = {key: value for key, value in batch.items() if compute_loss or key != "labels"}
     with in_fp64():
@@ -246,7 +246,7 @@ def evaluate(compute_loss: bool) -> float:
 
 
 def train_on_training_data() -> list[tuple[float, float]]:
-    """Losses of steps on `training_data` and `collate_fn` of initialize, and of the same samples by an iterator.
+    """Return losses of steps on `training_data` and `collate_fn` of initialize, and of the same samples by an iterator.
 
     All samples are one batch, so that their order says nothing.
     """
@@ -263,7 +263,7 @@ def train_on_training_data() -> list[tuple[float, float]]:
 
 
 def train_short_slices(family: str, lengths: Sequence[int], slices: Any) -> tuple[dict[str, float], str]:
-    """Errors of a training on sequences of these lengths; or what the engine refuses as it is built."""
+    """Return the errors of a training on sequences of these lengths; or the refusal while the engine is built."""
     with in_fp64():
         module = a_module(family)
         whole = whole_model(config_of(family), weights_of_all_stages(module))
@@ -277,7 +277,7 @@ def train_short_slices(family: str, lengths: Sequence[int], slices: Any) -> tupl
 
 
 def divide_by_all_items() -> dict[str, float]:
-    """Errors of a summed loss, divided by the mean number of labels of a micro-batch, against `num_items_in_batch`."""
+    """Return errors of a summed loss over the mean number of labels of a micro-batch, against `num_items_in_batch`."""
     step = [dict(language_modeling(texts(lengths, seed))) for seed, lengths in enumerate(((14, 12), (3, 5)))]
     items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
 

@@ -26,7 +26,7 @@ from tests.unit.models.hugging_face.sliced_model import loss_of
 
 
 def keys_in(folder: str) -> list[str]:
-    """All keys of the safetensors of a folder, sorted; one that two files have comes twice."""
+    """Return all keys of the safetensors of a folder, sorted; a key in two files comes twice."""
     keys: list[str] = []
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -55,7 +55,7 @@ def round_trip(
     changes: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Read, write, train, write again; what was found on this rank."""
+    """Read, write, train, write again; return the findings on this rank."""
     first, same, trained = (f"{folder}/{name}" for name in ("first", "same", "trained"))
     write_model(family, first, num_layers, max_shard_size="50KB")
     module = terapipe_ds.from_pretrained(first, num_stages=stages, **options)
@@ -98,7 +98,7 @@ def round_trip(
 
 
 def reading(folder: str, terapipe: dict[str, Any] | None) -> dict[str, Any]:
-    """Which modules are read before and by an engine, into layers that this stage has then; and their values."""
+    """Return which modules are read before and by an engine, into layers that this stage has then; and their values."""
     write_model("llama", folder, num_layers=4)
     theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     reads, original = list[tuple[str, list[Any]]](), StoredWeights._read
@@ -128,7 +128,7 @@ def reading(folder: str, terapipe: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def change_and_move(folder: str) -> bool:
-    """Whether a weight that is changed before `initialize` goes with its layer to another stage."""
+    """Return whether a weight that is changed before `initialize` moves with its layer to another stage."""
     write_model("llama", folder, num_layers=4)
     module = terapipe_ds.from_pretrained(folder, num_stages=2)
     changed = "model.layers.2.mlp.up_proj.weight"
@@ -170,7 +170,7 @@ def spoilt(folder: str, how: str) -> None:
 
 
 def refused_reading(folder: str, how: str, on_one_rank: bool, later: bool) -> tuple[str, str]:
-    """What reading a spoilt folder raises on this rank; `later`: it is spoilt once the module is there."""
+    """Return the error of reading a spoilt folder on this rank; `later`: it is spoilt once the module exists."""
     mine = f"{folder}/{torch_dist.get_rank()}"  # as on machines with disks of their own
     write_model("llama", folder, num_layers=4, max_shard_size="50KB")
     shutil.copytree(folder, mine, ignore=lambda *_: ["0", "1"])
@@ -189,7 +189,7 @@ def refused_reading(folder: str, how: str, on_one_rank: bool, later: bool) -> tu
 
 
 def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, str]]:
-    """What is logged, and raised, on this rank where files have a tensor more."""
+    """Return the log and the error on this rank if files have one tensor more."""
     write_model("qwen2" if "bias" in key else "gpt2", folder)
     if torch_dist.get_rank() == 0:
         path = Path(folder, "model.safetensors")
@@ -202,7 +202,7 @@ def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, st
 
 
 def save_apart(folder: str) -> tuple[str, str]:
-    """What a save raises on this rank where each has a folder of its own, as on disks that machines do not share."""
+    """Return a save's error on this rank if each rank has its own folder, as on disks that machines do not share."""
     write_model("llama", f"{folder}/first", num_layers=4)
     module = terapipe_ds.from_pretrained(f"{folder}/first", num_stages=2)
     with engine_of(module, engines.section()) as engine:
@@ -210,14 +210,14 @@ def save_apart(folder: str) -> tuple[str, str]:
 
 
 def private_bytes() -> int:
-    """The memory of this process that belongs to no file."""
+    """Return the bytes of this process's memory that belong to no file."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines[1:]}
     return fields["Anonymous"]
 
 
 def memory_of_reading(folder: str, schedule: str, **fields: Any) -> tuple[int, int]:
-    """How much private memory grows at most while a model is read over two stages, and the bytes of the model."""
+    """Return the largest growth of private memory while a model is read over two stages, and the bytes of the model."""
     import threading
 
     config = config_of("llama")

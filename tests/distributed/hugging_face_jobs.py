@@ -18,7 +18,7 @@ from tests.hugging_face_families import config_of
 from tests.unit.models.hugging_face.sliced_model import drawn_batch, in_fp64, loss_of, whole_model
 
 STEPS, MICRO_BATCHES = 2, 2
-EPS = 1e-4  # of Adam: a smaller one would make steps of gradients that are nothing but rounding
+EPS = 1e-4  # of Adam: a smaller one would turn gradients that are only rounding into steps
 ADAM = {"type": "AdamW", "params": {"lr": engines.LEARNING_RATE, "eps": EPS, "weight_decay": 0.0, "torch_adam": True}}
 
 
@@ -26,13 +26,13 @@ engine_of = functools.partial(engines.started, optimizer=ADAM)
 
 
 def batches(vocab_size: int, rows: int = 2) -> list[list[dict[str, Tensor]]]:
-    """The dict batches of each step, as a Hugging Face collator makes them."""
+    """Return the dict batches of each step, as a Hugging Face collator makes them."""
     drawn = functools.partial(drawn_batch, vocab_size, rows=rows)
     return [[drawn(seed=10 * step + index) for index in range(MICRO_BATCHES)] for step in range(STEPS)]
 
 
 def weights_of_all_stages(module: Any) -> dict[str, Tensor]:
-    """The weights of all stages by their names in the model of transformers; tied ones once."""
+    """Return the weights of all stages by their names in the model of transformers; tied ones once."""
     names, local = module.checkpoint_names(), dict(module.named_parameters())
     assert names.keys() == local.keys()
     everyone: list[Any] = [None] * torch_dist.get_world_size()
@@ -48,9 +48,9 @@ def train_family(
     wide: bool = True,
     **options: Any,
 ) -> tuple[dict[str, float], list[str]]:
-    """The largest errors on this rank against the whole model in this process; how its decoder layers run.
+    """Return the largest errors on this rank against the whole model in this process; and how its decoder layers run.
 
-    `wide`: in fp64 alone, which does not reach forwards inside a backward.
+    `wide`: only in fp64, which does not reach forwards inside a backward.
     """
     with in_fp64() if wide else contextlib.nullcontext():
         config = config_of(family)
@@ -74,7 +74,7 @@ def train_whole(
     clipping: float = 0.0,
     loss_of: Callable[[Any, Any], Tensor] = loss_of,
 ) -> tuple[list[float], list[dict[str, Tensor]], Any]:
-    """Losses and gradients of each step of a plain loop, and the parameters at its end."""
+    """Return losses and gradients of each step of a plain loop, and the parameters at its end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=engines.LEARNING_RATE, eps=EPS, weight_decay=0.0)
     losses, gradients = [], []
     for step in data:
@@ -92,7 +92,7 @@ def train_whole(
 def differences(
     run: engines.Run, names: dict[str, str], losses: list[float], gradients: list[dict[str, Tensor]], parameters: Any
 ) -> dict[str, float]:
-    """The largest relative errors on this rank."""
+    """Return the largest relative errors on this rank."""
 
     def error_of(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         expected = {name: theirs[key].detach() for name, key in names.items() if key in theirs}

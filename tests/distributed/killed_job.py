@@ -1,6 +1,6 @@
-"""A training that saves as it goes, and may be killed at a named point. Runs inside the ranks.
+"""Run a training that saves as it goes, and may be killed at a named point. Runs inside the ranks.
 
-What it did stands in one log per rank, a line for each event, written at once: the process may be gone a moment later.
+One log per rank records each event in a line, written at once: the process may be gone a moment later.
 
     resumed 4 | step 5 0x1.8p+1 | saving 6 | saved 6 | end <hash of the parameters>
 """
@@ -28,7 +28,7 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained and how it is saved.
+    """Describe the training and how it is saved.
 
     Args:
         stages: 2 ranks of a pipeline, or 1: two replicas.
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a rank kills itself: at ``point``, the ``nth`` time that it comes by in the step (or save) ``step``."""
+    """Hold where a rank kills itself: at ``point``, the ``nth`` time that the step (or save) ``step`` reaches it."""
 
     rank: int
     point: str  # forward | file | half a file | manifest | rename | latest
@@ -82,7 +82,7 @@ def job_train(training: Training, folder: str, kill: Kill | None = None) -> None
 
 
 def _data(engine: Any, first_step: int) -> Iterator[Any]:
-    """Micro-batches from the first one on that no step has used, as a training script resumes its data."""
+    """Yield micro-batches from the first unused one on, as a training script resumes its data."""
     replica = engine.grid.get_data_parallel_rank()
     return (micro_batch(seed=1000 * replica + index) for index in count(first_step * MICRO_BATCHES))
 
@@ -99,7 +99,7 @@ def _lay(kill: Kill, engine: Any) -> None:
     counter = count(1)
 
     def strike(step: int, path: str | None = None) -> None:
-        """Die where it is time, with half of the file `path`."""
+        """Die at the chosen place, with half of the file `path`."""
         if step == kill.step and next(counter) == kill.nth:
             if path is not None:
                 os.truncate(path, os.path.getsize(path) // 2)

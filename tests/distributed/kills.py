@@ -33,13 +33,13 @@ TRAININGS = [
     for stages, zero_stage in ((2, 0), (2, 1), (1, 1))
     for tag in (None, "last")
 ]
-AFTER_FIRST_STEP_S = 0.7  # a kill comes up to so long after the first step
-AFTER_START_S = 0.4  # or so long after the start, while ranks build their engines and load
+AFTER_FIRST_STEP_S = 0.7  # a kill comes up to this long after the first step
+AFTER_START_S = 0.4  # or up to this long after the start, while ranks build their engines and load
 
 
 @dataclass
 class History:
-    """The lines of one rank, by attempt; what begins an attempt is a line ``attempt``, or else ``resumed``."""
+    """Hold the lines of one rank, by attempt; an attempt begins with a line ``attempt``, or else ``resumed``."""
 
     attempts: list[list[list[str]]] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ def histories_in(folder: Path) -> list[History]:
 
 
 def problems(histories: list[History], reference: list[History]) -> list[str]:
-    """What is wrong with a chain of attempts."""
+    """Return the problems of a chain of attempts."""
     found = []
     expected = [dict(one.losses()) for one in reference]
     for rank, history in enumerate(histories):
@@ -100,7 +100,7 @@ def _wrong_starts(histories: list[History]) -> Iterator[str]:
 
 
 class Killer:
-    """Kills one rank of a pool at a random moment of a job."""
+    """Kill one rank of a pool at a random moment of a job."""
 
     def __init__(self, rng: random.Random, pool: RankPool, folder: Path, while_starting: bool) -> None:
         self._rank, self._share = rng.randrange(pool.world_size), rng.random()
@@ -120,7 +120,7 @@ class Killer:
 
     @property
     def struck(self) -> str:
-        """What the rank was doing."""
+        """Return the work that the kill interrupted."""
         last = self._log.read_text().splitlines()[-1].split()[0] if self._log.exists() else "nothing"
         if self._while_starting and self._steps() == self._steps_before:
             return "resuming"
@@ -140,9 +140,9 @@ class Killer:
 
 
 def chain(training: Training, rng: random.Random, wanted: int) -> tuple[Counter[str], list[str]]:
-    """Up to `wanted` kills of one training, each followed by a resume; fewer where it comes to its end.
+    """Kill one training up to `wanted` times, each time followed by a resume; less often if it comes to its end.
 
-    Returns how often it was struck doing what, and what is wrong.
+    Returns how often each kind of work was struck, and the problems.
     """
     phases, wrong, pool = Counter[str](), [], RankPool(2)
     with tempfile.TemporaryDirectory(prefix="terapipe-kills-") as name:

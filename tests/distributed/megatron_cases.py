@@ -1,4 +1,4 @@
-"""What is trained to compare our Megatron GPT with megatron-core's own: cases, and how weights are cut.
+"""Define the cases that compare our Megatron GPT with megatron-core's own, and how weights are cut.
 
 No torch here: the process that compares does not need it.
 """
@@ -52,7 +52,7 @@ QUERY_GROUPS = {"mha": 4, "gqa": 2, "mqa": 1}  # of 4 heads; with 2 tensor-paral
 
 @dataclass(frozen=True)
 class Case:
-    """One training run."""
+    """Describe one training run."""
 
     layout: str = "tp2_pp2"
     schedule: str = "seq1f1b"
@@ -95,12 +95,12 @@ class Case:
         return SEQUENCE_PARALLEL_PLAN if uneven_pairs else PLANS[self.plan]
 
     def reference(self) -> Case:
-        """The unsliced run in one process that this one must equal: of the layout only the replicas' data count."""
+        """Return the unsliced run in one process that this one must equal; its layout only decides replicas' data."""
         data = {1: "tp2_pp2", 2: "tp2_dp2"}[self.data_parallel]
         return replace(self, layout=data, schedule="none", plan="whole", recompute="off")
 
     def limits(self) -> dict[str, float]:
-        """The largest relative error allowed, by kind. DeepSpeed clips by a norm in fp32."""
+        """Return the largest relative error allowed, by kind. DeepSpeed clips by a norm in fp32."""
         limit = 1e-5
         if self.precision == "fp64":
             limit = 1e-6 if self.clipping else 1e-9
@@ -125,12 +125,12 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "positions": ("rope", "rope_part", "learned", "learned_given"),
     "labels": ("plain", "ignored", "mask"),
 }
-# What the composition with slices can get wrong: in fp64 the full run takes the product of these.
+# Dimensions that the composition with slices can get wrong: in fp64 the full run takes the product of these.
 PRODUCT = ("layout", "schedule", "accumulation", "recompute", "heads", "tied")
 
 
 def default_cases() -> list[Case]:
-    """Every pair of values of all dimensions, and every layout with uneven slices in fp64."""
+    """Return every pair of values of all dimensions, and every layout with uneven slices in fp64."""
     plain = [
         {"layout": layout, "plan": "uneven", "precision": "fp64", "clipping": False} for layout in DIMENSIONS["layout"]
     ]
@@ -138,7 +138,7 @@ def default_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """The default cases, and the product of PRODUCT in fp64; the other dimensions take turns in it."""
+    """Return the default cases, and the product of PRODUCT in fp64; the other dimensions take turns in it."""
     fixed = (*PRODUCT, "precision")
     others = covering_set({name: values for name, values in DIMENSIONS.items() if name not in fixed}, 2)
     chosen = product({name: DIMENSIONS[name] for name in PRODUCT})
@@ -162,10 +162,10 @@ _COLUMNS_CUT = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def shard(name: str, full: Array, rank: int, size: int, gated: bool) -> Array:
-    """What tensor-parallel rank ``rank`` of ``size`` holds of the unsliced model's parameter ``name``.
+    """Return the part of the unsliced model's parameter ``name`` on tensor-parallel rank ``rank`` of ``size``.
 
-    Rows of the QKV projection stand by query group, each group with its queries, its key and its value, so that a
-    rank's rows are those of its groups.
+    The QKV projection orders its rows by query group, each with its queries, its key and its value, so that a rank
+    holds the rows of its groups.
     """
     if not is_cut(name):
         return full
@@ -176,7 +176,7 @@ def shard(name: str, full: Array, rank: int, size: int, gated: bool) -> Array:
 
 
 def gather(name: str, shards: Sequence[Array], gated: bool) -> Array:
-    """The unsliced parameter, one that is cut, from the shards of all tensor-parallel ranks."""
+    """Return the unsliced parameter, which is a cut one, from the shards of all tensor-parallel ranks."""
     if name.endswith(_COLUMNS_CUT):
         return np.concatenate(shards, axis=1)
     halves = [np.split(each, 2 if gated and name.endswith(_GATED) else 1) for each in shards]
@@ -184,12 +184,12 @@ def gather(name: str, shards: Sequence[Array], gated: bool) -> Array:
 
 
 def is_cut(name: str) -> bool:
-    """True where tensor-parallel ranks hold parts, False where each has a copy."""
+    """Return True if tensor-parallel ranks hold parts, False if each has a copy."""
     return name.endswith(_ROWS_CUT + _GATED + _COLUMNS_CUT)
 
 
 def megatron_name(name: str) -> str:
-    """The name in megatron-core's ``GPTModel`` of a parameter of ours, which counts the pipeline's layers."""
+    """Return the name in megatron-core's ``GPTModel`` of a parameter of ours, which counts the pipeline's layers."""
     if name.startswith("tied_modules.embedding."):
         return "embedding." + name.removeprefix("tied_modules.embedding.")
     index, rest = name.split(".", 1)
@@ -205,20 +205,20 @@ def megatron_name(name: str) -> str:
 
 @dataclass
 class Record(RankRecord):
-    """What one rank (or one replica of the reference) has seen, by megatron-core's names."""
+    """Hold the record of one rank (or one replica of the reference), by megatron-core's names."""
 
     tensor_rank: int = 0
     initial: Weights = field(default_factory=dict)
     caught: list[str] = field(default_factory=list)  # errors that a test let pass
-    watched: Any = None  # what a test has asked for
-    states: dict[str, Weights] = field(default_factory=dict)  # by kind: the parameters, and the optimizer's of them
+    watched: Any = None  # values that a test has requested
+    states: dict[str, Weights] = field(default_factory=dict)  # by kind: the parameters, and their optimizer states
 
 
 NOTHING = 1e-7
 
 
 def errors(run: Sequence[Record], reference: Sequence[Record], gated: bool) -> dict[str, Worst]:
-    """The worst error of each kind: shards put together within each replica, and every copy of what is not cut."""
+    """Return the worst error of each kind: of shards joined within each replica, and of every copy of uncut tensors."""
     whole = [
         replace(
             record,
@@ -234,7 +234,7 @@ def errors(run: Sequence[Record], reference: Sequence[Record], gated: bool) -> d
 
 
 def whole_of(run: Sequence[Record], record: Record, tensors_of: Callable[[Record], Weights], gated: bool) -> Weights:
-    """The tensors of a rank, those that are cut put together with the shards of its tensor-parallel peers."""
+    """Return the tensors of a rank; cut ones are joined with the shards of its tensor-parallel peers."""
     place = record.stage_id, record.data_parallel_id
     peers = sorted(
         (peer for peer in run if (peer.stage_id, peer.data_parallel_id) == place), key=lambda peer: peer.tensor_rank
@@ -247,7 +247,7 @@ def whole_of(run: Sequence[Record], record: Record, tensors_of: Callable[[Record
 
 
 def merged(run: Sequence[Record], gated: bool) -> dict[str, Weights]:
-    """The states of all ranks. What several have must be equal bit by bit: copies of tied layers, replicas."""
+    """Return the states of all ranks. Copies on several ranks must be equal bit by bit: of tied layers, of replicas."""
     found: dict[str, Weights] = {kind: {} for kind in run[0].states}
     for kind, tensors in found.items():
         for record in run:

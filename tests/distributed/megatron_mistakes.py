@@ -1,4 +1,4 @@
-"""Mistakes that tensor parallelism invites, made on purpose. Runs inside the ranks."""
+"""Make on purpose mistakes that tensor parallelism invites. Runs inside the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.distributed.megatron_models import build_model, own_parallel_state
 
 
 def refusal(case: Case, **options: Any) -> str:
-    """What building the model says on this rank; empty where it is built."""
+    """Return the error of building the model on this rank; empty if it is built."""
     try:
         build_model(case, **options)
     except MegatronConfigError as error:
@@ -40,7 +40,7 @@ def job_axes(case: Case, axes: list[str]) -> str:
 
 
 class _OtherTensorGroup(MegatronGPT):
-    """The grid's tensor-parallel group is one of other ranks before anything looks at it."""
+    """Replace the grid's tensor-parallel group by one of other ranks before any code reads it."""
 
     lies = False  # the group lists the right ranks
 
@@ -64,7 +64,7 @@ def job_other_group(case: Case, lies: bool) -> str:
 
 
 def job_parallel_state_in_another_order(case: Case, order: str, after_a_model: bool) -> str:
-    """Somebody has initialized Megatron's groups by another order, perhaps after a model of ours was built."""
+    """Initialize Megatron's groups in another order, perhaps after a model of ours was built."""
     tensor, stages, _, _ = LAYOUTS[case.layout]
     if after_a_model:
         assert refusal(case) == ""
@@ -87,7 +87,7 @@ def parallel_state_of_the_user(case: Case) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def errors_let_pass() -> Iterator[list[str]]:
-    """The check of replicated gradients writes down what it finds, and training goes on."""
+    """Let the check of replicated gradients record its findings, and training go on."""
     caught: list[str] = []
 
     def check(*args: Any) -> bool:
@@ -103,7 +103,7 @@ def errors_let_pass() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def without_the_sum() -> Iterator[list[str]]:
-    """``before_reduce`` does not sum what ranks have in part."""
+    """Keep ``before_reduce`` from summing partial gradients."""
     with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
         with errors_let_pass() as caught:
             yield caught
@@ -111,7 +111,7 @@ def without_the_sum() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def with_an_unmarked_norm() -> Iterator[list[str]]:
-    """One norm of the second layer does not say that its gradient is partial under sequence parallelism."""
+    """Keep one norm of the second layer from marking its gradient as partial under sequence parallelism."""
     load = megatron_models.load_weights
 
     def unmark_and_load(model: Any, *args: Any) -> None:
@@ -125,7 +125,7 @@ def with_an_unmarked_norm() -> Iterator[list[str]]:
 
 
 def job_large_replica() -> str:
-    """A parameter of very many numbers, with another gradient on each rank: the limit may not grow past them."""
+    """Compare a very large parameter with another gradient on each rank: the limit may not outgrow the difference."""
     layer = torch.nn.Embedding(10_000, 1_000)
     generator = torch.Generator().manual_seed(torch_dist.get_rank())
     layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)

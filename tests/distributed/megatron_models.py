@@ -1,5 +1,5 @@
-"""Small GPTs of megatron-core layers in any layout, and two trainings: megatron-core's own GPTModel in one process, and
-ours. Runs inside the ranks.
+"""Train small GPTs of megatron-core layers in any layout: megatron-core's own GPTModel in one process, and ours. Runs
+inside the ranks.
 
 The reference is plain: ``GPTModel`` from the local layer spec with Megatron's own ``DotProductAttention`` and torch's
 norms, whole sequences, a loop over micro-batches, ``torch.optim.Adam``, torch's gradient clipping. Of terapipe_ds it
@@ -64,7 +64,7 @@ _FEED_FORWARD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _BF16, _FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64.0}}
 _ZERO1, _FP32_SUMS = {"zero_optimization": {"stage": 1}}, {"data_types": {"grad_accum_dtype": "fp32"}}
-PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of the model, and what DeepSpeed is told
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of the model, and DeepSpeed's settings
     "fp64": (torch.float64, {}),
     "fp32": (torch.float32, {}),
     "fp32_megatron": (torch.float32, {}),
@@ -136,7 +136,7 @@ def transformer_config(case: Case, **changes: Any) -> TransformerConfig:
 
 
 def model_options(case: Case) -> dict[str, Any]:
-    """What GPTModel and MegatronGPT take by the same names."""
+    """Return the arguments that GPTModel and MegatronGPT take under the same names."""
     kind = "learned_absolute" if case.positions.startswith("learned") else "rope"
     positions = {"position_embedding_type": kind, "rotary_percent": 0.5 if case.positions == "rope_part" else 1.0}
     sizes = {"vocab_size": case.vocab_size, "max_sequence_length": MAX_LENGTH}
@@ -147,7 +147,7 @@ def model_options(case: Case) -> dict[str, Any]:
 
 
 def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, Any]:
-    """Inputs and labels as the data iterator gives them: tokens or (tokens, position ids), labels or (labels,
+    """Return inputs and labels as the data iterator yields them: tokens or (tokens, position ids), labels or (labels,
     mask)."""
     generator = torch.Generator().manual_seed(10_000 * pipeline + 10 * step + index)
     text = torch.randint(case.vocab_size, (ROWS, LENGTH + 1), generator=generator)
@@ -171,7 +171,7 @@ def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, 
 
 def job_reference(case: Case) -> list[Record]:
     """Train megatron-core's own model, unsliced, in this process alone; a record for each replica."""
-    changes = {"window_size": None} if case.documents else {}  # for which its own attention would drop a given mask
+    changes = {"window_size": None} if case.documents else {}  # with which its own attention would drop a mask
     with own_parallel_state(), windows_on_the_cpu():
         spec = get_gpt_layer_local_spec(
             num_experts=4 if case.block == "moe" else None,
@@ -231,7 +231,7 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
 
 
 class _DotProductAttention(DotProductAttention):
-    """Leaves out what latent attention says to Transformer Engine's alone; `kv_channels` of the config says it here."""
+    """Drop arguments that latent attention has for Transformer Engine; here the config's `kv_channels` says them."""
 
     def __init__(
         self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
@@ -246,7 +246,7 @@ class _OnTheCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def windows_on_the_cpu() -> Iterator[None]:
-    """megatron-core makes the mask of a window on CUDA: here its own function makes it on the CPU."""
+    """Let megatron-core's own function make the mask of a window on the CPU, which it would make on CUDA."""
     made = fused_softmax.get_sliding_window_causal_mask
 
     def on_the_cpu(*sizes: Any) -> Tensor:
@@ -262,7 +262,7 @@ def windows_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_parallel_state(**sizes: Any) -> Iterator[None]:
-    """Megatron's groups as Megatron makes them, for as long as this lasts."""
+    """Provide Megatron's groups as Megatron makes them, for the block."""
     stand_in_for_cuda()
     stand_in_for_transformer_engine()
     parallel_state.destroy_model_parallel()
@@ -277,8 +277,8 @@ def own_parallel_state(**sizes: Any) -> Iterator[None]:
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    """Weights from the parameter's name alone: large enough that tokens matter to later ones, and biases and norms
-    that are not 0 and 1."""
+    """Draw weights from the parameter's name alone: large enough that tokens matter to later ones, and biases and
+    norms that are not 0 and 1."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -345,7 +345,7 @@ def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
 def engine_of(
     case: Case, changes: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **ds_config: Any
 ) -> Iterator[Any]:
-    """A model, built as by `build_model` from its own initial weights, and its engine, for the block."""
+    """Yield a model, built as by `build_model` from its own initial weights, and its engine, for the block."""
     engine = build_engine(build_model(case, changes=changes, **(options or {})), case, **ds_config)
     try:
         yield engine
@@ -354,9 +354,9 @@ def engine_of(
 
 
 def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> list[float]:
-    """One optimizer step on the data of each of `steps`; the losses where the last stage is.
+    """Make one optimizer step on the data of each of `steps`; return the losses on the last stage.
 
-    All replicas are fed the same data unless told otherwise, so that every layout trains alike.
+    All replicas get the same data by default, so that every layout trains alike.
     """
     losses = []
     for step in steps:
@@ -369,8 +369,8 @@ def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> li
 def job_ours(
     case: Case, weights: Weights, prepare: Callable[[], Any] | None = None, watch: Callable[[Any], Any] | None = None
 ) -> Record:
-    """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile; what that
-    gives is a list of errors for the record. ``watch(engine)`` returns what is filled in meanwhile."""
+    """Train our model in token slices. ``prepare()`` may return a context manager for the training; it yields a list of
+    errors for the record. ``watch(engine)`` returns an object that fills up during the training."""
     with contextlib.nullcontext() if prepare is None else prepare() as caught:
         model = build_model(case)
         load_weights(model, weights, case)
@@ -385,7 +385,7 @@ def job_ours(
 
 
 def job_build(case: Case) -> tuple[Record, dict[str, tuple[bool, int]]]:
-    """Build our model alone: its initial weights, and of each parameter Megatron's marks (cut or not, which
+    """Build our model alone; return its initial weights, and each parameter's marks of Megatron (cut or not, which
     dimension)."""
     model = build_model(case)
     record = _place(model.mpu())
@@ -414,7 +414,7 @@ def _train(engine: Any, case: Case) -> Record:
 
 
 def held_by(engine: Any) -> Record:
-    """What this rank holds between two steps: parameters and the optimizer's states of them, in fp32."""
+    """Return what this rank holds between two steps: parameters and the optimizer's states of them, in fp32."""
     record, states = _place(engine.grid), states_of(engine)
     record.states = {
         kind: {name: state[kind].float().numpy() for name, state in states.items()}

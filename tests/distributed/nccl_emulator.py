@@ -1,19 +1,19 @@
-"""Emulate on CPU ranks over gloo what waits for what over NCCL, so that deadlocks show without a device.
+"""Emulate on CPU ranks over gloo how calls wait for each other over NCCL, so that deadlocks show without a device.
 
-Within `emulated_nccl`, groups behave in point-to-point calls as those of `ProcessGroupNCCL` (torch 2.11 to 2.15) do on
-a device. This holds for the default group and for every group that is not made with the backend gloo:
+Within `emulated_nccl`, groups behave in point-to-point calls as `ProcessGroupNCCL` (torch 2.11 to 2.15) does on a
+device. This holds for the default group and for every group that is not made with the backend gloo:
 
 - The first message from one rank to another in a group connects them. The call that posts it blocks the host until both
   ends have posted it. Without a bound device, each pair has a communicator of its own, which `ncclCommInitRank` makes.
   With one, `ncclSend` and `ncclRecv` set their transport up, one per direction.
 - A dtype that NCCL lacks is an error.
-- What a rank posts runs on one stream of the communicator, in the order in which it was posted. The communicator is
-  that of the whole group where a device is bound to it (`eager`, which DeepSpeed's start does), otherwise of the pair.
+- The operations of a rank run on one stream of the communicator, in the order in which they were posted. The whole
+group has one communicator if a device is bound to it (`eager`, which DeepSpeed's start does); otherwise each pair has.
 - A send ends when the peer's receive has begun. NCCL buffers some bytes, which a large message exceeds.
 - Waiting for the whole device waits for every operation that this rank has posted, receives among them.
 
-A `wait` blocks the host here; over NCCL it blocks the current stream. What the host does next would be queued behind
-that wait. This includes messages, since an operation begins when the current stream has come to where it was posted.
+A `wait` blocks the host here; over NCCL it blocks the current stream. The host's next work would be queued behind that
+wait. This includes messages, since an operation begins when the current stream has reached the place of its post.
 The dependencies are therefore the same. Collectives are gloo's own. The emulation does not show how long anything
 takes.
 """
@@ -94,7 +94,7 @@ class _Job:
 
 
 class _Stream:
-    """Run what is posted to a communicator, one operation after the other."""
+    """Run the operations posted to a communicator, one after the other."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -106,7 +106,7 @@ class _Stream:
         self._jobs.put(job)
 
     def join(self) -> None:
-        """Wait for the end, after what was posted before it."""
+        """Wait for the end, after all operations posted before it."""
         self._jobs.put(None)
         self._thread.join(PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""What the server of ranks imports once, so that ranks need not: new ones start after each failure."""
+"""Import once, in the server of ranks, what ranks need: new ranks start after each failure."""
 
 from __future__ import annotations
 

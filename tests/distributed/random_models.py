@@ -64,7 +64,7 @@ class Drawn:
 
 
 def draw(seed: int) -> Drawn:
-    """Return the case of that number."""
+    """Return the case with that number."""
     rng = random.Random(seed)
     schedule = rng.choice([name for name in SCHEDULE_NAMES if name != "dapple"])
     blocks = tuple(
@@ -85,14 +85,14 @@ def draw(seed: int) -> Drawn:
         rng.choice((12, 17, 24)),
         rng.choice(("off", "off", "full")),
     )
-    # DeepSpeed's optimizer for bf16 takes no sparse gradients, and empties those of a loss's parameters when a backward
-    # reaches the model's outputs, so that it does not train them: its own engine neither.
+    # DeepSpeed's optimizer for bf16 takes no sparse gradients. It also empties the gradients of a loss's parameters
+    # when a backward reaches the model's outputs, and so does not train them, in its own engine either.
     is_bf16 = rng.random() < 0.3 and not sparse and case.loss != "temperature"
     return replace(case, precision="bf16") if is_bf16 else case
 
 
 class Embedding(nn.Module):
-    """Tokens and learned positions."""
+    """Embed tokens and learned positions."""
 
     def __init__(self, case: Drawn) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer as users write it, whose activation may work in place."""
+    """Run a decoder layer as users write it, whose activation may work in place."""
 
     def __init__(self, case: Drawn, index: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         attended = self.out(mixed)
-        attended += x  # in place, on what a linear layer gave
+        attended += x  # in place, on the output of a linear layer
         result = self.down(self._activated(self.up(self.between(attended))))
         result += attended
         return result
@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Norm and logits."""
+    """Apply norm and output matrix."""
 
     def __init__(self, case: Drawn) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Head(nn.Module):
 
 
 class Temperature(nn.Module):
-    """Cross entropy of logits times a learned number."""
+    """Compute cross entropy of logits times a learned number."""
 
     def __init__(self, case: Drawn) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def data_of(case: Drawn) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def section_of(case: Drawn) -> dict[str, Any]:
-    """Return the `terapipe` section; everything else is as a user has it who changes nothing."""
+    """Return the `terapipe` section; everything else has its default."""
     section: dict[str, Any] = {
         "enabled": True,
         "schedule": case.schedule,
@@ -274,18 +274,18 @@ def reference(case: Drawn, dtype: torch.dtype) -> Run:
 
 
 def errors_of(run: Run, expected: Run) -> dict[str, float]:
-    """Return the largest error of each kind of what this rank has."""
+    """Return the largest error of each kind among this rank's values."""
     returned = max(relative_error(a, b) for a, b in zip(run.returned, expected.returned, strict=True))
     gradients = [worst_error(a, b).error for a, b in zip(run.gradients, expected.gradients, strict=True)]
     return {
-        "returned": max(returned - 1e-6, 0.0),  # DeepSpeed rounds what it tells other ranks to fp32
+        "returned": max(returned - 1e-6, 0.0),  # DeepSpeed rounds numbers for other ranks to fp32
         "gradient": max(gradients),
         "parameter": worst_error(run.parameters, expected.parameters).error,
     }
 
 
 def job_case(seed: int) -> tuple[str, list[str]]:
-    """Train a case on this rank; return ("equal", what differs), or what was raised."""
+    """Train a case on this rank; return ("equal", the differences), or the error."""
     case = draw(seed)
     exact = _dtype(case)
     expected = reference(case, exact)
@@ -313,7 +313,7 @@ def job_case(seed: int) -> tuple[str, list[str]]:
 
 
 def verdict_of(seed: int) -> str:
-    """Return "equal", "refused", or what is wrong."""
+    """Return "equal", "refused", or the problem."""
     case = draw(seed)
     try:
         found = rank_pool(2).run(job_case, seed=seed)
@@ -339,7 +339,7 @@ def verdicts(count: int, first: int = 0) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    """Print what is wrong, and the counts; 1 where anything is."""
+    """Print the problems, and the counts; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.distributed.random_models", description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")

@@ -1,4 +1,4 @@
-"""A tiny decoder whose layers are divided over tensor-parallel ranks, in plain torch. Runs inside the ranks.
+"""Define a tiny decoder whose layers are divided over tensor-parallel ranks, in plain torch. Runs inside the ranks.
 
 Column and row parallel linears, vocabulary-parallel embedding (tied or not) and cross entropy, after Shoeybi et al.
 2019 (arXiv 1909.08053). The same layers on one tensor-parallel rank are the whole model with the same weights: each
@@ -27,7 +27,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The tensor-parallel ranks that layers are being built for."""
+    """Hold the tensor-parallel ranks that layers are being built for."""
 
     size: int = 1
     rank: int = 0
@@ -38,7 +38,7 @@ _building = _Ranks()
 
 
 class TensorParallelModule(PipelineModule):
-    """Builds its layers for the tensor-parallel group of DeepSpeed's grid."""
+    """Build the layers for the tensor-parallel group of DeepSpeed's grid."""
 
     def _build(self) -> None:
         grid = self.mpu()
@@ -50,7 +50,7 @@ class TensorParallelModule(PipelineModule):
 
 
 class InMultiplesOfTwo(TensorParallelModule):
-    """As if its layers divided the tokens of a slice over two ranks."""
+    """Act as if the layers divided the tokens of a slice over two ranks."""
 
     slice_length_multiple = 2
 
@@ -77,14 +77,14 @@ def parallel(grid: tuple[int, int, int], module_class: type[PipelineModule] = Te
 
 
 def layers(dtype: str = "float64") -> list[Any]:
-    """Token ids in, this rank's part of the logits [B, T, V / ranks] out."""
+    """Return layers: token ids in, this rank's part of the logits [B, T, V / ranks] out."""
     middle = [LayerSpec(DecoderLayer, dtype, index) for index in range(NUM_LAYERS)]
     first, last = (TiedLayerSpec("embedding", Embedding, dtype, forward_fn=fn) for fn in (None, _tied_logits))
     return [first, *middle, LayerSpec(Norm, dtype), last]
 
 
 def vocabulary_parallel_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy over the valid labels of logits [B, T, V / ranks]; the same number on each rank."""
+    """Return the mean cross entropy over the valid labels of logits [B, T, V / ranks]; the same number on each rank."""
     ranks = _Ranks() if logits.shape[-1] == VOCAB_SIZE else _last_built[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = logits.detach().amax(-1)
@@ -100,14 +100,14 @@ def vocabulary_parallel_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return ((total.log() - target) * valid).sum() / valid.sum()
 
 
-_last_built = [_Ranks()]  # a loss function is no layer and is told no group
+_last_built = [_Ranks()]  # a loss function is no layer and gets no group
 
 
 # -- what moves between tensor-parallel ranks --------------------------------------------------------------------
 
 
 class _Copy(torch.autograd.Function):
-    """Identity forward, sum over the ranks backward."""
+    """Copy forward, sum over the ranks backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -122,7 +122,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Sum over the ranks forward, identity backward."""
+    """Sum over the ranks forward, copy backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -151,7 +151,7 @@ def _drawn(seed: int, shape: Sequence[int], dtype: str, std: float = 0.3) -> Ten
 
 
 def _part(whole: Tensor, ranks: _Ranks, dim: int) -> nn.Parameter:
-    """This rank's share along ``dim``, marked as Megatron marks it."""
+    """Return this rank's share along ``dim``, marked as Megatron marks it."""
     parameter = nn.Parameter(whole.chunk(ranks.size, dim)[ranks.rank].contiguous())
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ class Norm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward; heads and inner width are divided over the ranks."""
+    """Run pre-norm attention and feed-forward; the ranks divide heads and inner width."""
 
     def __init__(self, dtype: str, index: int) -> None:
         super().__init__()

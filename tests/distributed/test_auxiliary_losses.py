@@ -1,4 +1,4 @@
-"""Experts with a balance loss and a z-loss train in slices as a plain loop over whole sequences does."""
+"""Test that experts with a balance loss and a z-loss train in slices as in a plain loop over whole sequences."""
 
 from __future__ import annotations
 

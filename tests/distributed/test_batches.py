@@ -1,4 +1,4 @@
-"""What a stage holds of batches, and pipelines beside each other."""
+"""Test the memory that a stage holds for batches, and pipelines beside each other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MEMORY = [
 
 
 def job_lengths() -> tuple[list[int], int]:
-    """Return what is reserved after batches of lengths that alternate, and the peak of a whole sequence."""
+    """Return the reserved bytes after batches of alternating lengths, and the peak of a whole sequence."""
     with engine_of(gpt_layers(), section()) as engine:
         reserved = []
         for length in (LENGTH, 12, 40) * 2:
@@ -80,7 +80,7 @@ def job_lengths() -> tuple[list[int], int]:
 
 
 def job_kept_schedules() -> list[int]:
-    """What the links have worked out of schedules, after batches of one to four micro-batches."""
+    """Return how many schedules the links keep data of, after batches of one to four micro-batches."""
     kept = []
     with mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
         for count in range(1, 5):
@@ -91,7 +91,7 @@ def job_kept_schedules() -> list[int]:
 
 
 def job_engines_left(**changes: Any) -> int:
-    """Close engines that nobody holds any more, and count those that are still there."""
+    """Close engines without references, and count the engines that still exist."""
 
     def train_one() -> Any:
         with engine_of(gpt_layers(), section(**changes)) as engine:
@@ -118,7 +118,7 @@ def job_falsified_peak(change: int) -> tuple[str, str]:
 class TestMemory:
     @pytest.mark.parametrize("schedule", ["seq1f1b", "seq1f1b-zb"])
     def test_an_engine_that_nobody_holds_goes(self, schedule: str) -> None:
-        """The last loss once held its graph, and that the engine: no collector sees through nodes of autograd."""
+        """Check a former leak: the last loss held its graph, and the graph the engine, which no collector can see."""
         assert rank_pool(2).run(job_engines_left, schedule=schedule) == [0, 0]
 
     @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
@@ -146,7 +146,7 @@ class TestMemory:
 
     @pytest.mark.parametrize(("change", "says"), [(0, ""), (1, "the schedule says 4"), (-1, "the schedule says 2")])
     def test_live_slices_are_counted_in_every_batch(self, change: int, says: str) -> None:
-        """What runs must have the peak that the schedule promises, which is 3 on one stage."""
+        """Check that the run has the peak that the schedule promises, which is 3 on one stage."""
         [(kind, text)] = rank_pool(1).run(job_falsified_peak, change=change)
         assert kind == ("InFlightError" if change else "")
         assert says in text and ("stage 0 held 3 live slices at once" in text) == bool(change)

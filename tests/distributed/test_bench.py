@@ -1,4 +1,4 @@
-"""The benchmark of whole steps, on two ranks: every system runs, all learn the same, every figure is there."""
+"""Test the benchmark of whole steps, on two ranks: every system runs, all learn the same, every figure exists."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def competition(folder: str, job: Job) -> dict[str, Any]:
 
 
 def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
-    pool = RankPool(2)  # of its own: what so many engines leave behind would change what other jobs measure
+    pool = RankPool(2)  # of its own: the leftovers of so many engines would change measurements of other jobs
     try:
         ranks = pool.run(competition, folder=str(folder), job=job)
     finally:
@@ -141,7 +141,7 @@ def test_in_bf16_all_hold_the_same_bytes_and_learn_the_same(tmp_path: Path) -> N
     rows = rows_of(job, tmp_path)
     assert [row.get("error") for row in rows] == [None] * len(cases)
     losses = [row["loss"] for row in rows]
-    first = math.log(gpt_config(WORK).vocab_size)  # of a model that knows nothing
+    first = math.log(gpt_config(WORK).vocab_size)  # of an untrained model
     assert max(losses) < first - 0.3
     assert max(losses) - min(losses) < 0.1 * (first - max(losses))
     parameters = sum(p.numel() for layer in gpt_layers(gpt_config(WORK)) for p in layer.build().parameters())

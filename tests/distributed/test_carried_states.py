@@ -35,13 +35,13 @@ def layers_with_a_head_ahead(ahead: int) -> list[Any]:
 
 
 def train_ahead(ahead: int, **section: Any) -> dict[str, float]:
-    """The largest errors of a training in slices."""
+    """Return the largest errors of a training in slices."""
     layers = functools.partial(layers_with_a_head_ahead, ahead)
     return errors_of(layers, engines.section(**section), loss_fn=AheadLoss(ahead))
 
 
 def errors_of(layers: Callable[[], list[Any]], terapipe: dict[str, Any], **options: Any) -> dict[str, float]:
-    """The largest errors on this rank against the stock engine, which has one stage: it knows all losses."""
+    """Return the largest errors on this rank against the stock engine, which has one stage and so knows all losses."""
     data, options = engines.batches(2), {"module_class": DrawnModule, **options}
     stock = engines.run_training(layers, None, data, stages=1, **options)
     return engines.differences(engines.run_training(layers, terapipe, data, **options), stock)
@@ -55,7 +55,7 @@ def test_a_head_ahead_equals_the_stock_engine(schedule: str) -> None:
 
 
 class LooksAhead(nn.Module):
-    """Shifts to the left what it has, as heads that are written for whole sequences do."""
+    """Shift the call's tokens to the left, as heads for whole sequences do."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + hidden.roll(-1, 1)
@@ -83,7 +83,7 @@ def layers_with_states() -> list[Any]:
 
 
 def train_with_measured_slices(folder: str) -> dict[str, float]:
-    """The largest errors of a training whose slices are planned from what was measured in place."""
+    """Return the largest errors of a training whose slices are planned from costs measured in place."""
     planned = engines.section(slices="auto", granularity_tokens=4, planner={"cache_dir": folder})
     return errors_of(layers_with_states, planned)
 

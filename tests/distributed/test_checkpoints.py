@@ -1,7 +1,7 @@
-"""Checkpoints know nothing of slices or layouts: what one plan, schedule, layout or engine has written, another one
-reads and goes on, DeepSpeed's own engine too.
+"""Test that checkpoints do not depend on slices or layouts: every plan, schedule, layout and engine, DeepSpeed's too,
+reads the checkpoint of another one and goes on.
 
-States are compared by the names of parameters, as DeepSpeed's own functions tell them of a running engine.
+States are compared by the names of parameters, as DeepSpeed's own functions return them for a running engine.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ LAYER_2 = "layer_02-model_states.pt"
 
 
 def full(*values: Any) -> Any:
-    """A case of the full run only."""
+    """Mark a case of the full run only."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Who trains in turn, each from what the one before has saved."""
+    """List the engines that train in turn, each from the previous one's checkpoint."""
 
     systems: tuple[str, ...]
     precision: str = "fp64"
@@ -89,7 +89,7 @@ class Chain:
 
 
 def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
-    """What each had loaded and saved, and its losses."""
+    """Return the states that each had loaded and saved, and its losses."""
     found: list[dict[str, Any]] = []
     for turn, system in enumerate(chain.systems):
         with chain.engine(system, scheduler=WARMUP) as engine:
@@ -109,7 +109,7 @@ def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
 
 
 def counters_of(engine: PipelineEngine) -> dict[str, Any]:
-    """What a checkpoint brings back beside the states of parameters."""
+    """Return the counters that a checkpoint restores beside the states of parameters."""
     scaler = getattr(engine.optimizer, "loss_scale_config", None)
     return {
         "rates": [float(lr) for lr in engine.get_lr()],
@@ -121,14 +121,14 @@ def counters_of(engine: PipelineEngine) -> dict[str, Any]:
 
 
 def job_alone(chain: Chain, system: str, turns: int) -> dict[str, Any]:
-    """The same steps by one engine that never stops."""
+    """Make the same steps with one engine that never stops."""
     with chain.engine(system, scheduler=WARMUP) as engine:
         losses = [train(engine, batches(STEPS, first_seed=10_000 * turn)).returned for turn in range(turns)]
         return {"losses": losses, "saved": states_of(engine)}
 
 
 def by_name(ranks: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """What all ranks have; those that have the same parameter must have the very same of it."""
+    """Merge the states of all ranks; ranks with the same parameter must have identical states of it."""
     merged: dict[str, dict[str, Tensor]] = {}
     for rank in ranks:
         for name, state in rank.items():
@@ -137,7 +137,7 @@ def by_name(ranks: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Te
 
 
 def run_chain(chain: Chain, folder: Path, ranks: int | None = None) -> list[list[dict[str, Any]]]:
-    """By turn and rank; what was loaded is what was saved."""
+    """Run the chain; return results by turn and rank; check that the loaded states equal the saved ones."""
     pool = rank_pool(ranks or chain.stages)
     turns = list(zip(*pool.run(job_chain, chain=chain, folder=str(folder)), strict=True))
     for turn in range(1, len(turns)):
@@ -235,7 +235,7 @@ def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tm
 
 @dataclass(frozen=True)
 class Grouped:
-    """An engine whose optimizer has two groups, matrices with weight decay and vectors without."""
+    """Build an engine whose optimizer has two groups, matrices with weight decay and vectors without."""
 
     system: str
     precision: str = "fp64"
@@ -268,7 +268,7 @@ def job_save(grouped: Grouped, folder: str) -> dict[str, dict[str, Tensor]]:
 
 
 def job_load(grouped: Grouped, folder: str, alone_too: bool) -> dict[str, Any]:
-    """Return what is there before a load, after it or its error, and after a load of parameters alone."""
+    """Return the states before a load, after it or its error, and after a load of parameters alone."""
     found: dict[str, Any] = {}
 
     def load(engine: PipelineEngine) -> None:
@@ -354,7 +354,7 @@ def test_deepspeeds_own_engine_cannot_mistake_what_stands_in_another_order(preci
 
 
 class Frozen(PipelineModule):
-    """One layer is not trained, and one has nothing but a frozen vector."""
+    """Freeze one layer, and of another one only the norms."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -395,7 +395,7 @@ def job_write(chain: Chain, folder: str) -> None:
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a loaded file, with where they stand."""
+    """Yield all tensors of a loaded file, with their places."""
     if torch.is_tensor(value):
         yield path, value
     elif isinstance(value, dict):
@@ -409,7 +409,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def contents(folder: Path) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
-    """File -> place -> (shape, dtype) of every tensor that was saved."""
+    """Map file -> place -> (shape, dtype) of every saved tensor."""
     files = sorted(folder.rglob("*.pt"))
     return {
         file.name: {

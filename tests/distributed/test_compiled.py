@@ -46,7 +46,7 @@ class CountedGraphs:
 
 @dataclass
 class Trained:
-    """What differs from the stock engine on this rank, the graphs that are new, and what the log said."""
+    """Hold the differences from the stock engine on this rank, the number of new graphs, and the log."""
 
     errors: dict[str, float]
     graphs: int
@@ -124,7 +124,7 @@ def check(ranks: list[Trained], name: str) -> None:
 
 
 def test_two_graphs_of_each_kind_serve_all_slices_lengths_and_steps() -> None:
-    """One with gradients, and one without; a third where layers that train run without, to be recomputed."""
+    """Expect a graph with gradients, and one without; a third if training layers also run without, to be recomputed."""
     for rank, kinds in zip(results(), (1, 2), strict=True):  # of the second stage: with the norm
         first, *others, recompute, non_reentrant = (rank[name].graphs for name in CASES)
         assert 1 <= first <= 2 * kinds
@@ -142,7 +142,7 @@ def train_llama() -> tuple[dict[str, float], int]:
 
 @pytest.mark.full
 def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
-    """Its first step runs as it is, and the second one compiled."""
+    """Check that the first step runs eagerly, and the second one compiled."""
     results = rank_pool(2).run(train_llama, timeout_s=600)
     assert not violations([errors for errors, _ in results], 1e-10)
     assert [graphs for _, graphs in results] == [1, 1]

@@ -1,4 +1,4 @@
-"""Parts that stand at two places (Chimera) train as one model: what the transparency set does not show of them."""
+"""Test, beyond the transparency set, that parts at two places (Chimera) train as one model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BOTH_WAYS = section(schedule="chimera-seq")
 
 @contextmanager
 def counted(groups: list[Any]) -> Iterator[list[int]]:
-    """How many numbers each sum over one of these groups has."""
+    """Record how many numbers each sum over one of these groups has."""
     sizes: list[int] = []
     all_reduce = dist.all_reduce
 
@@ -55,7 +55,7 @@ def counted(groups: list[Any]) -> Iterator[list[int]]:
 
 
 def job_messages(limit_bytes: int) -> tuple[list[int], list[int], dict[str, float]]:
-    """The sums of a step, the sizes of what is summed, and how far the training is from the stock engine's."""
+    """Return the sums of a step, the sizes of the summed tensors, and the differences from the stock engine."""
     data = batches(2)
     with mock.patch.object(tied_and_copied, "BUCKET_BYTES", limit_bytes):
         with engine_of(gpt_layers(tied_embedding=True), BOTH_WAYS) as engine:
@@ -142,7 +142,7 @@ OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "to
 
 
 class Unused(nn.Module):
-    """A layer of no use, whose weights must stay as they are at both places."""
+    """Have no effect; the layer's weights must stay unchanged at both places."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class TestThreeReplicas:
     """DeepSpeed averages over replicas stage by stage: the sum of three numbers depends on where they lie."""
 
     def test_left_alone_copies_differ(self) -> None:
-        """Else the next test would show nothing."""
+        """Check that copies differ if left alone; otherwise the next test would show nothing."""
         pool = rank_pool(2 * REPLICAS)
         assert copies_that_differ(pool.run(job_replicas, precision="fp32", terapipe=BOTH_WAYS, alone=True))
 
@@ -189,7 +189,7 @@ class TestThreeReplicas:
         ranks = pool.run(job_replicas, precision=precision, terapipe=BOTH_WAYS)
         assert not copies_that_differ(ranks)
         if precision in ("bf16", "fp16"):
-            return  # what rounding costs there hides more than this test could show
+            return  # rounding there hides more than this test could show
         expected: dict[str, Tensor] = {}
         for rank in pool.run(job_replicas, precision=precision, terapipe=None):
             expected |= rank

@@ -1,4 +1,4 @@
-"""What DeepSpeed's and our own options wait for within a batch.
+"""Test which options of DeepSpeed and ours wait for the device within a batch.
 
 A stand-in for a device that runs behind its host counts where the host waits for it.
 """
@@ -49,7 +49,7 @@ class Event:
         self.recorded = True
 
     def synchronize(self) -> None:
-        """Wait for the stream that it is of, and no other."""
+        """Wait for the event's own stream, and no other."""
         assert self.recorded
 
     def elapsed_time(self, end: Event) -> float:
@@ -59,7 +59,7 @@ class Event:
 
 @dataclass
 class Waits:
-    """Where the host waited while receives may have been posted: the action, and the call."""
+    """Record where the host waited while receives may have been posted: the action, and the call."""
 
     device: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ def _property_patch(accelerator: Any, name: str, value: Any) -> contextlib.Abstr
 
 
 class _Reads(TorchDispatchMode):
-    """Tells of each operation that brings numbers to the host."""
+    """Record each operation that brings numbers to the host."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         super().__init__()
@@ -216,14 +216,14 @@ def test_what_cannot_be_replaced_is_refused_where_receives_are_on_a_device(words
 
 @contextlib.contextmanager
 def waiting(words: str, ranks: list[int]) -> Iterator[None]:
-    """What waits for the device is switched on, on some ranks, and all post on a device."""
+    """Switch on, on some ranks, an option that waits for the device; all ranks post on a device."""
     with mock.patch.object(Wires, "post_on_device", True):
         with REFUSED[words]() if torch_dist.get_rank() in ranks else contextlib.nullcontext():
             yield
 
 
 def job_refused_batch(words: str, ranks: list[int], evaluate: bool) -> tuple[str, str]:
-    """What a batch is refused with, and then it trains: nothing was begun, and nobody ended the ranks."""
+    """Return the refusal of a batch, then train: the refused batch began nothing, and no rank was ended."""
     with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
         (batch,) = engines.batches(1)
         run_batch = engine.eval_batch if evaluate else engine.train_batch

@@ -1,4 +1,4 @@
-"""What only observes a training does not end it: every change of the disk that traces and the cache make fails once."""
+"""Test that observers never end a training: every disk write of traces and the cache fails once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, MOST_CHANGES = 2, 24  # rank 0 makes the most changes
 
 @contextmanager
 def failing_disk(folder: Path, number: int, error: int) -> Iterator[list[str]]:
-    """Let the change `number`, from 0, of what is in `folder` fail. Yields the kinds of the changes so far."""
+    """Let the change `number`, from 0, to files in `folder` fail. Yields the kinds of the changes so far."""
     done: list[str] = []
 
     def counted(kind: str, function: Callable[..., Any], is_change: Callable[..., bool] = lambda *_: True) -> Any:
@@ -54,7 +54,7 @@ def failing_disk(folder: Path, number: int, error: int) -> Iterator[list[str]]:
 
 
 class Outcome(NamedTuple):
-    """What became of a training: its bits or its error, its changes of the disk, its warnings, its whole traces."""
+    """Hold the outcome of a training: its bits or its error, its disk changes, its warnings, its whole traces."""
 
     bits: Any
     error: Exception | None

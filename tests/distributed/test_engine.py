@@ -1,7 +1,7 @@
-"""What users of DeepSpeed's pipeline engine rely on in a batch: evaluation, shapes, data and reports, in slices.
+"""Test, in slices, what users of DeepSpeed's pipeline engine rely on: evaluation, shapes, data and reports.
 
-The functions named `job_...` run on all ranks of a pool and return what the tests assert. The stock engine runs in the
-same ranks with the same stages as ours; where it cannot do what is tested, it runs with one stage.
+The functions named `job_...` run on all ranks of a pool and return the values that the tests assert. The stock engine
+runs in the same ranks with the same stages as ours; if it cannot run the tested case, it runs with one stage.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def job_flattened() -> dict[str, Any]:
 
 
 def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
-    """A single process, whose caller goes on after an error in the middle of a batch."""
+    """Run a single process, whose caller goes on after an error in the middle of a batch."""
     make = fp32_layers if options else gpt_layers
     options = {"stages": 1, **options}
 
@@ -339,7 +339,7 @@ def job_monitor(folder: str) -> None:
 
 
 def monitored(folder: Path) -> dict[str, list[list[float]]]:
-    """The rows (samples, value) of each file of the csv monitor."""
+    """Return the rows (samples, value) of each file of the csv monitor."""
     return {
         path.name: [[float(cell) for cell in row] for row in list(csv.reader(path.open()))[1:]]
         for path in folder.glob("*.csv")

@@ -1,4 +1,4 @@
-"""What a user does with an engine at a wrong time, or leaves behind: an error on every rank, and nothing that stays."""
+"""Test calls of an engine at a wrong time, and its end: an error on every rank, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.harness import rank_pool
 
 
 def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
-    """The class and the text of what `act` raises in a thread of its own."""
+    """Return the class and the text of the error that `act` raises in a thread of its own."""
     raised: list[tuple[str, str]] = []
     thread = threading.Thread(target=lambda: raised.append(raised_by(act)), name="saver")
     thread.start()
@@ -57,7 +57,7 @@ def test_calls_of_another_thread_and_destroy_in_a_batch_are_errors(tmp_path: Pat
 
 
 def job_descriptors(ours: bool) -> int:
-    """How many files two more engines have open after their end, though somebody refers to them."""
+    """Return how many files two more engines keep open after their end, although references to them remain."""
     engines, counts = [], []
     for _ in range(3):
         with engine_of(fp32_layers(), section() if ours else None) as engine:

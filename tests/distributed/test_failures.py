@@ -1,7 +1,7 @@
-"""What goes wrong on one rank ends the whole job: soon, with the cause on every rank, and never by hanging.
+"""Test that a failure of one rank ends the whole job: soon, with the cause on every rank, and never by hanging.
 
 Faults that all ranks meet alike are plain exceptions, after which training can go on. The others end every process:
-most are shown with the ranks of the pool, some with DeepSpeed's own launcher and a training script.
+most run on the ranks of the pool, some under DeepSpeed's own launcher with a training script.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ full = pytest.mark.full
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: what each rank printed, its exit code (None where it is not known), and how soon."""
+    """Describe the end of a job: the output of each rank, its exit code (None if unknown), and how soon."""
 
     outputs: list[str]
     exit_codes: list[int | None]
     seconds_after_fault: float
 
     def assert_all_told(self, *causes: str, survivors: list[int]) -> None:
-        """Each of these ranks has said that it ends, and why, by causes that the text has to match."""
+        """Assert that each of these ranks has reported its end, and a cause that the text has to match."""
         for rank in survivors:
             found = re.search(rf"terapipe_ds: rank {rank} \(stage \d\) ends: .*", self.outputs[rank], re.DOTALL)
             assert found, f"rank {rank} does not say that it ends:\n{self.outputs[rank]}"
@@ -64,7 +64,7 @@ Suffered = list[tuple[dict[str, Raised], list[float]]]
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=full)], ids="K{}".format)
 def suffered(request: pytest.FixtureRequest) -> Suffered:
-    """Per rank: what each fault raised, and the losses."""
+    """Return per rank the error of each fault, and the losses."""
     return rank_pool(request.param).run(suffer, stages=request.param, names=list(FAULTS))
 
 
@@ -144,7 +144,7 @@ class TestDifferentConfigs:
 
 
 def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: float = SOON_S) -> Ended:
-    """Run a job that fails, and take what the ranks of the pool have printed. `grace_s`: for the other ranks to end."""
+    """Run a job that fails, and collect the output of the pool's ranks. `grace_s`: for the other ranks to end."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
     monkeypatch.setattr(harness, "GRACE_S", grace_s)
     with pytest.raises(RankFailure) as failure:
@@ -156,7 +156,7 @@ def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: flo
 
 
 def _exit_code(report: RankReport) -> int | None:
-    """None where the pool had to end the rank."""
+    """Return the exit code, or None if the pool had to end the rank."""
     if report.status == "raised":  # where there is no pool to catch it, the interpreter exits with 1
         return 1
     return int(report.detail.removeprefix("exit code ")) if report.status == "died" else None
@@ -164,7 +164,7 @@ def _exit_code(report: RankReport) -> int | None:
 
 SHAPE = r"SA1.2>1: LinkError: .*\(2, 4, 32\).*\(2, 4, 16\).*may depend on .* only"
 PLAIN = r"F1.2: PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*Call .*sliced_attention"
-RAISING = [  # the stages, the fault, its stage, and what is said of it
+RAISING = [  # the stages, the fault, its stage, and the reported text
     (2, Fault("raise", "F", 0, step=1), "F1.2: BrokenError: the F is broken"),
     (2, Fault("raise", "recompute", 0), "B1.2: BrokenError: the recompute is broken"),
     (2, Fault("raise", "loss", 1), "F1.2: BrokenError: the loss is broken"),
@@ -265,7 +265,7 @@ def _processes_of_session(session: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session_of_process = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # ended meanwhile
+        except OSError:  # ended in between
             continue
         if int(session_of_process) == session and state != "Z":
             found.append(int(path.parent.name))

@@ -1,4 +1,4 @@
-"""A PipelineModule of which a stage, or several, train nothing trains with every schedule as on one stage.
+"""Test that a PipelineModule with stages that train nothing trains with every schedule as on one stage.
 
 DeepSpeed's own engine hangs there: a frozen stage gets no gradient to send.
 """
@@ -24,7 +24,7 @@ CHUNKS = {"interleaved": 2, "seq1f1b-interleaved": 2}
 
 
 class OneTrained(PipelineModule):
-    """All layers but one are frozen as they are built."""
+    """Freeze all layers but one while they are built."""
 
     trained = -1
 
@@ -40,7 +40,7 @@ def module_class(trained: int) -> type[PipelineModule]:
 
 
 def errors_of(trained: int, terapipe: dict[str, Any], stages: int, **changes: Any) -> dict[str, float]:
-    """The largest errors on this rank against the stock engine with one stage."""
+    """Return the largest errors on this rank against the stock engine with one stage."""
     given = {"module_class": module_class(trained), **changes}
     data = engines.batches(2)
     stock = engines.run_training(engines.gpt_layers, None, data, stages=1, **given)
@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_the_trained_stage(trained: int) -> None:
 
 
 def goes_on(folder: str, terapipe: dict[str, Any], **changes: Any) -> float:
-    """The largest difference on this rank between two steps, and one, a checkpoint, and one."""
+    """Return the largest difference on this rank between two steps, and one step, a checkpoint, and another step."""
     data, given = engines.batches(2), {"module_class": module_class(4), **changes}
     layers = functools.partial(engines.gpt_layers, "float32")
     whole = engines.run_training(layers, terapipe, data, **given)
@@ -107,7 +107,7 @@ def test_checkpoints_of_a_frozen_stage(terapipe: dict[str, Any], changes: dict[s
 
 
 def trained_by_hand(how: str) -> dict[str, float]:
-    """The largest errors on this rank against model_parameters that are left to the engine."""
+    """Return the largest errors on this rank against model_parameters that are left to the engine."""
     changes: dict[str, Any] = {"bf16": {"enabled": True}, **engines.ZERO1} if how == "groups" else {}
     data, layers = engines.batches(2), functools.partial(engines.gpt_layers, "float32")
     expected = engines.run_training(layers, engines.section(), data, module_class=module_class(4), **changes)

@@ -1,4 +1,4 @@
-"""Datasets of megatron-core on several ranks: who builds, who sees what, and what the engine makes of the batches."""
+"""Test datasets of megatron-core on several ranks: which rank builds, what each sees, how the engine uses batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make gpu-checks`: what it judges, how parts are merged, and a dry run of every part."""
+"""Test `make gpu-checks`: its judgements, the merge of parts, and a dry run of every part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients go to the fp32 sums of `BF16_Optimizer` at once: how many numbers are added, and by whom."""
+"""Test that gradients go to the fp32 sums of `BF16_Optimizer` at once: how many numbers are added, by which code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _counted(slices: int, schedule: str, immediate: bool) -> dict[str, float]:
         real_update(self, parameter, *place, **options)
 
     sums = engine.weight_gradients.sums
-    if not immediate:  # the optimizer has a reference to the method as it is
+    if not immediate:  # the optimizer has a reference to the unpatched method
         engine.optimizer.update_hp_grads = lambda clear_lp_grads=False: collect(sums)
     replaced = mock.patch.object(GradientSums, "add", add), mock.patch.object(BF16_Optimizer, "_update_hp_grad", update)
     with replaced[0], replaced[1]:

@@ -1,4 +1,4 @@
-"""Layers get what their stage received, and copies where they work in place on it."""
+"""Test that layers get their stage's received tensor itself, or a copy if they work in place on it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layers() -> list[Any]:
 
 
 def job_train(writes: bool, terapipe: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[bool]]:
-    """The errors against the stock engine with one stage, and whether each forward got the leaf."""
+    """Return the errors against the stock engine with one stage, and whether each forward got the leaf."""
     Scaled.writes = writes
     data = batches(2)
     stock = run_training(layers, None, data, stages=1)

@@ -1,4 +1,4 @@
-"""A rank that hangs or dies anywhere is named by all others, soon: by stage, by action, by place in the code."""
+"""Test that all other ranks soon name a rank that hangs or dies: by stage, by action, by place in the code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.distributed.test_failures import end_pool
 from tests.fuzz.outcome import FULL
 
 STALL_TIMEOUT_S = 1.0
-REPORT_S = 10.0  # from the timeout to the last report: what is promised
+REPORT_S = 10.0  # from the timeout to the last report: the promised limit
 HANGS = [(3, Fault("hang", "F", 1)), (2, Fault("hang", "data", 0)), (2, Fault("hang", "reduce", 1))]
 
 
 def drawn(seed: int, kind: str, stages: list[int], *places: str) -> tuple[int, Fault]:
-    """The number of stages and a fault by chance. Only the stages at the ends draw data."""
+    """Draw the number of stages and a fault. Only the stages at the ends draw data."""
     choose = random.Random(seed)
     number, place = choose.choice(stages), choose.choice(places)
     stage = choose.choice([0, number - 1]) if place == "data" else choose.randrange(number)

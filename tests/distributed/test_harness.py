@@ -1,4 +1,4 @@
-"""The rank pool itself: results come back by rank, and every way to fail ends fast with a readable report."""
+"""Test the rank pool itself: results come back by rank, and every failure ends fast with a readable report."""
 
 from __future__ import annotations
 

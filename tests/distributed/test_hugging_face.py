@@ -1,4 +1,4 @@
-"""Models of transformers on stages and in slices train as the whole model does by a plain loop."""
+"""Test that models of transformers on stages and in slices train as the whole model does in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen
 
 
 def known(*families: str) -> list[Any]:
-    """The families, of which those are skipped that the installed transformers lacks or that are refused with it."""
+    """Return the families, with a skip for those that the installed transformers lacks or that are refused with it."""
     lacking = pytest.mark.skip(reason="not with transformers 4.57")
     return [pytest.param(name, marks=[lacking] * (name not in CONFIGS)) for name in families]
 
@@ -62,7 +62,7 @@ def test_recomputed_layers(family: str, checkpointing: str) -> None:
     given = {"changes": engines.CHECKPOINTING[checkpointing], "partition": [0, 2, layers], "wide": False}
     section = engines.section(slices=[7, 3, 6])
     errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, **given)]
-    assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # which has some fp32 inside
+    assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # it has some fp32 inside
 
 
 @pytest.mark.sample(1)

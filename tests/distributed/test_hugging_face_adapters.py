@@ -1,4 +1,4 @@
-"""Adapters of peft train on stages as in one process, where a stage has none as well."""
+"""Test that adapters of peft train on stages as in one process, also if a stage has none."""
 
 from __future__ import annotations
 

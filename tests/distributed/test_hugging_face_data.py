@@ -1,4 +1,4 @@
-"""Batches as transformers' collators make them train over two stages as the model's own loss says."""
+"""Test that batches of transformers' collators train over two stages as with the model's own loss."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def test_listed_slices_of_one_token_are_refused_before_the_first_step() -> None:
 
 
 def test_a_summed_loss_can_count_as_num_items_in_batch_does() -> None:
-    """As the docs say, where micro-batches have labels of very different numbers."""
+    """Follow the docs, with micro-batches whose numbers of labels differ a lot."""
     assert not engines.violations(rank_pool(2).run(divide_by_all_items))

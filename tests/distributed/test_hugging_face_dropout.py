@@ -1,4 +1,4 @@
-"""Models of transformers with dropout on: recomputed forwards drop what the first ones dropped, evaluation nothing."""
+"""Test models of transformers with dropout: recomputed forwards repeat the first ones' dropout, evaluation has none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluated_and_trained(family: str, fields: dict[str, float], checkpointing: 
 
 
 def dropping(family: str, checkpointing: str) -> dict[str, Any]:
-    """What differs on this rank between a run that recomputes, one that does not, and one without dropout."""
+    """Return the differences on this rank between a run that recomputes, one that does not, and one without dropout."""
     dry, without, ways = evaluated_and_trained(family, dict.fromkeys(DROPPING[family], 0.0), "off")
     plain, kept, _ = evaluated_and_trained(family, DROPPING[family], "off")
     again, recomputed, _ = evaluated_and_trained(family, DROPPING[family], checkpointing)

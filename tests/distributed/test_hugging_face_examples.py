@@ -1,4 +1,4 @@
-"""examples/finetune_hf.py and pretrain_hf.py on two stages: they learn, go on, and what they write is what they had."""
+"""Test examples/finetune_hf.py and pretrain_hf.py on two stages: they learn, resume, and export their own weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = {
 
 
 def run_example(name: str, folder: str, *options: str) -> list[dict[str, Any]]:
-    """Runs in the ranks: all that a script does between start and end of torch.distributed."""
+    """Run in the ranks all that a script does between start and end of torch.distributed."""
     sys.path.insert(0, str(EXAMPLES))
     before = os.getcwd()
     os.chdir(folder)
@@ -47,7 +47,7 @@ def run_example(name: str, folder: str, *options: str) -> list[dict[str, Any]]:
 
 
 def finetune(folder: str, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """The entries, and what was printed."""
+    """Return the entries, and the printed text."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         entries = run_example("finetune_hf", folder, "--out=trained", f"--sequence-length={LENGTH}", *options)
@@ -63,7 +63,7 @@ def adapters_and_all_weights(folder: str) -> list[tuple[list[dict[str, Any]], st
 
 
 def loss_of_export(folder: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool) -> float:
-    """The mean loss of the held-out documents by the exported model, each document alone, by transformers' own code."""
+    """Return the mean loss of the exported model on each held-out document alone, by transformers' own code."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     hf_data = importlib.import_module("hf_data")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -96,7 +96,7 @@ def test_finetuned_models_are_exported_and_generate(tmp_path: Path, monkeypatch:
     for (entries, printed), name in zip(first[::2], ("adapters", "trained"), strict=True):
         before, after = (entry["validation_loss"] for entry in entries if "validation_loss" in entry)
         losses = [entry["loss"] for entry in entries if "loss" in entry]
-        assert 6.5 < before < 7.3 and after < before - 0.2, name  # ln(1024) = 6.93: knows nothing
+        assert 6.5 < before < 7.3 and after < before - 0.2, name  # ln(1024) = 6.93: an untrained model
         assert losses[-1] < losses[0] - 0.2, name
         assert loss_of_export(tmp_path / name, monkeypatch, name == "adapters") == pytest.approx(after, rel=1e-5)
         assert f"exported: {name}" in printed and "generated: " in printed

@@ -1,4 +1,4 @@
-"""Folders of transformers are read by stages, and written so that transformers reads them: bit by bit."""
+"""Test that stages read folders of transformers, and write folders that transformers reads: bit by bit."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
 @pytest.mark.parametrize(("whose", "least"), [(0, 50), (1, 4)], ids=["rank 0", "rank 1"])
 @pytest.mark.parametrize("fault", FAULTS[1:])
 def test_a_fault_of_one_rank_loses_nothing(fault: str, whose: int, least: int, tmp_path: Path) -> None:
-    """Of two that write shards, over shards."""
+    """Let one of two ranks fail that write shards, over older shards."""
     given = {"folder": str(tmp_path), "fault": fault, "older": "shards", "whose": whose}
     for moments, without, wrong in rank_pool(2).run(saves, **given):
         assert wrong == [] and without == 0 and moments >= least

@@ -1,4 +1,4 @@
-"""A rank is killed (-9) at a chosen point of training or saving; the resume goes on as if nothing had been."""
+"""Test that a resume after a kill (-9) at a chosen point of training or saving goes on as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of all kinds through the engine: attention with options, alone and together, and carried states."""
+"""Test layers of all kinds in the engine: attention with options, alone and together, and carried states."""
 
 from __future__ import annotations
 

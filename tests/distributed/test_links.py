@@ -1,4 +1,4 @@
-"""Links of real stages: how many messages are on their way, and what travels over them."""
+"""Test links of real stages: how many messages are on their way, and their contents."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.distributed.harness import rank_pool
 
 
 def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
-    """Train with 23 slices of one token; return the errors, and what was outstanding where the budget was spent.
+    """Train with 23 slices of one token; return the errors, and the outstanding messages when the budget was spent.
 
-    Stage 0 hears nothing before it has sent all activations, however fast stage 1 is.
+    Stage 0 receives nothing before it has sent all activations, however fast stage 1 is.
     """
     seen: list[int] = []
     keep = SendChannel.keep_at_most
@@ -64,7 +64,7 @@ def test_a_fast_stage_waits_where_its_budget_is_spent() -> None:
 
 
 class Rounded(torch.autograd.Function):
-    """What a link does to 16 numbers of a token, which are one tile, by torch's own casts."""
+    """Round 16 numbers of a token, which are one tile, as a link does, by torch's own casts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Rounded(torch.autograd.Function):
 
 
 def stock_with(forward: str | None, backward: str | None, cuts: int) -> Any:
-    """Train with the stock engine on one stage, and round where so many links part the layers."""
+    """Train with the stock engine on one stage, and round at the places of this number of links between the layers."""
     bounds = pipeline_module(gpt_layers(), stages=1 + cuts).parts[1:-1] if cuts == 1 else ()
     with engine_of(gpt_layers(), None, stages=1) as engine:
         for bound in bounds:
@@ -131,7 +131,7 @@ MESSAGES = 2 * 3, 2 * 2 * 23  # of a step of two micro-batches in three slices; 
 def test_training_is_that_of_layers_with_rounding_between_them(
     forward: str | None, backward: str | None, schedule: str
 ) -> None:
-    """The formats are those of torch's casts, whatever the slices; nothing else is rounded, least an evaluation."""
+    """Check that formats equal torch's casts for any slices, and that nothing else is rounded, evaluations included."""
     first, last = rank_pool(2).run(job_formats, forward=forward, backward=backward, schedule=schedule)
     assert not violations([first["errors"], last["errors"]], limit=1e-7)
     assert max(first["from exact"], last["from exact"]) > 1e-4, "the formats do something"

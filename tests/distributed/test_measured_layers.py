@@ -1,4 +1,4 @@
-"""Sums over measured layers: of the parts that were measured with them, and of those of another cut, measured apart."""
+"""Test sums over measured layers: over the parts measured with them, and over another cut's parts, measured apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.harness import rank_pool
 LENGTH = 256
 LAYERS = {"dtype": "float32", "hidden_size": 128, "ffn_size": 512, "num_layers": 6, "max_sequence_length": LENGTH}
 CUTS = [0, 7, 9], [0, 3, 9]
-WITHIN = 0.25  # of what was measured, by the median of all slices: machines are noisy
+WITHIN = 0.25  # of the measured time, by the median of all slices: machines are noisy
 
 
 def job_measure(folder: str, partition: list[int]) -> None:
@@ -37,7 +37,7 @@ def measured(folder: Path, partition: list[int]) -> Profile:
 
 
 def ratios(told_by: Profile, of: Profile) -> list[float]:
-    """Sums of the layers of one profile over the parts of another, slice by slice, forward and backward."""
+    """Return sums of one profile's layers over the parts of another, slice by slice, forward and backward."""
     assert of.layers is not None
     parts = MeasuredParts.of_profile(told_by).cut(2, of.layers.bounds)
     assert parts is not None
@@ -57,7 +57,7 @@ def test_a_cut_that_was_not_measured_is_predicted(tmp_path: Path) -> None:
         assert abs(statistics.median(ratios(profile, profile)) - 1) < WITHIN
     found = ratios(first, second)
     assert statistics.median(abs(ratio - 1) for ratio in found) < WITHIN, json.dumps(found)
-    # the parts of the first cut, in the place of those of the second, would be far off
+    # the parts of the first cut, in place of the second's, would be far off
     unlike = [
         abs(model.forward_s(sample.tokens, sample.prefix) / sample.forward_s - 1)
         for model, part in zip(CostModel.from_profile(first), second.parts, strict=True)

@@ -1,8 +1,8 @@
-"""Same training: sliced Megatron layers over TP x PP x DP against megatron-core's own model, unsliced in one process.
+"""Test sliced Megatron layers over TP x PP x DP against megatron-core's own model, unsliced in one process.
 
-Compared are the loss of every replica and step, every gradient of all steps (shards put together, each copy by
+The tests compare the loss of every replica and step, every gradient of all steps (shards joined, each copy by
 itself) and the parameters after them. The default run covers every pair of values of the dimensions in
-`megatron_cases.py`; with TERAPIPE_TEST_FULL=1 the product of those that slices can get wrong.
+`megatron_cases.py`; with TERAPIPE_TEST_FULL=1 also the product of the dimensions that slices can get wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEQUENCE_PARALLEL = Case(layout="tp2_pp2_sp", heads="gqa")
 
 @functools.cache
 def reference(case: Case) -> list[Record]:
-    """The records of megatron-core's own model, run once for all cases that it serves."""
+    """Return the records of megatron-core's own model, run once for all cases that it serves."""
     assert case == case.reference()
     return rank_pool(1).run(job_reference, case=case)[0]
 
@@ -123,7 +123,7 @@ def test_groups_that_the_user_has_made_by_megatron_serve_as_well() -> None:
 
 
 class TestReference:
-    """What the comparison stands on."""
+    """Test the basis of the comparison."""
 
     def test_fp64_is_nowhere_rounded_to_fp32(self) -> None:
         [record] = reference(Case(heads="gqa", qk_norm=True, block="gelu", positions="learned").reference())
@@ -145,7 +145,7 @@ class TestReference:
 
 
 class TestShards:
-    """Megatron's rules of cutting, as this comparison has them."""
+    """Test Megatron's rules of cutting, as this comparison has them."""
 
     @pytest.mark.parametrize("block", ["swiglu", "gelu"])
     def test_megatron_marks_what_is_cut_and_draws_the_same_weights_for_any_layout(self, block: str) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints of GPTs of megatron-core layers: the same layout, another plan and schedule, another TP x PP x DP.
+"""Test checkpoints of GPTs of megatron-core layers: the same layout, another plan and schedule, another TP x PP x DP.
 
-Who wrote a checkpoint trains on, and so does who read it; both must see the same. States are compared whole, put
-together over tensor-parallel ranks by what megatron-core says of its layers, not by what the converter is told.
+The writer of a checkpoint trains on, and so does the reader; both must get the same results. States are compared whole:
+tensor-parallel parts are joined by megatron-core's own facts about its layers, not by the converter's patterns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HALF = replace(TIED, precision="bf16_zero1", block="gelu", positions="learned")
 LAYOUTS = ["pp2_dp2", "tp2_dp2", "dp4", "tp4"]
 OTHER_PLAN = {"schedule": "terapipe", "plan": "equal"}
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
-# what four roundings of bf16 in another order do to losses; moments of single tensors differ by up to 0.03 per step
+# effect on losses of four bf16 roundings in another order; moments of single tensors differ by up to 0.03 per step
 LIMITS = {"fp32": 1e-5, "bf16": 3e-3}
 
 
@@ -48,8 +48,8 @@ def limit_of(case: Case) -> float:
 
 
 def job_write(case: Case, folder: str, universal: bool = False, told: bool = True) -> dict[str, Any]:
-    """Two steps, a checkpoint, two steps more; what was saved and how it went on. Unless `told`, the converter does not
-    know of gated and row-parallel weights: it concatenates all along dimension 0."""
+    """Make two steps, a checkpoint, two more steps; return the saved states and the later losses. Unless `told`, the
+    converter does not know of gated and row-parallel weights: it concatenates all along dimension 0."""
     with engine_of(case) as engine:
         for key in ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"):
             assert told or engine.module.universal_checkpoint_info.pop(key)
@@ -64,7 +64,7 @@ def job_write(case: Case, folder: str, universal: bool = False, told: bool = Tru
 
 
 def job_read(case: Case, folder: str, ds_config: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """One step, so that there is something to overwrite, then what was saved, then two steps."""
+    """Make one step, so that there is something to overwrite, then load the saved states, then make two steps."""
     with engine_of(case, **(ds_config or {})) as engine:
         train(engine, case, [4])
         before = held_by(engine)
@@ -76,7 +76,7 @@ def job_read(case: Case, folder: str, ds_config: dict[str, Any] | None = None, *
 
 
 def losses(results: list[dict[str, Any]]) -> list[float]:
-    """Of the last stages, all of which must tell the same."""
+    """Return the losses of the last stages, which must all be the same."""
     told = [result["losses"] for result in results if result["losses"]]
     assert np.ptp(np.array(told), axis=0).max() == 0.0
     return told[0]
@@ -153,7 +153,7 @@ def test_parameters_alone_are_loaded_by_another_number_of_stages(plain: Any) -> 
 
 
 def job_refused(folder: str) -> list[str]:
-    """What each engine says; one after the other, because nothing of them ends the ranks."""
+    """Return the refusal of each engine; one after the other, because none of them ends the ranks."""
     said = []
     for changes, options, _ in REFUSED:
         case = replace(TIED, **changes)

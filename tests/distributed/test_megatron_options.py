@@ -1,4 +1,4 @@
-"""What a user may choose with MegatronGPT: dropout, layer specs, whole logits, the engine. Right, or refused."""
+"""Test options of MegatronGPT: dropout, layer specs, whole logits, the engine. Each trains right, or is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case_of(layout: str) -> Case:
 
 
 def train(layout: str, options: dict[str, Any] | None = None, ds_config: Any = None, **changes: Any) -> list[float]:
-    """The losses, on every rank; `changes` of the TransformerConfig, `options` of the model."""
+    """Return the losses, on every rank; `changes` to the TransformerConfig, `options` of the model."""
     case = case_of(layout)
     with engine_of(case, changes, options, **(ds_config or {})) as engine:
         return [float(engine.train_batch(iter(batch))) for batch in data(case, 3)]
@@ -56,7 +56,7 @@ def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(layout: st
 
 
 def train_as_planned() -> tuple[list[float], list[float]]:
-    """Losses with slices planned from measured costs, then with the same slices given."""
+    """Return losses with slices planned from measured costs, then with the same slices as a list."""
     case = case_of("tp2_sp")
     with engine_of(case, DROPOUT, terapipe=section(slices="auto", granularity_tokens=4)) as engine:
         planned = [float(engine.train_batch(iter(batch))) for batch in data(case, 2)]
@@ -73,7 +73,7 @@ def test_measuring_slices_leaves_the_random_states_as_they_were() -> None:
 
 
 def losses_of_both_modes(case: Case) -> tuple[float, float]:
-    """The loss of the first step, and of an evaluation of the same data before it."""
+    """Return the loss of the first step, and of an evaluation of the same data before it."""
     with engine_of(case) as engine:
         batch = data(case, 1)[0]
         return float(engine.eval_batch(iter(batch))), float(engine.train_batch(iter(batch)))
@@ -92,7 +92,7 @@ def test_evaluation_sees_what_training_sees(changes: dict[str, Any]) -> None:
 
 
 def states_drawn_from(layout: str) -> dict[str, list[bytes]]:
-    """The random state at each call of dropout in a step: by it the masks of two ranks are the same or not."""
+    """Return the random state at each call of dropout in a step: it decides whether two ranks have the same masks."""
     seen: dict[str, list[bytes]] = {"hidden": [], "attention": []}
 
     def watched(what: str, function: Any, is_on: Any) -> Any:
@@ -153,7 +153,7 @@ def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
 
 
 def compare_copies(values: list[float]) -> bool | str:
-    """A parameter of which each rank keeps a copy, with a gradient for each rank."""
+    """Compare the copies of a parameter that each rank keeps, with a gradient for each rank."""
     module = torch.nn.Linear(2, 2, bias=False)
     module.weight.grad = torch.full((2, 2), values[torch.distributed.get_rank()])
     try:

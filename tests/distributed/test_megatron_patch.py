@@ -1,4 +1,4 @@
-"""A patched code base in the form of Megatron-DeepSpeed trains in slices as DeepSpeed's own engine trains it whole."""
+"""Test that a patched code base like Megatron-DeepSpeed trains in slices as DeepSpeed's own engine trains it whole."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compare(root: str, stages: int, terapipe: dict[str, Any], **given: int) -> t
 
 
 def refusal(root: str, stages: int, **changes: Any) -> str:
-    """What this rank is told instead of training."""
+    """Return the refusal on this rank."""
     try:
         trained(root, stages, section(**changes))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Partial gradients of tensor-parallel ranks are summed where each of DeepSpeed's optimizers reads them.
+"""Test that partial gradients of tensor-parallel ranks are summed where each of DeepSpeed's optimizers reads them.
 
 After one step of Adam its first moment is 0.1 x the gradient that the optimizer read. Under sequence parallelism each
 rank's gradient of a norm or a row-parallel bias counts half of the tokens, so that a sum that went somewhere else, or
@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
-    """With `broken` the gradients of ranks are not summed, and nothing looks whether they are alike."""
+    """Make one step. With `broken`, gradients of ranks are not summed, and no check compares them."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("sum_partial_gradients", "require_equal_replicas") if broken else ():
             patch.setattr(megatron_module, name, lambda *_: None)
@@ -55,7 +55,7 @@ def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
 
 
 def run(case: Case, **options: Any) -> tuple[list[dict[str, Any]], Weights]:
-    """What each rank tells, and the gradients that the optimizers have read; copies on all ranks must be the same."""
+    """Return each rank's report, and the gradients that the optimizers have read; copies on ranks must be the same."""
     results = rank_pool(4).run(job_one_step, case=case, **options)
     moments = merged([result["held"] for result in results], gated=True)["exp_avg"]
     return results, {name: 10 * moment for name, moment in moments.items()}
@@ -93,7 +93,7 @@ def test_a_forgotten_sum_is_far_above_the_tolerance_of_bf16() -> None:
 
 
 def job_gradient_elsewhere(precision: str) -> None:
-    """The optimizer says that it reads where nothing is."""
+    """Let the optimizer claim to read gradients from a place without any."""
 
     def nowhere(optimizer: Any) -> Any:
         return lambda parameter: None

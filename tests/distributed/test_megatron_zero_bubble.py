@@ -1,4 +1,4 @@
-"""Split backwards with Megatron's layers: the same training, and W has the weight gradient of every linear layer."""
+"""Test split backwards with Megatron's layers: the same training, and W has each linear layer's weight gradient."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [
 
 
 def count_products(engine: Any) -> dict[str, Any]:
-    """What B of `engine` leaves from now on, by parameter, and how many gradients W says that it computed."""
+    """Count what B of `engine` leaves to W from now on, by parameter, and the gradients that W reports."""
     names = {id(p): megatron_name(name) for name, p in engine.module.named_parameters()}
     left: Counter[str] = Counter()
     seen: dict[str, Any] = {"left": left, "computed": 0, "units": 0, "parameters": sorted(names.values())}
@@ -86,14 +86,14 @@ def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case:
 
 @contextlib.contextmanager
 def own_tokens_twice() -> Iterator[list[str]]:
-    """W gathers nothing, and takes its own tokens for those of the other rank."""
+    """Let W gather nothing, and use its own tokens in place of the other rank's."""
     with mock.patch.object(linears._Ranks, "gather_rows", lambda ranks, share: torch.cat([share, share]).flatten(0, 1)):
         yield []
 
 
 @contextlib.contextmanager
 def own_features_only() -> Iterator[list[str]]:
-    """B of column-parallel layers hands on what this rank's outputs say of the inputs."""
+    """Let B of column-parallel layers hand on only this rank's share of the inputs' gradients."""
     with mock.patch.object(linears._Ranks, "begin_sum", lambda ranks, gradient: (gradient, None)):
         yield []
 
@@ -113,7 +113,7 @@ class TestMistakesAreCaught:
 
 
 def job_measured(case: Case) -> dict[str, Any]:
-    """One batch whose slices are found by measuring: what it says of W, and how many products that was."""
+    """Run one batch whose slices are planned by measuring; return its figures of W, and the number of products."""
     found: dict[str, Any] = {"bytes": []}
     weights, weight_bytes = rounds.weights, SliceTimer.weight_bytes
     auto = {"enabled": True, "schedule": case.schedule, "slices": "auto", "granularity_tokens": 12}
@@ -142,7 +142,7 @@ def job_measured(case: Case) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_measured_w() -> None:
-    """Seconds and bytes of W are those of Megatron's layers, whose W gathers tokens here."""
+    """Check seconds and bytes of W for Megatron's layers, whose W gathers tokens here."""
     case = Case(layout="tp2_sp", schedule="zb-h1")
     for found in rank_pool(2).run(job_measured, case=case):
         assert sorted(found["weight_s"]) == [12, 24] and min(found["weight_s"].values()) > 0

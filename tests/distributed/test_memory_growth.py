@@ -1,4 +1,4 @@
-"""What a run holds does not grow with its steps: resident set, keys and values, tensors, Python objects."""
+"""Test that a run's memory does not grow with its steps: resident set, keys and values, tensors, Python objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAKS = ("tensor", "object", "bytes", "store")
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a rank holds between two steps."""
+    """Hold the sizes of a rank's memory between two steps."""
 
     resident_bytes: int
     tensors: int
@@ -59,14 +59,14 @@ class Held:
 
 
 def _count_tensors() -> tuple[int, int]:
-    """Tensors, and bytes of their storages."""
+    """Return the number of tensors, and the bytes of their storages."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     return len(tensors), sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class Work(NamedTuple):
-    """All that decides how large the tensors of a step are."""
+    """Hold everything that decides the sizes of a step's tensors."""
 
     length: int
     num_slices: int
@@ -81,12 +81,12 @@ class Work(NamedTuple):
 
 
 def look_steps(steps: int) -> tuple[int, int, int]:
-    """Before which steps to look: after the warm-up, in the middle, at the end."""
+    """Return the steps before which to measure: after the warm-up, in the middle, at the end."""
     return WARM_UP, WARM_UP + steps // 2, WARM_UP + steps
 
 
 def train_and_look(steps: int, leak: str | None = None) -> tuple[Held, Held, Held]:
-    """On a rank: what is held after the warm-up, in the middle and at the end."""
+    """Return the memory of a rank after the warm-up, in the middle and at the end."""
     engine = build(gpt_layers(), section(), **config())
     looks = []
     leaked: list[Any] = []
@@ -108,7 +108,7 @@ def train_and_look(steps: int, leak: str | None = None) -> tuple[Held, Held, Hel
 
 
 def _leak(kind: str, engine: Any, step: int) -> Any:
-    """What a mistake would leave behind at each step."""
+    """Return an object that a mistake would leave behind at each step."""
     if kind == "tensor":
         return torch.zeros(4)
     if kind == "object":
@@ -120,8 +120,8 @@ def _leak(kind: str, engine: Any, step: int) -> Any:
 
 
 def check(looks: tuple[Held, Held, Held], steps: int) -> None:
-    """Raises where something grows. The same lengths come round, so that counts must be the same but for a scalar;
-    Python's and the system's allocators get what their own caches and fragments take."""
+    """Raise if something grows. The same lengths come round, so that counts must be the same except for a scalar;
+    Python's and the system's allocators may grow by their own caches and fragments."""
     start, middle, end = looks
     for name in ("tensors", "tensor_bytes", "store_live_bytes", "store_reserved_bytes"):
         assert getattr(end, name) <= getattr(start, name) + ONE_SCALAR.get(name, 0), f"{name} grow: {looks}"

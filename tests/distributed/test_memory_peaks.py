@@ -1,4 +1,4 @@
-"""Peaks of tensor bytes in real steps, against those that the planner predicts before the first one."""
+"""Test peaks of tensor bytes in real steps against the planner's predictions before the first step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Peak = tuple[int, int]  # measured, and of it static
 
 
 def _measured(folder: str) -> tuple[list[Peak], MemoryModel, MemoryModel]:
-    """On this rank the peaks of all cases; the models of all stages, counted and measured in place."""
+    """Return this rank's peaks of all cases; and the models of all stages, counted and measured in place."""
     import torch.distributed as torch_dist
 
     section = {"enabled": True, "schedule": "seq1f1b", "slices": "auto", "planner": {"cache_dir": folder}}
@@ -51,8 +51,8 @@ def _measured(folder: str) -> tuple[list[Peak], MemoryModel, MemoryModel]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Peak]], dict[str, MemoryModel]]:
-    """Per stage the peaks of all cases, and the models."""
-    pool = RankPool(2)  # of its own: what the engines of other tests leave behind would count
+    """Return per stage the peaks of all cases, and the models."""
+    pool = RankPool(2)  # a pool of its own: the leftovers of other tests' engines would count
     try:
         ranks = pool.run(_measured, folder=str(tmp_path_factory.mktemp("profiles")))
     finally:
@@ -64,8 +64,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Peak]]
 def _errors(
     peaks: list[list[Peak]], model: MemoryModel, wrong: str | None = None, count: int | None = None
 ) -> list[tuple[float, float]]:
-    """Of each case and stage the error of the whole peak, and of its part above what is static. `wrong` and `count`
-    are predicted in place of the schedule and its micro-batches."""
+    """Return for each case and stage the error of the whole peak, and of its part above static memory. `wrong` and
+    `count` are predicted in place of the schedule and its micro-batches."""
     found = []
     for case, (schedule, lengths, micro_batches) in enumerate(CASES):
         orders = build(wrong or schedule, 2, count or micro_batches, len(lengths))

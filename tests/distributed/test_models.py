@@ -1,4 +1,4 @@
-"""Models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
+"""Test models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Errors = dict[str, float]
 
 @dataclass(frozen=True)
 class Model:
-    """What both engines train."""
+    """Describe the model that both engines train."""
 
     layers: Callable[[], Sequence[Any]] = gpt_layers
     make: Callable[[int], MicroBatch] = micro_batch
@@ -252,7 +252,7 @@ def job_report(reduction: str, report: str) -> tuple[float, str, float]:
     [(a, b) for a in ("mean_valid", "mean", "sum") for b in (*REPORTS, "of a layer")],
 )
 def test_a_report_is_right_or_refused(reduction: str, report: str) -> None:
-    """Right as the stock engine has it where it is reduced as the loss is; else training in slices does not start."""
+    """Check that a report reduced like the loss equals the stock engine's; else training in slices does not start."""
     for error, refusal in rank_pool(2).run(job_report, reduction=reduction, report=report):
         if reduction == report:
             assert error <= FP32_SCALAR and not refusal

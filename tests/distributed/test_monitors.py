@@ -1,4 +1,4 @@
-"""What monitors are told of each step is what its trace says, worked out here from the files of the traces alone."""
+"""Test that monitors get for each step the figures of its trace, computed here from the trace files alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The comparison with the stock engine fails when it should: for an implementation that is broken in one place.
+"""Test that the comparison with the stock engine fails for an implementation that is broken in one place.
 
-What a fault leaves alone is asserted as well: a backward that is wrong gives the right loss in the first step, so
-that a comparison of losses alone would come late or never.
+The tests also assert which values a fault leaves alone: with a wrong backward the first step's loss is right, so
+that a comparison of losses alone would notice it late or never.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.distributed.training import train_case
 TWO_STAGES = Case(stages=2, micro_batches=2, slices=(5, 10, 2, 7))
 GROSS = 1e-3  # far above the contract in fp64 and in fp32
 ALL_KINDS = ("loss", "gradient", "evaluation")
-SEEN = {  # the kinds of errors that must be gross; a wrong backward leaves the first loss as it is
+SEEN = {  # the kinds of errors that must be gross; a wrong backward does not change the first loss
     "backward_in_forward_order_unnoticed": ("gradient",),
     "dropped_kv_gradient": ("gradient",),
     "rotary_positions_not_offset": ALL_KINDS,

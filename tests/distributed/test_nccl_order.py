@@ -32,7 +32,7 @@ NUM_MICRO_BATCHES = 4
 
 
 class Trained(NamedTuple):
-    """Hold how far a training was from the stock engine's, and what was posted meanwhile."""
+    """Hold how far a training was from the stock engine's, and the messages posted during it."""
 
     differences: dict[str, float]
     evaluation_error: float
@@ -57,7 +57,7 @@ def train_over_nccl(
     Args:
         changes: keys of the `terapipe` section. The first batch is verified unless they say otherwise.
         mixed: whether layers hand on tensors of several dtypes.
-        options: those of `engines.build`.
+        options: further options of `engines.build`.
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
     section = engines.section(
@@ -72,7 +72,7 @@ def train_over_nccl(
     draw = tuples.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
     data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
-    few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # what is measured is not looked at
+    few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # the measured costs do not matter
     with emulated_nccl(eager, patience_s) as nccl, few_rounds:
         ours, evaluated = _train(make, section, data, stages=stages, **options)
         seen = tuple(nccl.synchronized_while_posted)
@@ -112,7 +112,7 @@ SAMPLE = [(3, "zbv", "auto", False)]
 
 
 def assert_right(ranks: list[Trained]) -> None:
-    """Nothing was waited for that does not come, and what came was what the stock engine computes."""
+    """Assert that every wait ended, and that the results are the stock engine's."""
     assert not violations([rank.differences for rank in ranks], EXACT)
     assert max(rank.evaluation_error for rank in ranks) < 1e-6
     assert not any(rank.synchronized_while_posted for rank in ranks)

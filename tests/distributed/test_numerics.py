@@ -1,4 +1,4 @@
-"""The check for numbers that are not finite: every rank names the place that was poisoned, and nothing is disturbed."""
+"""Test the check for numbers that are not finite: every rank names the poisoned place, and training is undisturbed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Where = tuple[int, int]  # micro-batch, slice
 
 @dataclasses.dataclass
 class Poison:
-    """What a layer does, and when."""
+    """Hold a layer's fault, and the slices in which it acts."""
 
     kind: str = ""
     where: tuple[Where, ...] = ()
@@ -57,7 +57,7 @@ LOSS = 99
 
 
 class _Through(torch.autograd.Function):
-    """Numbers as they are; their gradients may be spoilt."""
+    """Return numbers unchanged; their gradients may be spoilt."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, scale: Tensor, layer: int) -> Tensor:
@@ -74,7 +74,7 @@ class _Through(torch.autograd.Function):
 
 
 class Poisoned(nn.Module):
-    """Hands on what it gets, unless `POISON` says otherwise."""
+    """Hand on the input, unless `POISON` says otherwise."""
 
     def __init__(self, layer: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def test_a_slice_whose_loss_is_nan_is_named_before_anything_is_updated() -> None
 
 
 def nan_under_a_dynamic_scale() -> dict[str, list[tuple[str, str]]]:
-    """What steps say in which the loss is NaN: by `loss_fn`, by a layer, and by a layer in every other step."""
+    """Return the reports of steps with a NaN loss: by `loss_fn`, by a layer, and by a layer in every other step."""
     places = {"loss": [Poison("loss", HERE, LOSS)] * 2, "layer": [Poison("output", HERE, 6)] * 2}
     places["now and then"] = [Poison("output", HERE, 6), Poison(), Poison("output", HERE, 6)]
     said: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""`terapipe.offload_activations`: the same bits, and the bytes of the slices that are near alone."""
+"""Test `terapipe.offload_activations`: the same bits, and device memory only for the near slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = {"hidden_size": 64, "ffn_size": 128, "vocab_size": 31}
 
 @dataclass
 class Trained:
-    """One engine's parameters and losses after two steps, and the peaks of a third one."""
+    """Hold one engine's parameters and losses after two steps, and the peaks of a third one."""
 
     numbers: list[torch.Tensor]
     grown_bytes: int
@@ -77,7 +77,7 @@ def test_the_same_bits_in_fewer_bytes(schedule: str, slices: int, changes: dict[
 
 
 def test_the_peak_is_that_of_the_slices_that_are_near(tmp_path: Path) -> None:
-    """By the memory that the engine measured in place, less what is on the host."""
+    """Compare with the memory that the engine measured in place, minus the bytes on the host."""
     pool, plan = rank_pool(2), SlicePlan.equal(LENGTH, 4)
     pool.run(job, schedule="terapipe", slices=4, folder=str(tmp_path))
     (path,) = tmp_path.iterdir()

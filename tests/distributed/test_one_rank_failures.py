@@ -1,4 +1,4 @@
-"""Whatever strikes one rank wherever it is, all ranks end or raise in time, and say what has struck which of them."""
+"""Test that after any fault of one rank at any place all ranks end or raise in time, and name fault and rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.test_failures import end_pool
 
 STALL_TIMEOUT_S, DATA_TIMEOUT_S = 2.0, 3.0
 Outcomes = list[tuple[float, bool]]
-REPORT_S = 5.0  # from the limit to the end of the last rank: what is promised
+REPORT_S = 5.0  # from the limit to the end of the last rank: the promised time
 
 STRUCK = {
     "load": ("SIGINT", "raise", "hang", "kill"),
@@ -37,7 +37,7 @@ STRUCK = {
 }
 PAIRS = [(place, fault) for place, faults in STRUCK.items() for fault in faults]
 
-CAUSES = {  # what each survivor says, for the rank r
+CAUSES = {  # the report of each survivor, for the rank r
     "raise": "BrokenError.*: the {place} is broken",
     "hang": r"Stage {r} \(rank {r}\) holds up the job(?s:.*)Rank {r} is here:(?s:.*)in wait_for_ever",
     "kill": r"Rank {r} \(stage {r}\): does not answer|Stage {r} \(rank {r}\) holds up the job: does not answer",
@@ -56,7 +56,7 @@ STORE_IS_GONE = r"|Rank 0, or the launcher|lost the connection to another rank .
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
-    """Per case: the seconds from the limit to the last end, and whether all have named the cause; printed at last."""
+    """Collect per case the seconds from the limit to the last end, and whether all named the cause; print them last."""
     found: Outcomes = []
     yield found
     if not found:

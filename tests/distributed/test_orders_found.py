@@ -1,4 +1,4 @@
-"""An order that the planner finds for costs, run from its file, with the slices that it was found for."""
+"""Test an order that the planner finds for costs: run it from its file, with the slices of the search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LISTS = [[9, 8, 6], [LENGTH], [4, 10, 9]]
 
 
 class Costs:
-    """Of a part: a B takes twice as long as an F, half of it for W, and later tokens take longer."""
+    """Cost a part: a B takes twice as long as an F, half of it for W, and later tokens take longer."""
 
     def forward_s(self, tokens: int, prefix: int) -> float:
         return tokens * (1.0 + prefix / LENGTH)

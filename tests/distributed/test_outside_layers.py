@@ -1,4 +1,4 @@
-"""What a `PipelineModule` has outside its layers trains as in a single stage, is saved, or is refused by name."""
+"""Test that content of a `PipelineModule` outside its layers trains as in one stage, is saved, or refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOTH_WAYS = section(schedule="chimera-seq")
 
 
 class Temperature(nn.Module):
-    """A loss with a learned temperature, drawn otherwise on each rank, and class weights that are frozen."""
+    """Compute a loss with a learned temperature, drawn differently on each rank, and frozen class weights."""
 
     def __init__(self, dtype: str = "float64") -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Temperature(nn.Module):
 
 
 class OnOneRank(Temperature):
-    """With the temperature that the last stage of `Temperature` has."""
+    """Use the temperature that the last stage of `Temperature` has."""
 
     def __init__(self, dtype: str = "float64") -> None:
         super().__init__(dtype)
@@ -141,7 +141,7 @@ def job_resumed(terapipe: dict[str, Any], folder: str, **options: Any) -> dict[s
 
 
 def states_with_loss(engine: Any) -> dict[str, Any]:
-    """Of what is trained; the copy of a loss that computes nothing has no moments."""
+    """Return states of trained parameters; the copy of a loss that computes nothing has no moments."""
     untrained = {name for name, each in engine.module.named_parameters() if not each.requires_grad}
     if engine.stage_id not in engine._layout.stages_with_end(first=False):
         untrained |= {f"loss_fn.{name}" for name, _ in engine.module.loss_fn.named_parameters()}
@@ -152,7 +152,7 @@ def states_with_loss(engine: Any) -> dict[str, Any]:
 
 
 def job_without_loss(folder: str) -> list[Any]:
-    """A checkpoint of the stock engine has no values of a loss."""
+    """Load a checkpoint of the stock engine, which has no values of a loss."""
     with engine_of(gpt_layers(), None, loss_fn=Temperature()) as engine:
         train(engine, batches(1))
         engine.save_checkpoint(folder)
@@ -186,7 +186,7 @@ COUNTED = {"calls": 0}
 
 
 class Keeping(nn.Module):
-    """A loss that keeps something."""
+    """Compute a loss, and keep something."""
 
     def __init__(self, keep: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ REPORTED = Keeping(lambda it: setattr(it, "reported", torch.ones(())))
 
 
 class Scaled(PipelineModule):
-    """The last stage scales what its layers give by a number of the module's own, and counts."""
+    """Scale the last stage's output by a number of the module's own, and count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -247,7 +247,7 @@ class Counting(Scaled):
 
 
 class Reporting(PipelineModule):
-    """What the loss keeps is read after each call."""
+    """Read after each call the values that the loss keeps."""
 
     def get_additional_losses(self) -> dict[str, Tensor]:
         return {"mean": self.loss_fn.reported}

@@ -1,4 +1,4 @@
-"""What the engine itself takes of an F and a B: the second batch shows it, and slices are planned again with it."""
+"""Test the engine's own time in an F and a B: the second batch shows it, and slices are planned again with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FINISH = PartInFlight.finish
 
 
 def busy(self: PartInFlight, action: Any) -> None:
-    """Compute for some time, as books would that are kept badly."""
+    """Compute for some time, as slow bookkeeping would."""
     end_s = time.thread_time() + BUSY_S
     while time.thread_time() < end_s:
         pass
@@ -45,7 +45,7 @@ def busy(self: PartInFlight, action: Any) -> None:
 
 
 def job(settings: dict[str, Any], dtype: str) -> tuple[list[float], list[str], list[list[int]]]:
-    """Own seconds, what the log says, and the slices of each of four steps."""
+    """Return own seconds, the log, and the slices of each of four steps."""
     terapipe, slices = section(slices="auto", granularity_tokens=4), []
     with logged() as lines, mock.patch.object(PartInFlight, "finish", busy):
         with engine_of(gpt_layers(dtype), terapipe, **settings) as engine:

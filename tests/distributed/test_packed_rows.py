@@ -1,4 +1,4 @@
-"""Rows of several documents train through the engine as a plain loop over each document alone."""
+"""Test that rows of several documents train in the engine as in a plain loop over each document alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reference(case: Case) -> list[RankRecord]:
 
 
 def of_alone(case: Case) -> Case:
-    """What of a case the plain loop knows."""
+    """Return the part of a case that the plain loop knows."""
     same = {
         name: getattr(case, name) for name in ("data_parallel", "positions", "mixers", "masked", "batch", "documents")
     }
@@ -73,7 +73,7 @@ def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [PACKED, DICTS], ids=["tuple", "dict"])
 def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_path: Path) -> None:
-    """What measures slices has position ids cut with the tokens, and leaves nothing behind for the training."""
+    """Check that measuring cuts position ids with the tokens, and leaves nothing behind for the training."""
     planned = {"slices": "auto", "granularity_tokens": 4, "planner": {"cache_dir": str(tmp_path)}}
     run = rank_pool(2).run(train_case, case=case, **planned)
     assert not cases.violations(cases.errors(run, reference(of_alone(case))), cases.contract(case))

@@ -1,4 +1,4 @@
-"""`terapipe.partition`: layers that are cut by hand, which the module's own partition method would cut otherwise."""
+"""Test `terapipe.partition`: layers cut by hand, in other places than the module's own partition method cuts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_layers_cut_by_hand_train_as_ever(
 
 
 def test_a_partition_that_counts_as_the_planner_does() -> None:
-    """An embedding, four decoder layers and a head, of a module that has a norm besides."""
+    """Count an embedding, four decoder layers and a head, of a module that also has a norm."""
     found = rank_pool(2).run(job_train, stages=2, options={}, partition=[0, 3, 6])
     assert not violations([errors for errors, *_ in found])
     assert all(parts == [0, 3, 7] for _, parts, _ in found) and "[0, 3, 7]" in found[0][2][0]

@@ -1,5 +1,5 @@
-"""Stages that hold several parts of the layers, and parts that stand at two places: what `tests/test_transparency.py`
-does not show of them."""
+"""Test stages with several parts of the layers, and parts at two places, beyond the cases of
+`tests/test_transparency.py`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
 
 
 class Counting(nn.Module):
-    """A layer with a buffer and a frozen parameter, whose initial values every rank draws for itself."""
+    """Have a buffer and a frozen parameter, whose initial values every rank draws for itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def state(module: Any) -> dict[str, tuple[Tensor, bool]]:
 
 
 def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """What a rank holds before and after its layers move; random numbers are those of an unmoved module."""
+    """Return a rank's values before and after its layers move; random numbers must match an unmoved module's."""
     torch.manual_seed(torch.distributed.get_rank())  # other values on every rank
     embed, *decoder, norm, head = gpt_layers()
     layers = [embed, LayerSpec(Counting), *decoder, LayerSpec(Counting), norm, head]
@@ -134,7 +134,7 @@ def test_values_stay_when_layers_move(layout: str) -> None:
 
 
 def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
-    """Two parameter groups, made before the layers move or after; or an optimizer of them."""
+    """Train with two parameter groups, made before the layers move or after; or with an optimizer of them."""
     module = pipeline_module(gpt_layers())
     ds_config = config(terapipe=section(**changes))
     if not early:
@@ -198,7 +198,7 @@ def test_layouts_that_cannot_be(
 
 @functools.cache
 def stock_evaluation() -> tuple[float, Tensor, Any]:
-    """Evaluate by one stage of the stock engine, which adds outputs to the loss of before: hence two engines."""
+    """Evaluate by one stage of the stock engine; it adds outputs to the earlier loss, hence two engines."""
     data = batches(1, 3, first_seed=50)[0]
     with engine_of(gpt_layers(), None, stages=1) as engine:
         loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
@@ -234,7 +234,7 @@ def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Mean(nn.Module):
-    """Mixes the tokens of a sequence."""
+    """Mix the tokens of a sequence."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + hidden.mean(dim=1, keepdim=True)
@@ -343,7 +343,7 @@ def test_a_file_that_does_not_fit(num_micro_batches: int, slices: Any, message: 
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:
-    """As on two nodes: one of them has another content, or none."""
+    """Act as on two nodes: the file of one has another content, or is missing."""
     for rank, rows in enumerate(BY_HAND["plain.csv"].strip().splitlines()):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "plain.csv").write_text((rows.strip() + "\n") * 2)
@@ -418,7 +418,7 @@ def test_options_of_a_schedule(changes: dict[str, Any], num_micro_batches: int, 
 
 
 class Drawn(nn.Module):
-    """A layer whose weights come from the seed that is set before it is built."""
+    """Draw the layer's weights from the seed that is set before it is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,13 +429,13 @@ class Drawn(nn.Module):
 
 
 def seeded_layers() -> list[Any]:
-    """As large as one another, so that both partition methods of DeepSpeed cut them alike."""
+    """Return layers of equal size, so that both partition methods of DeepSpeed cut them alike."""
     torch.manual_seed(torch.distributed.get_rank())  # nothing but the seeds of layers makes ranks alike
     return [LayerSpec(Drawn) for _ in range(8)]
 
 
 def job_seeded(changes: dict[str, Any]) -> dict[str, float]:
-    """The module is built before the plugin is registered, so that the way in which it was cut is guessed."""
+    """Build the module before the plugin is registered, so that the engine has to guess how it was cut."""
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=generator) for _ in range(8)]
     data = [list(zip(rows[:2], rows[2:4], strict=True)), list(zip(rows[4:6], rows[6:], strict=True))]

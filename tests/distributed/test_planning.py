@@ -1,4 +1,4 @@
-"""Slices planned from costs that the engine measures in place, on ranks."""
+"""Test slices planned from costs that the engine measures in place, on ranks."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from tests.distributed.harness import rank_pool
 
 
 def _with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:
-    """What is measured is not looked at here, so that as many rounds as there must be will do."""
+    """Measure with the fewest rounds: these tests do not compare the measured values."""
     with mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS):
         return job(**options)
 
 
 def on_ranks(ranks: int, job: Callable[..., Any], **options: Any) -> list[Any]:
-    """The results of ``job(**options)``, one for each rank."""
+    """Return the results of ``job(**options)``, one for each rank."""
     return rank_pool(ranks).run(_with_few_rounds, job=job, **options)
 
 
 @contextlib.contextmanager
 def measured_lengths() -> Iterator[list[int]]:
-    """The lengths of the sequences that parts of this rank are measured for, one by one."""
+    """Record the lengths of the sequences that parts of this rank are measured for, one by one."""
     lengths: list[int] = []
     original = rounds.measure
 
@@ -83,7 +83,7 @@ def _auto(**planner: Any) -> dict[str, Any]:
 
 
 def cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
-    """What the planner says, but several slices: a model as small as these is fastest unsliced."""
+    """Use the planner's answer, but with several slices: models as small as these are fastest unsliced."""
     return dataclasses.replace(plan_slices(*arguments, **options), plans=(SlicePlan((9, 13, 1)),) * 2)
 
 
@@ -120,7 +120,7 @@ def test_measuring_leaves_training_as_it_is(ranks: int, options: dict[str, Any])
 
 
 def _auto_against_stock(schedule: str, mode: str) -> tuple[dict[str, float], float, dict[str, Any], list[str]]:
-    """Evaluate and train; return what differs, what a checkpoint would say of the plans, and what is logged of them."""
+    """Evaluate and train; return the differences, the plans in a checkpoint, and their log."""
 
     def run(engine: Any) -> tuple[float, Run]:
         with getattr(torch, mode)():
@@ -175,7 +175,7 @@ def test_auto_ranks_every_schedule() -> None:
 def _measured_in(
     folder: str, count: int, granularity_tokens: int = 4, **options: Any
 ) -> tuple[list[int], tuple[int, ...]]:
-    """How often each of ``count`` engines, one after the other, measured, and the last one's plan."""
+    """Return how often each of ``count`` engines, one after the other, measured, and the last one's plan."""
     measured: list[int] = []
     layers = options.pop("layers", {})
     terapipe = {**_auto(cache_dir=folder), "granularity_tokens": granularity_tokens}
@@ -189,7 +189,7 @@ def _measured_in(
 
 @pytest.fixture(scope="module")
 def measured_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A cache with one profile, which is to be copied, and what two engines did that were given it."""
+    """Return a cache with one profile, which callers copy, and the results of two engines that used it."""
     folder = tmp_path_factory.mktemp("profiles")
     return folder, on_ranks(2, _measured_in, folder=str(folder), count=2)
 
@@ -222,7 +222,7 @@ _HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 @pytest.mark.parametrize(
     "runs",
     [
-        # no slice of 4 tokens was measured; the memory figures are those of whole optimizer states
+        # no slice of 4 tokens was measured; the memory figures include whole optimizer states
         [{"granularity_tokens": 8}, {"granularity_tokens": 4}, ZERO1],
         pytest.param([{}, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, _HALF], marks=pytest.mark.full),
     ],
@@ -239,11 +239,11 @@ def test_another_run_is_measured_again(tmp_path: Path, runs: list[dict[str, Any]
 def test_a_cache_that_cannot_be_used_is_measured_again(profile_file: Path) -> None:
     profile_file.write_text(profile_file.read_text()[:99])
     for measured, _ in on_ranks(2, _measured_in, folder=str(profile_file.parent), count=2):
-        assert measured == [1, 0]  # and mended
+        assert measured == [1, 0]  # and repaired
 
 
 def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[str, bool]:
-    """The refusal, and whether it came before there was an engine."""
+    """Return the refusal, and whether it came before an engine existed."""
     early = True
     with (
         pytest.raises(ProfileError) as caught,
@@ -296,7 +296,7 @@ def _planned_from(path: str, layers: dict[str, Any], **options: Any) -> tuple[in
 )
 @pytest.mark.sample(1)
 def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
-    """What DeepSpeed changes while it builds an engine has been changed when profiles are compared."""
+    """Compare profiles after DeepSpeed has made its changes while building an engine."""
     model = {"layers": {"dtype": dtype}, **options}
     (measured, plan), _ = on_ranks(2, _measured_in, folder=str(tmp_path), count=1, **model)
     (file,) = tmp_path.iterdir()

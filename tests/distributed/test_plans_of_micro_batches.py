@@ -1,4 +1,4 @@
-"""`"slices": [[...], [...]]`: each micro-batch of a step in slices of its own, trained as by the stock engine."""
+"""Test `"slices": [[...], [...]]`: each micro-batch of a step in slices of its own, trained as by the stock engine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
 
 
 class RightInSlicesOfFive(nn.Module):
-    """What it adds depends on the places of tokens in their slice, unless slices are of five tokens, or all."""
+    """Add a value that depends on tokens' places in their slice, unless slices have five tokens, or all."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         length = hidden.shape[1]
@@ -93,7 +93,7 @@ class RightInSlicesOfFive(nn.Module):
 
 
 def job_verified() -> list[tuple[str, str]]:
-    """What the check says of lists that the layer bears, and where the second micro-batch has another one."""
+    """Return the check's reports for lists that the layer tolerates, and for another list of the second micro-batch."""
     said: list[tuple[str, str]] = []
     for other in ([5, 5, 13], [5, 6, 12]):
         terapipe = section(schedule="seq1f1b", slices=[[5, 5, 13], other, [5, 5, 13]], verify="first_batch")

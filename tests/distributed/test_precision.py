@@ -1,4 +1,4 @@
-"""Half precision, loss scales and overflows in slices, as close to fp32 as the stock engine is."""
+"""Test half precision, loss scales and overflows in slices: results are as close to fp32 as the stock engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/pretrain_gpt_megatron.py over TP 2 x PP 2: it learns, and a loaded checkpoint goes on as if nothing was."""
+"""Test examples/pretrain_gpt_megatron.py over TP 2 x PP 2: it learns, and resumes from a checkpoint seamlessly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def pretrain(folder: str, *options: str) -> list[dict[str, Any]]:
-    """Runs in the ranks: all that the script does between start and end of torch.distributed."""
+    """Run in the ranks all that the script does between start and end of torch.distributed."""
     sys.path.insert(0, str(EXAMPLES))
     before = os.getcwd()
     os.chdir(folder)
@@ -55,7 +55,7 @@ def test_learns_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     (whole, loaded), *others = rank_pool(4).run(pretrain_and_go_on, folder=str(tmp_path))
     losses = [entry["loss"] for entry in whole if "loss" in entry]
     assert len(losses) == STEPS
-    assert 5.4 < losses[0] < 5.8  # ln(272) = 5.61: knows nothing
+    assert 5.4 < losses[0] < 5.8  # ln(272) = 5.61: an untrained model
     assert losses[-1] < losses[0] - 1
     assert [entry["step"] for entry in whole if "validation_loss" in entry] == [SAVED, STEPS]
 

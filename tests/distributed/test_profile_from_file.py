@@ -1,4 +1,4 @@
-"""``"schedule": "auto"`` with a profile from a file: layers stay, and the log says where they would train faster."""
+"""Test ``"schedule": "auto"`` with a profile from a file: layers stay, and the log names a faster layout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def job_measure(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the two stages of this very model. Copy it."""
+    """Return a profile of the two stages of this very model. Copy it."""
     folder = tmp_path_factory.mktemp("profiles")
     rank_pool(2).run(job_measure, folder=str(folder))
     (file,) = [f for f in folder.glob("profile-*.json") if ".memory." not in f.name]
@@ -51,7 +51,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None = None, **key: Any) -> Path:
-    """The profile with other numbers: two parts take the same, and so do four; B and W take as long as F."""
+    """Return the profile with other numbers: two parts take the same, and so do four; B and W take as long as F."""
     document = json.loads(measured.read_text())
     document["key"].update(key)
     for part in document["parts"]:
@@ -72,7 +72,7 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
 
 
 def job_train(path: str, **changes: Any) -> tuple[dict[str, float], bool, float, str]:
-    """Train two steps; return what differs, whether the layout is plain, the predicted seconds, and the plan's log."""
+    """Train two steps; return the differences, whether the layout is plain, the predicted seconds, the plan's log."""
     planned = section(**{**AUTO, "planner": {"profile": path}, **changes})
     with logged() as lines, engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
@@ -132,7 +132,7 @@ def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str,
 
 
 def job_fails(path: str, rank: int) -> str:
-    """An iterator over parameters that breaks on one rank."""
+    """Pass an iterator over parameters that breaks on one rank."""
 
     def parameters() -> Iterator[torch.nn.Parameter]:
         if torch.distributed.get_rank() == rank:

@@ -1,4 +1,4 @@
-"""`flops_profiler` and `wall_clock_breakdown` with two stages, which the stock engine cannot do."""
+"""Test `flops_profiler` and `wall_clock_breakdown` with two stages, which the stock engine cannot do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def operations(engine: Any, recomputes: bool) -> dict[str, int]:
-    """Operations of a stage on one micro-batch, from the shapes of its weights and the causal pairs of tokens."""
+    """Count operations of a stage on one micro-batch, from the shapes of its weights and the causal pairs of tokens."""
     weights = {name: p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
     matrices = sum(count for name, count in weights.items() if not name.startswith("0."))  # the embedding looks up
     decoders = sum("attention.out" in name for name in weights)
@@ -44,7 +44,7 @@ def operations(engine: Any, recomputes: bool) -> dict[str, int]:
 
 
 def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
-    """What was printed in each step, and whether the profile has left a trace on training."""
+    """Return the text printed in each step, and whether the profile has affected training."""
     terapipe = section(slices=plan, schedule=schedule)
     recomputed = {key: options[key] for key in ("module",) if key in options}
     plain = run_training(fp32_layers, terapipe, batches(3), **recomputed)
@@ -69,7 +69,7 @@ def value(shown: str) -> float:
 
 
 def figure(text: str, name: str) -> float:
-    """The figure of a line such as `forward: 12.5 K`."""
+    """Return the figure of a line such as `forward: 12.5 K`."""
     found = re.search(rf"^  {name}: ([\d.]+ ?[KMG]?)$", text, re.MULTILINE)
     assert found, text
     return value(found[1])
@@ -106,7 +106,7 @@ class TestFlops:
     @pytest.mark.parametrize("steps", [None, 0])
     @pytest.mark.parametrize("timed", [True, False])
     def test_steps_per_print_need_not_be_set(self, timed: bool, steps: int | None) -> None:
-        """Times are printed in each step where they are asked for, and never for the operations alone."""
+        """Check that times are printed in each step if requested, and never for the operations alone."""
         measured = {"wall_clock_breakdown": True} if timed else {"flops_profiler": FLOPS}
         first, second = rank_pool(2).run(job_flops, plan=PLAN, steps_per_print=steps, **measured)
         assert first["same"] == second["same"] == 0.0

@@ -1,6 +1,6 @@
-"""Measuring for "auto" and the check of the first batch leave training as it is: the bits of the same plan by hand.
+"""Test that measuring for "auto" and the first batch's check do not change training: same bits as with a listed plan.
 
-What they cannot put back is named in a warning.
+A warning names any state that they cannot restore.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of users, drawn at random: equal to a plain loop, or refused before the first step."""
+"""Test random models as users write them: equal to a plain loop, or refused before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random configurations train as a plain loop in one process does: loss, gradients, parameters, evaluation.
+"""Test that random configurations train as in a plain loop in one process: loss, gradients, parameters, evaluation.
 
 The configurations are drawn by hypothesis with a fixed seed, so they are the same in every run; `training.py` has
 no pipeline, no slices and no engine. Fourteen that cover most pairs of values run by default, all of them with
@@ -35,7 +35,7 @@ _GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) b
 
 @st.composite
 def slice_lengths(draw: st.DrawFn, length: int) -> tuple[int, ...]:
-    """A list of up to five slice lengths."""
+    """Draw a list of up to five slice lengths."""
     cuts = draw(st.sets(st.integers(1, length - 1), max_size=4))
     edges = [0, *sorted(cuts), length]
     return tuple(stop - start for start, stop in itertools.pairwise(edges))
@@ -77,7 +77,7 @@ def configurations(draw: st.DrawFn) -> Case:
 
 
 def _mixers(generator: random.Random) -> tuple[str, ...]:
-    """Up to four kinds of layers, in turn: the model's own, those with a state, attention with any options."""
+    """Draw up to four kinds of layers, in turn: the model's own, layers with a state, attention with any options."""
 
     def kind() -> str:
         options = [name for name in OPTIONS if generator.random() < 0.4]
@@ -88,7 +88,7 @@ def _mixers(generator: random.Random) -> tuple[str, ...]:
 
 @functools.cache
 def drawn() -> tuple[Case, ...]:
-    """`COUNT` different configurations, sorted such that those of one number of ranks stand together."""
+    """Return `COUNT` different configurations, grouped by their number of ranks."""
     found: dict[Case, None] = {}
 
     @seed(0)
@@ -116,7 +116,7 @@ def drawn() -> tuple[Case, ...]:
 
 
 def covering(count: int) -> tuple[Case, ...]:
-    """`count` of the drawn ones on two ranks which together have as many pairs of values as possible."""
+    """Return `count` of the drawn ones on two ranks that together have as many pairs of values as possible."""
     waiting = [each for each in drawn() if each.world_size == 2]
     seen: set[Any] = set()
     chosen: list[Case] = []
@@ -129,7 +129,7 @@ def covering(count: int) -> tuple[Case, ...]:
 
 
 def _pairs(configuration: Case) -> set[Any]:
-    """What stands together in a configuration; numbers of tokens, the seed and the form do not matter."""
+    """Return the pairs of values in a configuration; numbers of tokens, the seed and the form do not matter."""
     values = {f.name: getattr(configuration, f.name) for f in fields(configuration)}
     listed = isinstance(values.pop("slices"), tuple)
     for name in ("length", "data_seed", "steps", "rows", "batch"):
@@ -145,7 +145,7 @@ def reference(case: Case) -> list[RankRecord]:
 
 
 def problems(case: Case) -> list[str]:
-    """What is above the contract; empty where both trainings are the same."""
+    """Return the errors above the contract; empty if both trainings are the same."""
     run = rank_pool(case.world_size).run(train_case, case=case)
     return cases.violations(cases.errors(run, reference(case)), cases.contract(case))
 
@@ -171,7 +171,7 @@ def test_all_configurations(first: int) -> None:
 
 
 class TestConfigurations:
-    """What is drawn is what the comparison claims to cover."""
+    """Test that the drawn configurations cover what the comparison claims."""
 
     def test_every_schedule_and_every_value_occurs_in_the_default_run_too(self) -> None:
         few, many = covering(14), drawn()

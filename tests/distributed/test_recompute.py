@@ -1,4 +1,4 @@
-"""`terapipe.recompute`: which stages run their layers again in the backward, and what must not change by it."""
+"""Test `terapipe.recompute`: which stages run their layers again in the backward, and that results do not change."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: 
 
 @dataclass
 class Chosen:
-    """What one rank saw: with a limit, and with one that all fits in."""
+    """Hold the results of one rank: with a tight limit, and with a limit that everything fits in."""
 
     planned: tuple[tuple[int, ...], ...]  # for all stages, by the profile
     errors: dict[str, float]

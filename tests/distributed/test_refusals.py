@@ -1,4 +1,4 @@
-"""Experts and captured attention are refused where sequences are cut; and what the first batch tells."""
+"""Test that cut sequences refuse experts and captured attention; and the log of the first batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy
 
 
 class MixtureLayer(torch.nn.Module):
-    """A mixture of experts with capacity, as DeepSpeed has it."""
+    """Run a mixture of experts with capacity, as DeepSpeed has it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def test_experts_with_capacity_are_refused() -> None:
 
 
 class Captured(gpt.CausalSelfAttention):
-    """Attention by a name that was bound long before any guard."""
+    """Attend by a name that was bound long before any guard."""
 
     fused = staticmethod(F.scaled_dot_product_attention)
 
@@ -55,7 +55,7 @@ class Captured(gpt.CausalSelfAttention):
 
 
 def _captured_attention(evaluate: bool, **changes: Any) -> tuple[str, str]:
-    """Return what a first batch is refused with."""
+    """Return the refusal of a first batch."""
     with mock.patch.object(gpt, "CausalSelfAttention", Captured):
         with engine_of(gpt_layers(), section(**changes), stages=1) as engine:
             data = iter(batches(1)[0])
@@ -86,7 +86,7 @@ class Steps(Embedding):
 
 
 class Limits(Embedding):
-    """Writes to its weight in each forward, as `nn.Embedding` with `max_norm` does."""
+    """Write to the weight in each forward, as `nn.Embedding` with `max_norm` does."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         torch.no_grad()(self.weight.clamp_)(-2.0, 2.0)
@@ -126,7 +126,7 @@ F0.0c0,F0.1c0,F0.0c1,F0.1c1,B0.1c1,F1.0c0,B0.0c1,F1.1c0,F1.0c1,B0.1c0,B0.0c0,F1.
 
 
 def job_log(terapipe: dict[str, Any] | None = None, said: bool = True, **options: Any) -> list[str]:
-    """The lines of two training batches and an evaluation about inputs and clipping. `said`: the config tells of it."""
+    """Return the log on inputs and clipping of two training batches and an evaluation. `said`: the config names it."""
     stages = options.pop("stages", 2)
     layers = [LayerSpec(TokensOnly), *gpt_layers("float32")]
 

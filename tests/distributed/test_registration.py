@@ -1,4 +1,4 @@
-"""Which engine `deepspeed.initialize` builds with the plugin, and an unchanged script under the launcher."""
+"""Test which engine `deepspeed.initialize` builds with the plugin, and an unchanged script under the launcher."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def registered() -> Iterator[None]:
 
 
 def initialize(model: torch.nn.Module, ds_config: dict[str, Any]) -> Any:
-    """The engine that `deepspeed.initialize` builds, which knows nothing of us."""
+    """Yield the engine that `deepspeed.initialize` builds, without any argument of ours."""
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 
 
@@ -78,7 +78,7 @@ def job_registration() -> dict[str, Any]:
 
 
 def job_other_engines() -> dict[str, Any]:
-    """Engines that ours must leave alone or refuse."""
+    """Build engines that ours must leave alone or refuse."""
     found: dict[str, Any] = {}
     enabled = config(terapipe=section())
     found["unread"] = unread_sections(enabled)
@@ -103,7 +103,7 @@ def job_other_engines() -> dict[str, Any]:
 
 
 def unread_sections(enabled: dict[str, Any]) -> dict[str, str]:
-    """What is raised where an engine of another class is built with an enabled section."""
+    """Return the error if an engine of another class is built with an enabled section."""
     found: dict[str, str] = {}
 
     class Mine(PipelineEngine):
@@ -197,7 +197,7 @@ SCRIPT = """
 
 
 def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
-    """Output and exit code. A launcher that hangs is killed with all that it has started."""
+    """Return output and exit code. A launcher that hangs is killed with all processes that it has started."""
     process = subprocess.Popen(
         command,
         env=environment,

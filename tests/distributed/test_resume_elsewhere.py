@@ -1,4 +1,4 @@
-"""Four ranks are killed (-9); two go on in another layout, by examples/resume_elsewhere.py, with the same losses."""
+"""Test that after a kill (-9) of four ranks two go on in another layout, by examples/resume_elsewhere.py, equally."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def train(folder: str, options: tuple[str, ...], killed_at: int | None) -> dict[
 
 
 def look_again(folder: str) -> tuple[str, dict[str, int], dict[str, bool]]:
-    """Return what the script would go on from, the degrees of that, and what a config without a move says."""
+    """Return the checkpoint that the script would go on from, its degrees, and the error of a config without a move."""
     with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         import resume_elsewhere as script
 

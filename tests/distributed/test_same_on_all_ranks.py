@@ -1,4 +1,4 @@
-"""Ranks that shuffle apart or have built different models are refused on every rank; copies of the same are not."""
+"""Test that every rank refuses ranks that shuffle apart or have different models, but accepts copies of the same."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def loader(seed: int, classes: bool = False) -> Iterator[Any]:
 
 
 def replaced_labels(seed: int, value: int | None) -> Iterator[Any]:
-    """On the first stage labels of one value, or none, stand in for those that it does not need."""
+    """Put labels of one value, or none, in place of the labels that the first stage does not need."""
     for inputs, labels in loader(seed):
         yield inputs, (None if value is None else torch.full_like(labels, value)) if _stage() == 0 else labels
 
 
 def augmented(seed: int) -> Iterator[Any]:
-    """Inputs that each rank changes by random numbers of its own, and labels that are the same."""
+    """Return inputs that each rank changes by random numbers of its own, and labels that are the same."""
     for inputs, labels in loader(seed):
         yield (inputs + _stage()) % VOCAB_SIZE, labels
 
@@ -109,7 +109,7 @@ def other_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def made_here(rank: int) -> tuple[Any, Any]:
-    """A function and a class that are defined anew on each rank, with constants whose text depends on the process."""
+    """Define a function and a class anew on each rank, with constants whose text depends on the process."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         assert "mean" in {"sum", "mean", "none"}

@@ -1,4 +1,4 @@
-"""What the engine adds to a checkpoint, what it says when one is loaded or cannot be read, and described modules."""
+"""Test the engine's additions to a checkpoint, its reports on loaded or unreadable ones, and described modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHER = section(slices=[5, 10, 7, 1], schedule="terapipe")
 
 
 def job_save(folder: str) -> dict[str, Any]:
-    """The usual save, one that is not to be the latest, and three that one rank or other cannot make."""
+    """Make the usual save, one that is not to be the latest, and three that some rank cannot make."""
     with engine_of(gpt_layers(), OURS) as engine:
         train(engine, batches(1))
         last_layer = engine.module.forward_funcs[-1].requires_grad_(False)
@@ -59,7 +59,7 @@ def job_save(folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def files_end_at(size: int | None) -> Iterator[None]:
-    """As on a full disk, the system refuses to write beyond ``size`` bytes of a file."""
+    """Let the system refuse to write beyond ``size`` bytes of a file, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -124,7 +124,7 @@ def of_last_layer(folder: Path) -> dict[str, Any]:
 
 
 def spoil(folder: Path) -> None:
-    """As if a copy had been cut short: the one that is now the latest lacks the end of a file."""
+    """Cut a file of the latest checkpoint short, as an interrupted copy would."""
     (folder / "latest").write_text("aside")
     path = folder / "aside" / "layer_03-model_states.pt"
     path.write_bytes(path.read_bytes()[:-1])
@@ -134,7 +134,7 @@ def spoil(folder: Path) -> None:
 
 
 class ByMethod(PipelineModule):
-    """As Megatron-DeepSpeed's `GPTModelPipe`: DeepSpeed knows this name as that of a dict."""
+    """Describe itself as Megatron-DeepSpeed's `GPTModelPipe` does: DeepSpeed knows this name for a dict."""
 
     heads = 4
 
@@ -152,7 +152,7 @@ class Broken(ByMethod):
 
 
 def job_save_described(folder: str, module_class: type[PipelineModule], given: bool) -> list[float]:
-    """The losses of the steps that follow."""
+    """Return the losses of the following steps."""
     with engine_of(gpt_layers(), section(), module_class=module_class) as engine:
         train(engine, batches(2))
         client = {"universal_checkpoint_info": engine.module.universal_checkpoint_info()} if given else {}
@@ -204,7 +204,7 @@ def job_save_twice(folder: str, client: Any) -> list[str]:
 
 
 def job_load_spoilt(folder: str, allow_pickle: bool = False) -> dict[str, Any]:
-    """What a load of the second one does, and then one that may choose."""
+    """Return the result of a load of the second checkpoint, and then of a load that may choose."""
     with logged() as lines, engine_of(gpt_layers(), section(checkpoints={"allow_pickle": allow_pickle})) as engine:
         train(engine, batches(1, first_seed=400))
         before = states_of(engine)
@@ -251,7 +251,7 @@ PLACES = ("layer", "optimizer", "lr_scheduler", "checkpoint_engine")
 
 
 def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dict[str, Any]:
-    """Errors of saving and loading, of a batch after each, and of a batch after one rank has gone on alone."""
+    """Return errors of saving and loading, of a batch after each, and of a batch after one rank has gone on alone."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
     stages = distributed.get_world_size()
     with engine_of(gpt_layers(tied_embedding=tied), OURS, stages=stages, scheduler=scheduler) as engine:

@@ -1,4 +1,4 @@
-"""Ranks that divide the tokens of each slice train as one process trains whole sequences, in fp64 on four ranks."""
+"""Test that ranks that divide each slice's tokens train as one process on whole sequences, in fp64 on four ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def refusal_of_tied_embeddings() -> tuple[str, str]:
 
 
 def refusal_of_tied_layers() -> tuple[str, str]:
-    """Build a module of one's own, whose constructor waits for ever where nothing stops it."""
+    """Build a module of one's own, whose constructor would wait forever without the refusal."""
     tied = [TiedLayerSpec("one weight", torch.nn.Linear, 4, 4) for _ in range(2)]
     terapipe_ds.register()
     try:
@@ -112,14 +112,14 @@ class Scaled(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Subtract the mean over the tokens, which is that of a slice, or of a rank's share of it."""
+    """Subtract the mean over the call's tokens: a slice, or a rank's share of it."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden - hidden.mean(1, keepdim=True)
 
 
 def checked_layers(slices: Any) -> tuple[tuple[str, str], tuple[str, str], str]:
-    """What the check of the first batch raises for each, and what it says of the healthy one."""
+    """Return the error of the first batch's check for each layer, and its report on the healthy one."""
     changes, found = {"verify": None, "slices": slices}, options(BASE)
     found["module"] = {**found.get("module", {}), "topology": topology(BASE.stages)}
     raised = []
@@ -132,7 +132,7 @@ def checked_layers(slices: Any) -> tuple[tuple[str, str], tuple[str, str], str]:
 
 
 class Numbered(Dataset[Any]):
-    """Rows that are known by their first token."""
+    """Return rows that are identified by their first token."""
 
     def __len__(self) -> int:
         return 8
@@ -210,7 +210,7 @@ class TestSequenceRanks:
 
     @pytest.mark.parametrize("precision", ["fp64", "fp32_zero1"])
     def test_a_checkpoint_is_resumed_and_has_each_layer_once(self, precision: str, tmp_path: Path) -> None:
-        """Also by the same stages without sequence ranks, where ZeRO has not divided the states."""
+        """Resume also on the same stages without sequence ranks, if ZeRO has not divided the states."""
         case = replace(BASE, precision=precision)
         run = rank_pool(RANKS).run(save_and_resume, case=case, folder=str(tmp_path))
         limit, alone = cases.contract(case)["parameter"], train_alone(case)

@@ -1,4 +1,4 @@
-"""Settings that DeepSpeed fails on, or passes over: values for Trainer to fill in, losses as a list, empty groups."""
+"""Test settings that DeepSpeed fails on, or ignores: values for Trainer to fill in, losses as a list, empty groups."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_trainer_would_fill_in_is_named() -> None:
 
 
 def job_evaluated(terapipe: dict[str, Any] | None, sends: bool, **monitors: Any) -> tuple[Any, Any]:
-    """The losses of the micro-batches, and what is raised instead."""
+    """Return the losses of the micro-batches, or the error."""
     with engine_of(gpt_layers(), terapipe, **monitors) as engine:
         losses: list[Any] = []
         data = iter(batches(1)[0])
@@ -86,7 +86,7 @@ def test_losses_of_all_micro_batches(tmp_path: Any) -> None:
 
 
 def job_groups(terapipe: dict[str, Any] | None, stages: int) -> Run:
-    """Embeddings have a learning rate of their own: those of the first stage."""
+    """Give the embeddings, which are on the first stage, a learning rate of their own."""
     model, settings = pipeline_module(gpt_layers(), stages), config()
     del settings["optimizer"]
     if terapipe is not None:

@@ -1,4 +1,4 @@
-"""Messages by way of the host's memory: forced where there is no device, and for real where there is one."""
+"""Test messages by way of the host's memory: emulated without a device, and real with one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.distributed.harness import rank_pool
 
 
 class GlooForDevices:
-    """A stand-in: all that is computed lies on a device, and gloo takes from rank to rank what is on the host only.
+    """Pretend that all computed tensors lie on a device, and that gloo only moves tensors on the host.
 
-    On the host are what staging has copied there, the integers of headers and announcements, and the number by which
-    wires that are staged are connected.
+    The host has the copies made by staging, the integers of headers and announcements, and the number by which staged
+    wires connect.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class GlooForDevices:
 def _train_on_devices_over_gloo(
     stages: int, terapipe: dict[str, Any], stock_too: bool, changes: dict[str, Any]
 ) -> tuple[Run, Run, int]:
-    """Stock and ours; ours, or both, with all tensors on a device and messages over gloo."""
+    """Train stock and ours; ours, or both, with all tensors on a device and messages over gloo."""
     data, gloo = batches(2), GlooForDevices()
     dtype = "float64" if not changes else "bfloat16"
 
@@ -102,7 +102,7 @@ def _same(runs: list[tuple[Run, Run, int]], tolerance: float) -> None:
     "terapipe", [section(), section(slices="auto", schedule="auto", granularity_tokens=8)], ids=["fixed", "auto"]
 )
 def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) -> None:
-    """DeepSpeed's start sends a number of the device to the next stage; the stock engine sends everything so."""
+    """Test DeepSpeed's start, which sends a device tensor to the next stage; the stock engine sends all this way."""
     _same(rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=terapipe, stock_too=True, changes={}), 1e-9)
 
 
@@ -125,7 +125,7 @@ def test_deepspeeds_functions_are_given_back() -> None:
 
 
 def _exchange(device: torch.device) -> bool:
-    """A message from rank 0 to rank 1 by way of the host; whether the buffers were pinned."""
+    """Send a message from rank 0 to rank 1 by way of the host; return also whether the buffers were pinned."""
     from torch import distributed
 
     from terapipe_ds.runtime.layout.layout import Layout
@@ -165,7 +165,7 @@ def test_a_message_by_way_of_the_host() -> None:
 
 
 def _over_gloo(rank: int, rendezvous: str, given: dict[str, Any]) -> None:
-    """Two stages on one device, which NCCL refuses."""
+    """Run two stages on one device, which NCCL refuses."""
     from torch import distributed
 
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

@@ -1,7 +1,7 @@
-"""DeepSpeed stays DeepSpeed: with one slice and 1F1B every behaviour of its pipeline engine is there, bit for bit.
+"""Test that with one slice and 1F1B the engine keeps every behaviour of DeepSpeed's pipeline engine, bit for bit.
 
-Each job runs with DeepSpeed's own engine and then with ours in the same ranks; what they give must be equal, not close.
-The areas are those that DeepSpeed's tests of its pipeline engine cover.
+Each job runs with DeepSpeed's own engine and then with ours in the same ranks; results must be equal, not close.
+The tests cover the same areas as DeepSpeed's tests of its pipeline engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NUM_CLASSES = 7
 
 
 class Block(nn.Module):
-    """A convolution, a norm over the batch and dropout."""
+    """Apply a convolution, a norm over the batch and dropout."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ EVALUATIONS: list[dict[str, Any]] = [
 
 
 def train_and_evaluate(engine: PipelineEngine, data: list[Batch]) -> dict[str, Any]:
-    """Two steps, evaluations of all kinds, one more step; also the buffers, as those of a batch norm."""
+    """Make two steps, evaluations of all kinds, one more step; also return the buffers, such as a batch norm's."""
     torch.manual_seed(11)
     first = train(engine, data[:2])
     evaluated = []
@@ -121,7 +121,7 @@ def train_and_evaluate(engine: PipelineEngine, data: list[Batch]) -> dict[str, A
 
 
 def change_sizes(engine: PipelineEngine) -> list[Any]:
-    """The number of micro-batches, and the rows and the length of each."""
+    """Change the number of micro-batches, and the rows and the length of each."""
     found: list[Any] = []
     for length, rows, count in ((23, 2, 2), (11, 3, 1), (30, 1, 3)):
         engine.set_train_batch_size(2 * count)
@@ -133,7 +133,7 @@ def change_sizes(engine: PipelineEngine) -> list[Any]:
 
 
 def data_sources(engine: PipelineEngine) -> list[Any]:
-    """A loader that begins again, the iterator that stays, a function for batches, and one after the other."""
+    """Use a loader that begins again, the iterator that stays, a function for batches, and one after the other."""
     [first], [second] = batches(1), batches(1, first_seed=50)
     loader = RepeatingLoader(first)
     losses = [engine.train_batch(iter(loader)), engine.train_batch(), engine.train_batch()]
@@ -145,7 +145,7 @@ def data_sources(engine: PipelineEngine) -> list[Any]:
 
 
 def what_users_ask(engine: PipelineEngine) -> dict[str, Any]:
-    """Small questions, and the errors for calls that a pipeline does not take."""
+    """Ask small questions, and collect the errors for calls that a pipeline does not take."""
     errors = {}
     calls: dict[str, Callable[[], Any]] = {
         "forward": lambda: engine.forward(torch.zeros(1)),
@@ -209,7 +209,7 @@ def own_loss_layers() -> list[Any]:
 
 
 class Mean(nn.Module):
-    """Over the pixels, however many there are."""
+    """Take the mean over the pixels, for any number of them."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         return pixels.mean((2, 3))
@@ -234,7 +234,7 @@ def images_of_sizes(count: int) -> list[Batch]:
 
 @contextlib.contextmanager
 def in_parts() -> Iterator[None]:
-    """DeepSpeed's checkpoints, each rank with a part of them in one piece of memory, for as long as this lasts."""
+    """Partition DeepSpeed's checkpoints over the ranks, each part in one piece of memory, for the block."""
     set_here = {"PARTITION_ACTIVATIONS": True, "CONTIGUOUS_CHECKPOINTING": True, "num_layers": 16}
     with mock.patch.multiple(ds_checkpointing, **set_here):
         ds_checkpointing.reset()
@@ -248,7 +248,7 @@ def partitioned(engine: PipelineEngine) -> dict[str, Any]:
 
 
 def checkpoint_functions(engine: PipelineEngine) -> list[Any]:
-    """What DeepSpeed asks of the function that checkpoints, before training and between its steps."""
+    """Return what DeepSpeed reads about the checkpoint function, before training and between its steps."""
     found: list[Any] = []
     for interval in (0, 2, 1):
         engine.module.set_checkpoint_interval(interval)
@@ -392,7 +392,7 @@ def test_a_reduction_that_does_not_exist_is_refused_on_every_stage() -> None:
 
 
 def names_of_deepspeed() -> dict[tuple[str, str], int]:
-    """What every name in every module and class of DeepSpeed stands for."""
+    """Return the object behind every name in every module and class of DeepSpeed."""
     found = {}
     for module_name, module in sorted(sys.modules.items()):
         if module_name.partition(".")[0] != "deepspeed" or module is None:

@@ -1,4 +1,4 @@
-"""Strategies that are executed: the placement on machines, what the section takes from the file, what is refused."""
+"""Test executed strategies: the placement on machines, the section's values from the file, the refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, Run]:
 
 
 def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, Run]:
-    """Return what DeepSpeed's own engine gives in its own placement, of all stages together, by replica."""
+    """Return the results of DeepSpeed's own engine in its own placement, of all stages together, by replica."""
     found = sorted(rank_pool(4).run(job_stock, layers=layers, **changes), key=lambda one: one[0])
     runs = {replica_id: Run() for (_, replica_id), _ in found}
     for (_, replica_id), run in found:
@@ -301,7 +301,7 @@ def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -
 
 
 def job_different_files(folders: list[str]) -> tuple[str, str]:
-    """Rank 3 is on a machine whose disk has another file under that name."""
+    """Give rank 3 another file under that name, as on a machine with its own disk."""
     module, ds_config = pipeline_module(gpt_layers()), ds_config_of("strategy.json")
     with contextlib.chdir(folders[torch.distributed.get_rank() == 3]):
         return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))

@@ -1,4 +1,4 @@
-"""Slices under tensor parallelism: against the whole model on one rank, and what such ranks must have alike."""
+"""Test slices under tensor parallelism: against the whole model on one rank, and the data that ranks must share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed.tensor_parallel import parallel
 
 
 def sharded(engine: PipelineEngine, run: Run) -> Run:
-    """What a run of the whole model gave, cut down to what this tensor-parallel rank holds."""
+    """Return the results of a run of the whole model, cut down to the part of this tensor-parallel rank."""
     grid = engine.mpu
     rank, size = grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
     dims = {n: p.partition_dim for n, p in engine.module.named_parameters() if hasattr(p, "partition_dim")}
@@ -41,7 +41,7 @@ def sharded(engine: PipelineEngine, run: Run) -> Run:
 
 
 def _against_the_whole(grid: tuple[int, int, int], terapipe: dict[str, Any]) -> dict[str, float]:
-    """Compare with the stock engine on the whole model, of which each rank is a replica."""
+    """Compare with the stock engine on the whole model; each rank is a replica of it."""
     data = batches(3)
     with engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
         reference = train(engine, data)
@@ -150,7 +150,7 @@ def test_a_plan_that_only_some_ranks_set_is_an_error_on_all(different: list[int]
 
 
 def _in_multiples(terapipe: dict[str, Any], length: int, by_hand: list[int]) -> tuple[list[int], int, str, str]:
-    """The plan and the granularity of slices in multiples of two, and what is said to odd sequences and odd slices."""
+    """Return plan and granularity of slices in multiples of two, and the errors for odd sequences and slices."""
     with engine_of(tp.layers(), terapipe, **parallel((2, 1, 2), tp.InMultiplesOfTwo)) as engine:
         assert isinstance(engine, TeraPipeEngine)
         train(engine, batches(1, length=length))

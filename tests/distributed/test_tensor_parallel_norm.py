@@ -1,7 +1,7 @@
-"""The gradient norm and the clipped update under tensor parallelism, against a formula over the whole gradients.
+"""Test the gradient norm and the clipped update under tensor parallelism, against a formula over the whole gradients.
 
-What is divided counts on every tensor-parallel rank, what is replicated once, and a tied weight once, also where it is
-divided. With plain SGD a wrong norm shows in the update, which Adam would hide.
+Divided parameters count on every tensor-parallel rank, replicated ones once, and a tied weight once, also if it is
+divided. With plain SGD a wrong norm shows in the update; Adam would hide it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {  # dtype, config, limit;
 
 
 def _whole_gradients(engine: PipelineEngine, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every gradient of the model, once: shares put together, replicated and tied ones taken from one rank."""
+    """Return every gradient of the model, once: shares joined, replicated and tied ones taken from one rank."""
     grid = engine.mpu
     place = grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_rank()
     dims = {n: getattr(p, "partition_dim", None) for n, p in engine.module.named_parameters()}
@@ -58,7 +58,7 @@ def _whole_gradients(engine: PipelineEngine, mine: dict[str, Tensor]) -> dict[st
 
 
 def _weights(engine: PipelineEngine) -> dict[str, Tensor]:
-    """As precise as they are kept."""
+    """Return the weights as precisely as they are kept."""
     return {n: trained_copy(engine, p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
@@ -76,7 +76,7 @@ def _fused(wanted: bool) -> Iterator[None]:
 
 
 def _norm_and_update(grid: tuple[int, int, int], kind: str) -> tuple[float, float, float, str]:
-    """The relative errors of the norm and of the clipped update, the norm, and the optimizer's class."""
+    """Return the relative errors of the norm and of the clipped update, the norm, and the optimizer's class."""
     dtype, changes, _ = KINDS[kind]
     options = {**parallel(grid), **SGD, **changes}
     data = batches(1)

@@ -1,4 +1,4 @@
-"""Planning under tensor parallelism: peers run the same slices as often, whatever their clocks and caches say."""
+"""Test planning under tensor parallelism: peers run the same slices equally often, for any clocks and caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
 
 
 def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
-    """Make something on one rank of two peers other than on the rest."""
+    """Disturb one rank of two peers."""
     if not is_disturbed:
         return
     if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
@@ -41,7 +41,7 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
 
 
 def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """The slices whose F and B the probe of this rank runs, in their order."""
+    """Record the slices whose F and B the probe of this rank runs, in their order."""
     ran: list[tuple[str, int, int]] = []
     forward, backward = SliceTimer._forward, SliceTimer.issue_backward
 
@@ -59,7 +59,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, float]:
-    """The plan, the slices that were measured, and how far a run with that plan as a list is from it."""
+    """Return the plan, the measured slices, and the difference of a run with that plan as a list."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_choice, "plan_slices", cut_anyway)
         patch.setattr(rounds, "MAX_ROUNDS", 4)
@@ -92,7 +92,7 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
 
 
 def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
-    """How many slices were measured, and the plan; each rank sees another folder, as on machines of their own."""
+    """Return the number of measured slices, and the plan; each rank sees another folder, as on separate machines."""
     module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
     usual = profiles.cache_path
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
+"""Test what surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
 
 
 def _evaluated() -> dict[str, Any]:
-    """Relative errors against the whole model on one rank; logits are this rank's part of the vocabulary."""
+    """Return relative errors against the whole model on one rank; logits are this rank's part of the vocabulary."""
     (data,) = batches(1)
     with engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
         whole = _evaluations(engine, data)
@@ -114,7 +114,7 @@ def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
 
 
 class BrokenError(RuntimeError):
-    """What the faulty layer raises."""
+    """Be the error of the faulty layer."""
 
 
 def _wait_for_ever() -> None:
@@ -141,7 +141,7 @@ def _with_a_fault(kind: str, rank: int) -> None:
 
 @pytest.fixture
 def whole_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks have the time to end by themselves, and nothing is cut from what they say."""
+    """Give ranks the time to end by themselves, and cut nothing from their reports."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
     monkeypatch.setattr(harness, "GRACE_S", 20.0)
 
@@ -190,7 +190,7 @@ def _layer_seconds_of_broken(self: SliceTimer, *arguments: Any) -> Any:
 
 
 def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.PATIENCE_S) -> tuple[list[float], bool]:
-    """The losses, and whether layers have their times: they are tried one by one, and on these ranks that fails."""
+    """Return the losses, and whether layers have their times: they are tried one by one, which fails on these ranks."""
     here, terapipe = torch.distributed.get_rank() in ranks, {**TRIED, "stall_timeout_s": 60}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "PATIENCE_S", patience_s)
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(kind: st
 
 
 def test_peers_do_without_the_times_of_layers_together() -> None:
-    """Where all fail alike."""
+    """Check the case in which all peers fail alike."""
     undisturbed, alike = (
         rank_pool(2).run(_tried_with_a_fault, kind="timed", ranks=ranks, timeout_s=40)[0] for ranks in ([], [0, 1])
     )

@@ -1,4 +1,4 @@
-"""The programs of the tutorials and the shortest examples, run as printed on two stages: they do what they say."""
+"""Test the programs of the tutorials and the shortest examples, run as printed on two stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_same_as_whole() -> None:
 
 
 def falls(losses: list[float]) -> bool:
-    """From guessing among 64 tokens, ln 64 = 4.16, to less than half of it."""
+    """Return whether the loss falls from guessing among 64 tokens, ln 64 = 4.16, to less than half of it."""
     return 3.5 < losses[0] < 5 and losses[-1] < 2
 
 

@@ -1,4 +1,4 @@
-"""Two groups of processes, each with a working folder of its own, stand in for two machines."""
+"""Test two machines, emulated by two groups of processes, each with a working folder of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _start(node: int, port: int, folder: Path, shared: Path) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[dict[str, Any]]]:
-    """Return the working folders of two machines and what the rank on each had to say."""
+    """Return the working folders of two machines and the report of the rank on each."""
     root, port = tmp_path_factory.mktemp("machines"), get_free_port()
     folders = [root / "first", root / "second"]
     for folder in folders:

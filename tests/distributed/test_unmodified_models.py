@@ -1,4 +1,4 @@
-"""Plain torch models train in slices as the stock engine trains them whole: their attention is intercepted."""
+"""Test that plain torch models train in slices as in the stock engine: the engine intercepts their attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank cannot look at, open or make a file: saves and loads raise the same on all ranks, or come through."""
+"""Test saves and loads if one rank cannot stat, open or make a file: all ranks raise the same error, or all succeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.engines import batches, engine_of, gpt_layers, raised_by,
 from tests.distributed.failing_calls import LOOKS, WRITES, failing_at
 from tests.distributed.harness import rank_pool
 
-STALL_TIMEOUT_S = 5.0  # a rank that waits alone is found out by this
+STALL_TIMEOUT_S = 5.0  # this detects a rank that waits alone
 
 Outcome = tuple[str, int, str, tuple[str, str], float]  # what was done, which call failed, how it ended, in seconds
 

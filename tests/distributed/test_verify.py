@@ -1,4 +1,4 @@
-"""`"verify": "first_batch"` in a pipeline: all ranks hear of a fault, and without one training is as without it."""
+"""Test `"verify": "first_batch"` in a pipeline: all ranks report a fault; without one, training is unaffected."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ PLAIN = section(slices=[9, 5, 9])
 
 
 def with_fault(fault: str) -> list[Any]:
-    """A decoder with a faulty layer, the first one of the second of two stages."""
+    """Return a decoder with a faulty layer, the first one of the second of two stages."""
     layers = gpt_layers("float32")
     return [*layers[:4], LayerSpec(getattr(faulty, fault)), *layers[4:]]
 
 
 def fault_of(fault: str) -> tuple[str, str]:
-    """The type and the text of the error, on each rank."""
+    """Return the type and the text of the error, on each rank."""
     with engine_of(with_fault(fault), VERIFY) as engine:
         return step_error(engine)
 
 
 def mutated_weights() -> tuple[str, str]:
-    """The same where the engine weighs the slices' losses alike; labels are masked."""
+    """Return the same if the engine weighs the slices' losses alike; labels are masked."""
     with FAULTS["unweighted_losses"].broken(), engine_of(gpt_layers(), VERIFY) as engine:
         return step_error(engine)
 
 
 def one(told: list[tuple[str, str]]) -> str:
-    """What all ranks say."""
+    """Return the common report of all ranks."""
     assert len(set(told)) == 1 and told[0][0] == "VerifyError"
     return told[0][1]
 
 
 def trainings(case: str) -> list[Run]:
-    """Three steps with and without the check."""
+    """Make three steps with and without the check."""
     layers, options, data = CASES[case]
     runs = []
     for terapipe in (PLAIN, VERIFY):
@@ -129,7 +129,7 @@ SIZES = {"tp2_sp": (2, 1, 1, True), "pp2": (1, 2, 1, False)}
 
 
 def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[str, str]]]:
-    """Two steps with and without the check: losses, parameters, and what the check said against."""
+    """Make two steps with and without the check; return losses, parameters, and the check's objections."""
     from tests.distributed import megatron_models
     from tests.distributed.megatron_cases import LAYOUTS, Case
 

@@ -1,5 +1,5 @@
-"""What is compared when nobody asks: layers and losses that are not the package's own, on a cut of the first batch; the
-loss always."""
+"""Test the check's default: it compares layers and losses that are not the package's own, on a cut of the first batch;
+the loss always."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.zoo.losses import PAD, masked_mean, mean_of_all_tokens, padded, shift
 
 
 class OnlyTrained(nn.Module):
-    """Cannot run on sequences that are shorter than those of the training."""
+    """Fail on sequences that are shorter than the training's."""
 
     def forward(self, x: Tensor) -> Tensor:
         active = active_slice()
@@ -41,7 +41,7 @@ class OnlyTrained(nn.Module):
 
 
 class WrongIfShort(nn.Module):
-    """Right on sequences as long as those of the training, and wrong on a window."""
+    """Be right on sequences as long as the training's, and wrong on a window."""
 
     def forward(self, x: Tensor) -> Tensor:
         active = active_slice()
@@ -49,7 +49,7 @@ class WrongIfShort(nn.Module):
 
 
 class WeightOfFifty:
-    """Says what slices of fifty tokens weigh, and no others."""
+    """Declare the weight of slices of fifty tokens, and of no others."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         return gpt.gpt_loss(logits, labels)
@@ -61,14 +61,14 @@ class WeightOfFifty:
 
 
 class MeanSquare(nn.Module):
-    """A model's own loss."""
+    """Compute a model's own loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
 
 
 class Said(NamedTuple):
-    """What a training ends with on a rank: type and text of an error, what was logged of the check, steps made."""
+    """Hold the end of a training on a rank: type and text of an error, the log of the check, steps made."""
 
     kind: str
     text: str
@@ -104,14 +104,14 @@ def said(
 
 
 def on_ranks(*batches_of: Batch, **options: Any) -> Said:
-    """Return what both ranks say alike; of the log, what rank 0 says."""
+    """Return the common report of both ranks; and the log of rank 0."""
     first, second = rank_pool(2).run(said, data=list(batches_of), **options)
     assert first[:2] == second[:2]
     return first
 
 
 def long(masked_until: int = 0, **options: Any) -> Said:
-    """Five rows of 400 tokens, of which the first labels do not count, in eight slices."""
+    """Train five rows of 400 tokens in eight slices; their first labels do not count."""
     data = [micro_batch(seed, 400, 5, masked=False) for seed in range(2)]
     for _, labels in data:
         labels[:, :masked_until] = IGNORE_INDEX

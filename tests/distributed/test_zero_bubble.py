@@ -1,4 +1,4 @@
-"""Split backwards in the engine: what `tests/test_transparency.py` does not show of `zb-h1` and `seq1f1b-zb`."""
+"""Test split backwards in the engine, beyond the cases of `zb-h1` and `seq1f1b-zb` in `tests/test_transparency.py`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_same_bits_as_unsplit(schedules: tuple[str, str]) -> None:
 
 
 class OwnLinear(torch.nn.Linear):
-    """A linear layer of the user's own class: whatever it does, nobody may guess."""
+    """Be a linear layer of the user's own class: the engine may not guess its work."""
 
 
 class Scale(torch.nn.Module):
@@ -105,7 +105,7 @@ def keys(engine: Any) -> list[tuple[int, int, int]]:
 
 
 def job_memory() -> tuple[list[int], int, int]:
-    """What waits for W when each W begins; at the end; and the peak of live slices as counted and as scheduled."""
+    """Return how many units wait for W when each W begins; the bytes that wait at the end; and the stage."""
     waiting: list[int] = []
     with engine_of(gpt_layers(), section(schedule="seq1f1b-zb")) as engine:
         weight = engine._ACTIONS[Kind.WEIGHT]

@@ -1,5 +1,5 @@
-"""The zoo: small models and losses, each right in the stock engine. With the defaults each trains in slices as there,
-or is refused before the first step, on every rank and with what is wrong with it."""
+"""Test the zoo: small models and losses, each right in the stock engine. With the defaults each trains in slices as
+there, or every rank refuses it before the first step and names the problem."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SLICES = {"slices": 4}  # more than the check looks at, which takes three of its
 
 @dataclass
 class Seen:
-    """Of one member, on one rank."""
+    """Hold the results of one member, on one rank."""
 
     stock: dict[str, float]  # how far two stages of the stock engine are from one
     sliced: dict[str, float] = field(default_factory=dict)  # how far slices with the defaults are from stock
     unguarded: dict[str, float] = field(default_factory=dict)  # how far slices without any check are
     error: str = ""  # the class of the refusal
     text: str = ""
-    untouched: bool = True  # no step was made, and the parameters are as they were
+    untouched: bool = True  # no step was made, and the parameters are unchanged
 
 
 def look_at(name: str) -> Seen:
@@ -64,7 +64,7 @@ def look_at(name: str) -> Seen:
 
 
 def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> None:
-    """With the defaults of the section. One stage of the stock engine has what any schedule has on a rank."""
+    """Train with the section's defaults. One stock stage has the parameters that a rank has under any schedule."""
     options = {"loss_fn": copy.deepcopy(member.loss_fn), **member.engine}
     with engine_of(member.layers, section(**{**SLICES, **member.terapipe}), **options) as engine:
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -82,8 +82,8 @@ def _trained(member: Member, terapipe: dict[str, Any] | None, data: list[Batch],
 
 @contextlib.contextmanager
 def nothing_is_checked() -> Iterator[None]:
-    """Slices run whatever they give: no layer is refused by its type, no attention by its shapes, no input by its size,
-    and nothing is compared."""
+    """Run slices without checks: no layer is refused by its type, no attention by its shapes, no input by its size, and
+    nothing is compared."""
     with (
         mock.patch.object(engine_build, "problem_of_layers", lambda *args: None),
         mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
@@ -120,7 +120,7 @@ def members(healthy: bool) -> list[Any]:
 
 
 def seen_of(member: Member) -> list[Seen]:
-    """On both ranks; first that the member belongs here."""
+    """Return the results on both ranks; check first that the member belongs here."""
     seen = rank_pool(2).run(look_at, name=member.name)
     assert violations([each.stock for each in seen], EXACT) == {}, "two stages are not as one in the stock engine"
     return seen

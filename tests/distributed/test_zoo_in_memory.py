@@ -1,4 +1,4 @@
-"""A model of transformers in memory, changed by its owner: it trains as its own class does, or is refused by name."""
+"""Test a model of transformers in memory, changed by its owner: it trains as its own class, or is refused by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def carried() -> dict[str, Any]:
 
 
 def lost_norms(folder: str) -> tuple[tuple[str, str], bool]:
-    """Return what a save of adapters alone raises where norms are trained beside them; whether a merged one has all."""
+    """Return the error of saving only adapters if norms are trained beside them; and whether a merged save has all."""
     module = terapipe_ds.from_pretrained(TRAINED["adapters and norms"].model(), num_stages=2)
     with engine_of(module, engines.section()) as engine:
         raised = engines.raised_by(lambda: terapipe_ds.save_pretrained(engine, folder))

@@ -1,4 +1,4 @@
-"""What cases train: their layers and data, the plainest reference, and the run of an engine that is compared with it.
+"""Train cases: define their layers and data, the plainest reference, and the run of an engine that is compared with it.
 
 `train_alone` has no pipeline, no slices, no DeepSpeed engine and no attention of ours: torch's modules one after the
 other, a backward for each micro-batch of each replica, torch's own clipping and AdamW. `train_case` trains the same by
@@ -43,7 +43,7 @@ EVALUATION_STEP = 1000  # from here on steps seed data that no training step see
 
 
 def layers(case: Case) -> list[Any]:
-    """Layer specs, for weights of `draw_weights`."""
+    """Return layer specs, for weights of `draw_weights`."""
     specs = gpt.gpt_layers(
         gpt.GPTConfig(
             vocab_size=VOCAB_SIZE,
@@ -71,7 +71,7 @@ def layers(case: Case) -> list[Any]:
 
 
 def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Cross entropy, reduced as `terapipe.loss_reduction` names it."""
+    """Compute cross entropy, reduced as `terapipe.loss_reduction` names it."""
     return functools.partial(_loss, reduction=reduction)
 
 
@@ -100,13 +100,13 @@ def draw_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Any, Any]]:
-    """Return what is evaluated after this step: something in between, which may not disturb training, and at the
+    """Return the data to evaluate after this step: between steps, where it may not disturb training, and at the
     end."""
     return micro_batches(case, replica, EVALUATION_STEP + step) if step in (1, case.steps) else []
 
 
 def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Any, Any]]:
-    """Token ids (with documents: and position ids) and labels of one step of one replica, [rows, length] each."""
+    """Return token ids (with documents, also position ids) and labels of a step of one replica, [rows, length] each."""
     batch = [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
     return [(x, with_shares(y)) for x, y in batch] if "experts" in case.mixers else batch
 
@@ -136,7 +136,7 @@ def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Any, 
 
 
 def _position_ids(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Count anew from one to three places of each row on, so that no two rows need have the same documents."""
+    """Restart counting at one to three places of each row, so that rows may have different documents."""
     ids = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
     for row in ids:
         places = 1 + torch.randperm(len(row) - 1, generator=generator)
@@ -149,7 +149,7 @@ def _position_ids(tokens: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Whole(nn.Module):
-    """All layers in one process. Parameters are named as `PipelineModule` names them."""
+    """Hold all layers in one process. Parameters are named as `PipelineModule` names them."""
 
     def __init__(self, specs: list[Any]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Whole(nn.Module):
 
 
 def train_alone(case: Case) -> list[RankRecord]:
-    """The training in this process, as one record per replica: each has losses of its own, all else is common."""
+    """Train in this process; return one record per replica: each has losses of its own, all else is common."""
     with torch_attention(), plain_experts():
         return _loop(case)
 
@@ -218,14 +218,14 @@ def _loop(c: Case) -> list[RankRecord]:
 
 
 def _finish_gradients(c: Case, model: Whole, records: list[RankRecord], step: int) -> None:
-    """The hook, the record and the clipping. ZeRO keeps gradients as they are and scales them in its step."""
+    """Run the hook, record and clip. ZeRO keeps gradients unchanged and scales them in its step."""
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad *= 2 if c.hook else 1
     before = to_numpy({name: parameter.grad for name, parameter in model.named()})
     if c.clipping:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        for record in records if c.zero_stage else ():  # the plain engine does not tell it
+        for record in records if c.zero_stage else ():  # the plain engine does not report it
             record.norms.append(float(norm))
     after = before if c.zero_stage else to_numpy({name: parameter.grad for name, parameter in model.named()})
     for record in records:
@@ -248,9 +248,9 @@ System = Literal["stock", "terapipe"]
 
 
 def train_case(case: Case, system: System = "terapipe", fault: str | None = None, **changes: Any) -> RankRecord:
-    """Train the case and record what the equality contract speaks of. Called on every rank.
+    """Train the case and record the values of the equality contract. Called on every rank.
 
-    With a fault of `faults.py` in all that is done; `changes` go into the `terapipe` section.
+    A fault of `faults.py` holds for the whole run; `changes` go into the `terapipe` section.
     """
     terapipe = None if system == "stock" else {**terapipe_section(case), **changes}
     with contextlib.nullcontext() if fault is None else _broken_by(fault):
@@ -301,7 +301,7 @@ def options(case: Case) -> dict[str, Any]:
 
 
 class DrawnModule(PipelineModule):
-    """Starts from the weights that all precisions start from."""
+    """Start from the weights that all precisions start from."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -309,7 +309,7 @@ class DrawnModule(PipelineModule):
 
 
 class DoublingModule(DrawnModule):
-    """Doubles its gradients when the engine calls its hook, before any of them is summed over stages or replicas."""
+    """Double the gradients when the engine calls the hook, before any of them is summed over stages or replicas."""
 
     def before_reduce(self, engine: Any) -> None:
         for parameter in self.parameters():
@@ -324,14 +324,14 @@ def _batches(case: Case, drawn: list[tuple[Any, Tensor]]) -> list[Any]:
 
 
 def train_by(engine: PipelineEngine, case: Case) -> RankRecord:
-    """Train the steps of a case with an engine that is there, and record them."""
+    """Train the steps of a case with an existing engine, and record them."""
     replica = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, replica, type(engine).__name__)
     snapshots: list[dict[str, Any]] = []
     record_gradients(engine, lambda gradients: snapshots.append(to_numpy(gradients)))
     for step in range(1, case.steps + 1):
         returned = engine.train_batch(iter(_batches(case, micro_batches(case, replica, step))))
-        # the last stage returns fp64, the others what they were sent
+        # the last stage returns fp64, the others the received number
         record.returned.append(float(np.float32(float(returned))))
         assert len(snapshots) == step, f"{len(snapshots)} optimizer steps in {step} batches"
         if case.clipping and engine.get_global_grad_norm() is not None:

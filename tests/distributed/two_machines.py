@@ -1,8 +1,8 @@
-"""What a rank does that may have a machine to itself: a working folder, a cache, traces and checkpoints by short paths.
+"""Run a rank that may have a machine to itself: a working folder, a cache, traces and checkpoints by short paths.
 
-    torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 ... two_machines.py SHARED_FOLDER
+torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 ... two_machines.py SHARED_FOLDER
 
-writes what came of it to `result.json` in the working folder. The same job runs in the ranks of one machine.
+writes the outcome to `result.json` in the working folder. The same job runs in the ranks of one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEASURED = section(slices="auto", granularity_tokens=8, planner={"cache_dir": "c
 
 
 def train_and_save(shared: str, folder: str = ".") -> dict[str, Any]:
-    """Train in a working folder, save where each machine has its own, then where all see the same, and load that."""
+    """Train in a working folder, save to a folder of each machine, then to one that all see, and load that."""
     with contextlib.chdir(folder):
         return _train_and_save(shared)
 
@@ -42,7 +42,7 @@ def _train_and_save(shared: str) -> dict[str, Any]:
 
 
 def try_mistakes(shared: str) -> dict[str, Any]:
-    """Do what goes wrong where machines differ; return what is said of it."""
+    """Make mistakes with machines that differ; return the errors."""
     result: dict[str, Any] = {}
     only_here = Path("only_here")
     rank = torch_dist.get_rank()

@@ -1,4 +1,4 @@
-"""Experts with losses of their own: the code of docs/auxiliary_losses.md, run as printed, and plain formulas for it."""
+"""Define experts with losses of their own: the code of docs/auxiliary_losses.md, run as printed, and plain formulas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPERTS = 4
 
 
 class ExpertsLayer(RoutedExperts):  # type: ignore[misc, valid-type]
-    """With losses that count as much as the other one."""
+    """Weigh its losses as much as the main loss."""
 
     def __init__(self, layer: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(layer, width, EXPERTS, balance=0.7, z=0.3)
@@ -40,7 +40,7 @@ class ExpertsLayer(RoutedExperts):  # type: ignore[misc, valid-type]
 
 
 def with_experts(specs: list[LayerSpec], which: list[int], width: int, dtype: torch.dtype) -> list[LayerSpec]:
-    """Return the layers with experts in place of some, and all others beside the losses."""
+    """Return the layers with experts in place of some; the others carry the losses along."""
     wrapped = [
         LayerSpec(Beside if index else First, spec.typename, *spec.module_args, **spec.module_kwargs)
         for index, spec in enumerate(specs)
@@ -51,7 +51,7 @@ def with_experts(specs: list[LayerSpec], which: list[int], width: int, dtype: to
 
 
 def _plain_forward(self: Any, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Each row's losses by their formulas, token by token and expert by expert, on whole rows."""
+    """Compute each row's losses by their formulas, token by token and expert by expert, on whole rows."""
     hidden, added = inputs
     x = self.norm(hidden)
     logits = x @ self.router.weight.T
@@ -71,5 +71,5 @@ def _plain_forward(self: Any, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
 
 
 def plain_experts() -> contextlib.AbstractContextManager[Any]:
-    """For reference runs: no carried sums, and no token that has the loss of others."""
+    """Compute reference losses: without carried sums, and without tokens that hold the loss of others."""
     return mock.patch.object(RoutedExperts, "forward", _plain_forward)

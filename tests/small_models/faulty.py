@@ -1,4 +1,4 @@
-"""Layers that cannot be sliced, each with one fault, and what `verify` must say of it."""
+"""Define layers that cannot be sliced, each with one fault, and the text that `verify` must report for it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def linear(width_in: int, width_out: int, seed: int) -> nn.Linear:
 
 
 def heads(x: Tensor) -> Tensor:
-    """[B, T, H * D] -> [B, H, T, D]."""
+    """Reshape [B, T, H * D] -> [B, H, T, D]."""
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
 class Base(nn.Module):
-    """A residual layer [B, T, WIDTH] -> the same, by `update`."""
+    """Apply a residual layer [B, T, WIDTH] -> the same, by `update`."""
 
     def __init__(self, index: int = 90) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Base(nn.Module):
 
 
 class OwnLengthTable(Base):
-    """Learned positions [:T]."""
+    """Add learned positions [:T]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class AddAuxiliary(torch.autograd.Function):
 
 
 class BalancedExperts(nn.Module):
-    """Two experts without capacity; a balancing loss over the tokens of the call joins in the backward."""
+    """Route to two experts without capacity; a balancing loss over the tokens of the call joins in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class BalancedExperts(nn.Module):
 
 
 class DetachedPrefix(Base):
-    """A cache of its own whose prefix gets no gradient."""
+    """Keep a cache of its own whose prefix gets no gradient."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         active = active_slice()
@@ -119,7 +119,7 @@ class DetachedPrefix(Base):
 
 
 class _Dropped(torch.autograd.Function):
-    """What sliced attention gives back for keys and values, without the share of later slices."""
+    """Return the gradients of keys and values as sliced attention does, but without the share of later slices."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor) -> Tensor:
@@ -132,14 +132,14 @@ class _Dropped(torch.autograd.Function):
 
 
 class WrongOwnBackward(Base):
-    """The gradients of keys and values of all slices but the last are dropped."""
+    """Drop the gradients of keys and values of all slices but the last."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, _Dropped.apply(k), _Dropped.apply(v), self.index)
 
 
 class GradientByTokens(torch.autograd.Function):
-    """x * gain, whose gradient of the gain is a mean over the tokens of the call."""
+    """Compute x * gain, whose gradient of the gain is a mean over the tokens of the call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
@@ -153,13 +153,13 @@ class GradientByTokens(torch.autograd.Function):
 
 
 class Pooled(nn.Module):
-    """Hands a mean over the tokens on, beside the hidden states."""
+    """Hand on a mean over the tokens, beside the hidden states."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.mean(1).square()
 
 
-LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, and what that shows
+LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # the difference, and what it shows
     OwnLengthTable: ("output of tokens 8..", "their positions start at 0"),
     HiddenPlainAttention: ("output of tokens 8..", "they see no tokens before them"),
     Bidirectional: ("output of tokens 0..", "early outputs change with later tokens"),

@@ -1,6 +1,6 @@
-"""Layers that mix tokens: those of docs/carried_states.md, run as printed, a gated delta rule, attention with options.
+"""Define layers that mix tokens: the ones of docs/carried_states.md, run as printed; a gated delta rule; attention.
 
-Each takes (layer, width, heads) and maps [B, T, width] to the same.
+Each takes (layer, width, heads) and maps [B, T, width] to the same. The attention has options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "carried_states.md"
 
 
 def _layers_of_the_page() -> dict[str, Any]:
-    """Run the blocks of the page, but for the first one, which only shows the calls."""
+    """Run the blocks of the page, except the first one, which only shows the calls."""
     names: dict[str, Any] = {"__name__": __name__}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[1:]:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -66,7 +66,7 @@ class GatedDeltaRule(nn.Module):
 
 
 def retention(layer: int, width: int, heads: int) -> nn.Module:
-    """The page's, but tokens whose query and key are almost orthogonal do not blow rounding up: fp32 is compared."""
+    """Build the page's retention, but let almost orthogonal queries and keys not amplify rounding: fp32 is compared."""
     module: nn.Module = _PAGE["Retention"](layer, width, heads)
     module.norm.eps = 1.0
     return module
@@ -92,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Attends(nn.Module):
-    """Attention that asks more than plain causal attention does."""
+    """Attend with options beyond plain causal attention."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ def mixer_of(kind: str, layer: Hashable, width: int, heads: int) -> nn.Module:
 
 
 class MixerLayer(nn.Module):
-    """A layer that mixes tokens as a layer of a pipeline, after a norm as in any decoder."""
+    """Wrap a layer that mixes tokens as a pipeline layer, after a norm as in any decoder."""
 
     def __init__(self, kind: str, layer: Hashable, width: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()

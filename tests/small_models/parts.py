@@ -1,7 +1,7 @@
-"""What most small models are made of: layers of hidden size 12 in fp64 whose weights follow from seeds.
+"""Define the layers of most small models: hidden size 12, fp64, weights from seeds.
 
-Attention and MLP have biases and work in place, as the models of users do. A bias of keys has a gradient of zero, whose
-rounding Adam would make a step of: there is none.
+Attention and MLP have biases and work in place, as the models of users do. Keys have no bias: its gradient is zero, and
+Adam would turn the rounding of that into a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fixed(*shape: int, seed: int, std: float = 0.4) -> Tensor:
 
 
 def seeded(module: Module, seed: int = 50) -> Module:
-    """A module of torch's own in fp64, with weights that follow from the seed."""
+    """Return a module of torch's own in fp64, with weights that follow from the seed."""
     module.double()
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters()):
@@ -59,7 +59,7 @@ class Weighted(nn.Module):
 
 
 class Uses(Weighted):
-    """inputs -> use(layer, inputs), with weights and modules by name as `Weighted` takes them."""
+    """Compute inputs -> use(layer, inputs), with weights and modules by name as `Weighted` takes them."""
 
     def __init__(self, use: Callable[[Any, Any], Any], **made: Any) -> None:
         self.made = made
@@ -74,7 +74,7 @@ using = functools.partial(LayerSpec, Uses)
 
 
 class Calls(nn.Module):
-    """A layer without weights: a function."""
+    """Make a layer without weights of a function."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Head(Weighted, weight=(VOCAB_SIZE, WIDTH, 2)):
 
 
 class Mlp(Weighted, up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Linear(2 * WIDTH, WIDTH)):
-    """Each token for itself."""
+    """Compute each token on its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(F.silu(self.up(x), inplace=True))
@@ -108,7 +108,7 @@ class Mlp(Weighted, up=lambda: nn.Linear(WIDTH, 2 * WIDTH), down=lambda: nn.Line
 
 
 class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
-    """x + out(update(in(x)))."""
+    """Compute x + out(update(in(x)))."""
 
     def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Residual(Weighted, inner=(WIDTH, WIDTH, 5), outer=(WIDTH, WIDTH, 6)):
 
 
 class Attention(Weighted, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH, bias=False), outer=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Multi-head attention around `attend`, which is a method where it is not given."""
+    """Compute multi-head attention around `attend`, which is a method unless the constructor gets one."""
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ class Attention(Weighted, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH, bias=False), o
 
 
 def later(tokens: int, keys: int | None = None) -> Tensor:
-    """[T, T]: true where the key comes after the query."""
+    """Return [T, T]: true where the key comes after the query."""
     keys = tokens if keys is None else keys
     return torch.ones(tokens, keys, dtype=torch.bool).triu(1 + keys - tokens)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Return attention by hand; queries are the last tokens of the keys'."""
+    """Return attention by hand; queries belong to the last of the keys' tokens."""
     scores = (scores_of(q, k) + bias).masked_fill(later(q.shape[2], k.shape[2]), float("-inf"))
     return scores.softmax(-1) @ v
 
@@ -150,7 +150,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """A mean over the labels that count."""
+    """Return the mean over the labels that count."""
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 

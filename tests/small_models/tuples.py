@@ -1,4 +1,4 @@
-"""Tiny models whose layers hand tuples on, return their own loss, or report further losses. fp64."""
+"""Define tiny models whose layers hand tuples on, return their own loss, or report further losses. All use fp64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small_models.parts import IGNORE_INDEX, VOCAB_SIZE, WIDTH, weight
 
 
 def unpacked(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """DeepSpeed takes a tuple of one tensor apart where it checkpoints activations."""
+    """Return a tuple again: DeepSpeed takes a tuple of one tensor apart when it checkpoints activations."""
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
@@ -49,7 +49,7 @@ class DecoderInside(nn.Module):
 
 
 class GuidedDecoder(DecoderInside):
-    """A decoder layer that uses every passenger of `guided_micro_batch` and hands all of them on."""
+    """Run a decoder layer that uses every passenger of `guided_micro_batch` and hands all of them on."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -69,8 +69,9 @@ def guided_layers() -> list[LayerSpec]:
 
 
 def guided_micro_batch(seed: int, memory: bool = False) -> MicroBatch:
-    """Inputs: token ids [B, L] and position ids [B, L], both cut in slices; a boolean mask [B, 1, 1, hidden] and
-    a float scale [B, 1, 1], handed whole; where asked for, a memory [B, L, hidden], of which layers need all.
+    """Return inputs and labels. The inputs are token ids [B, L] and position ids [B, L], both cut in slices; a boolean
+    mask [B, 1, 1, hidden] and a float scale [B, 1, 1], handed whole; with `memory` also a tensor [B, L, hidden], which
+    layers need whole.
     """
     tokens, labels = micro_batch(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +88,7 @@ def guided_micro_batch(seed: int, memory: bool = False) -> MicroBatch:
 
 
 class TrainedScale(nn.Module):
-    """Adds a float that needs a gradient; only the layer after the next one may use it."""
+    """Add a float that needs a gradient; only the layer after the next one may use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class TrainedScale(nn.Module):
 
 
 class ScaledDecoder(DecoderInside):
-    """Uses the scale, or hands it on only."""
+    """Use the scale, or only hand it on."""
 
     def __init__(self, index: int, use: bool) -> None:
         super().__init__(index)
@@ -111,7 +112,7 @@ class ScaledDecoder(DecoderInside):
 
 
 def scaled_layers() -> list[LayerSpec]:
-    """With two stages, the scale crosses between them, and the last stage leaves it unused."""
+    """Return layers whose scale crosses between two stages; the last stage leaves it unused."""
     decoders = [LayerSpec(ScaledDecoder, index, index == 0) for index in range(3)]
     return [LayerSpec(Embedding), LayerSpec(TrainedScale), *decoders, LayerSpec(Head)]
 
@@ -146,7 +147,7 @@ class Frozen(nn.Module):
 
 
 class Idle(nn.Module):
-    """Has a parameter that nothing depends on."""
+    """Have a parameter that nothing depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Idle(nn.Module):
 
 
 def frozen_layers(kind: str) -> list[LayerSpec]:
-    """What two stages hand on: a tuple of which only the scale needs a gradient, or nothing that needs one."""
+    """Return layers whose stages hand on a tuple where only the scale needs a gradient, or nothing that needs one."""
     embedding = LayerSpec(Frozen, LayerSpec(Embedding))
     if kind == "all but the scale":
         return [embedding, LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True), LayerSpec(Head)]
@@ -179,7 +180,7 @@ class Merging(nn.Module):
 
 
 def doubling_layers() -> list[LayerSpec]:
-    """With two stages, what `Doubling` gives crosses between them."""
+    """Return layers in which the output of `Doubling` crosses between two stages."""
     return [
         LayerSpec(Embedding),
         LayerSpec(PassingDecoder, 0),
@@ -219,7 +220,7 @@ def summing_layers() -> list[LayerSpec]:
 
 
 def summed_loss(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """A mean over all tokens, of both losses."""
+    """Return the mean over all tokens, of both losses."""
     return F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten()) + 0.1 * outputs[1]
 
 
@@ -235,7 +236,7 @@ class LossHead(Head):
 
 
 class PassingDecoder(DecoderInside):
-    """A decoder layer that hands on the passengers, if there are any."""
+    """Run a decoder layer that hands on the passengers, if there are any."""
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         hidden, *passengers = unpacked(inputs)
@@ -260,7 +261,7 @@ def weighted_micro_batch(seed: int) -> MicroBatch:
 
 
 class WeightedRows:
-    """Cross entropy with labels `(row weights [B], targets [B, L])`: the first tensor has no sequence."""
+    """Compute cross entropy with labels `(row weights [B], targets [B, L])`: the first tensor has no sequence."""
 
     def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         row_weights, targets = labels
@@ -274,18 +275,18 @@ def weighted_rows_micro_batch(seed: int) -> MicroBatch:
 
 
 def viewing_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """As many write it: `view` takes contiguous tensors only."""
+    """Compute the loss with `view`, as many write it: `view` only takes contiguous tensors."""
     return F.cross_entropy(logits.view(-1, VOCAB_SIZE), labels.view(-1))
 
 
 def patient_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Zero where no label counts; torch's mean is NaN there."""
+    """Return zero if no label counts; torch's mean is NaN then."""
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 
 
 class ReportingModule(PipelineModule):
-    """Adds a second loss to the first and reports both, as models with auxiliary losses do."""
+    """Add a second loss to the first and report both, as models with auxiliary losses do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -305,7 +306,7 @@ class ReportingModule(PipelineModule):
 
 
 class Faulty(nn.Module):
-    """Raises in one of its forwards: set `countdown`."""
+    """Raise in one of its forwards: set `countdown`."""
 
     countdown = 0
 
@@ -320,7 +321,7 @@ class Faulty(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A layer of [B, T, ...] run on [T, B, ...]."""
+    """Run a layer of [B, T, ...] on [T, B, ...]."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Pipeline models as people have them: plain torch, and where asked for one line of positions.
+"""Define pipeline models as people have them: plain torch, and optionally one line of positions.
 
-No biases in torch's attention: that of the keys has a gradient of zero, whose rounding Adam makes a step of.
+Torch's attention has no biases here: the keys' bias has a gradient of zero, and Adam turns its rounding into a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """Learned positions; `from_slice` is the one line that a model changes."""
+    """Add learned positions; `from_slice` is the one line that a model changes."""
 
     def __init__(self, from_slice: bool) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def logits(head: Embedding, x: Tensor) -> Tensor:
 
 
 def layers_of(block: str = "sdpa", from_slice: bool = True) -> list[Any]:
-    """A small GPT with a tied head, in fp64."""
+    """Return a small GPT with a tied head, in fp64."""
     blocks: dict[str, tuple[Any, ...]] = {
         "sdpa": (Block,), "two calls": (Block, 2), "multihead": (MultiheadBlock,), "encoder": (EncoderBlock,)
     }  # fmt: skip

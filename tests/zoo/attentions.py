@@ -1,4 +1,4 @@
-"""Attention by hand, which sees the keys of the call, and positions that count from 0 in every call."""
+"""Define attention by hand, which sees the keys of the call, and positions that count from 0 in every call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = "plain attention"
 
 
 def lags(x: Tensor) -> Tensor:
-    """[T, T]: by how many tokens the key comes before the query."""
+    """Return [T, T]: by how many tokens the key comes before the query."""
     places = torch.arange(x.shape[-2])
     return (places[:, None] - places).to(x.dtype)
 
@@ -100,7 +100,7 @@ layer(PLAIN)(
 
 @layer(PLAIN)
 class RegisterTokens(Attention, registers=(1, 2, WIDTH, 40)):
-    """Two learned tokens stand before the sequence during attention."""
+    """Put two learned tokens before the sequence during attention."""
 
     attend = staticmethod(plain_attention)
 
@@ -110,7 +110,7 @@ class RegisterTokens(Attention, registers=(1, 2, WIDTH, 40)):
 
 @layer("gate differs")
 class ClosedGate(Attention):
-    """A gate that is closed before the first step: outputs are right."""
+    """Close a gate before the first step: outputs are right."""
 
     attend = staticmethod(causal)
 
@@ -124,7 +124,7 @@ class ClosedGate(Attention):
 
 @layer(EARLY)
 class Linformer(Attention, down=(4, LONG, 42)):
-    """Keys and values are projected to four, by a matrix over tokens."""
+    """Project keys and values to four, by a matrix over tokens."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         down = self.down[:, : k.shape[2]]
@@ -133,7 +133,7 @@ class Linformer(Attention, down=(4, LONG, 42)):
 
 @layer("keeps tensors with their graph", stops=True)
 class CacheWithGraph(Attention):
-    """Keeps keys and values itself."""
+    """Keep keys and values itself."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         active = active_slice()
@@ -156,7 +156,7 @@ class DetachedCache(CacheWithGraph):
 
 @layer("layer 2 (SharedKeys): output of tokens")
 class SharedKeys(nn.Module):
-    """The second attention of a layer reads the keys of the first one, which is sliced."""
+    """Let the second attention of a layer read the keys of the first one, which is sliced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class SharedKeys(nn.Module):
 
 @layer(EARLY)
 class SlicedBackwards(Attention):
-    """A model that reads from right to left, by sliced attention on the flipped sequence."""
+    """Read from right to left, by sliced attention on the flipped sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, k, v, "flipped")
@@ -185,21 +185,21 @@ class SlicedBackwards(Attention):
         return super().forward(x.flip(1)).flip(1)
 
 
-# -- positions, scales and tables by the length of what a layer is given ---------------------------------------------
+# -- positions, scales and tables by the length of a layer's input ---------------------------------------------
 
 
 layer(AFTER)(LearnedPositions=using(lambda it, x: x + it.table[torch.arange(x.size(1))], table=(LONG, WIDTH, 10)))
 
 
 class PositionedEmbedding(Embedding, positions=(LONG, WIDTH, 11)):
-    """Adds positions to the tokens."""
+    """Add positions to the tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.positions[torch.arange(tokens.size(1), device=tokens.device)]
 
 
 class PairEmbedding(Embedding):
-    """A token is read with the one before it."""
+    """Read a token together with the one before it."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         pairs = (tokens * 7 + F.pad(tokens, (1, -1))) % VOCAB_SIZE
@@ -211,7 +211,7 @@ add("PairEmbedding", [PairEmbedding, Mlp, Mlp, Head], "layer 0 ", FIRST)
 
 
 def turned(x: Tensor, first: int) -> Tensor:
-    """Rotary positions of [B, H, T, D], from `first` on."""
+    """Apply rotary positions to [B, H, T, D], from `first` on."""
     positions = first + torch.arange(x.shape[2], dtype=x.dtype)
     angles = positions[:, None] * torch.tensor([1.0, 0.3, 0.1], dtype=x.dtype)
     a, b = x.chunk(2, -1)
@@ -232,7 +232,7 @@ update(EARLY)(
 
 
 class Sliced(Attention):
-    """Sliced attention, with positions that begin where the slice does."""
+    """Run sliced attention, with positions that begin where the slice does."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()

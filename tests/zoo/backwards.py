@@ -1,4 +1,4 @@
-"""Layers whose backward, or whose memory of former calls, is not one of slices; experts that look at all tokens."""
+"""Define layers whose backward or memory of earlier calls does not work per slice; experts that look at all tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ layer("gain differs")(MeanGradient=using(lambda it, x: GradientByTokens.apply(x,
 
 @update("input gradient")
 def normalised_gradient(x: Tensor) -> Tensor:
-    """The gradient of the activations has norm one."""
+    """Scale the gradient of the activations to norm one."""
     if x.requires_grad:
         x.register_hook(lambda grad: grad / grad.norm())
     return x.tanh()
@@ -27,7 +27,7 @@ def normalised_gradient(x: Tensor) -> Tensor:
 
 @layer("inner differs")
 class NormalisedWeightGradient(Weighted, inner=(WIDTH, WIDTH, 101)):
-    """A hook of the weight scales its gradient to norm one: of a micro-batch in stock, of a slice here."""
+    """Scale the weight's gradient to norm one in a hook: per micro-batch in the stock engine, per slice here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class NormalisedWeightGradient(Weighted, inner=(WIDTH, WIDTH, 101)):
 
 @layer("inner.parametrizations.weight.0._u")
 class SpectralNorm(nn.Module):
-    """Each call in training does one more step of the power iteration."""
+    """Do one more step of the power iteration in each training call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class SpectralNorm(nn.Module):
 
 @layer(EARLY)
 class RunningScale(nn.Module):
-    """Divides by the running mean size of what former calls were given."""
+    """Divide by the running mean size of the inputs of earlier calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class RunningScale(nn.Module):
 
 
 class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
-    """Under activation checkpointing its second forward is another one: it counts."""
+    """Scale by the length. Under activation checkpointing, the second forward is a further one: it counts."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.inner).tanh() * (x.shape[1] / 23)
@@ -85,7 +85,7 @@ add("FrequencyEmbedding", [by_frequency, *stack()[1:]], "words.weight differs")
 
 
 class Experts(Weighted, router=(WIDTH, 4, 80), experts=(4, WIDTH, WIDTH, 81)):
-    """Four experts; each token goes where the router likes it best."""
+    """Send each token to one of four experts, the one with the router's largest score."""
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.shares(x)
@@ -95,14 +95,14 @@ class Experts(Weighted, router=(WIDTH, 4, 80), experts=(4, WIDTH, WIDTH, 81)):
         return (2.5 * x @ self.router).softmax(-1)
 
     def shares(self, x: Tensor) -> Tensor:
-        """[B, T, 4]: how much of a token's output comes from each expert."""
+        """Return [B, T, 4]: how much of a token's output comes from each expert."""
         liking = self.liking(x)
         return liking * F.one_hot(liking.argmax(-1), 4)
 
 
 @layer(EARLY)
 class LimitedExperts(Experts):
-    """An expert takes at most so many tokens of a row, those that come first."""
+    """Limit the tokens of a row that an expert takes to the first ones."""
 
     def shares(self, x: Tensor) -> Tensor:
         shares = super().shares(x)
@@ -112,7 +112,7 @@ class LimitedExperts(Experts):
 
 @layer(EARLY)
 class ChoosingExperts(Experts):
-    """Each expert chooses a fourth of the tokens."""
+    """Let each expert choose a fourth of the tokens."""
 
     def shares(self, x: Tensor) -> Tensor:
         liking = self.liking(x)
@@ -122,14 +122,14 @@ class ChoosingExperts(Experts):
 
 @layer(ADDED)
 class BalancingLoss(Experts):
-    """The squared mean share of each expert, added in the backward."""
+    """Add the squared mean share of each expert in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return AddAuxiliary.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
 
 
 class FaintBalancingLoss(Experts):
-    """In a layer that is recomputed, and small beside other gradients."""
+    """Add a balancing loss in a recomputed layer, small beside other gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         balance = self.liking(x).mean((0, 1)).square().sum()
@@ -140,7 +140,7 @@ layer(ADDED, engine=checkpointed(FaintBalancingLoss))(FaintBalancingLoss=FaintBa
 
 
 class CarriedLoss(Experts):
-    """Hands its balancing loss on, as Switch Transformers has it: share of tokens times mean liking."""
+    """Hand on its balancing loss, as Switch Transformers has it: share of tokens times mean router probability."""
 
     def forward(self, x: Tensor) -> Any:
         liking = self.liking(x)
@@ -158,26 +158,26 @@ def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 
 
 def masked_later(seed: int) -> MicroBatch:
-    """All labels count in the first micro-batch."""
+    """Return a micro-batch; all labels of the first one count."""
     return micro_batch(seed, masked=seed != 0)
 
 
 class CarriedZ(Experts):
-    """Hands on the mean over the tokens of a call."""
+    """Hand on the mean over the tokens of a call."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), (x @ self.router).logsumexp(-1).square().mean()
 
 
 class CarriedSum(Experts):
-    """Hands on a sum over the tokens of a call."""
+    """Hand on a sum over the tokens of a call."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), (x @ self.router).logsumexp(-1).square().sum()
 
 
 class SharesHandedOn(Experts):
-    """Hands on what each token adds to a z-loss."""
+    """Hand on each token's share of a z-loss."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), (x @ self.router).logsumexp(-1).square()

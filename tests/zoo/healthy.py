@@ -1,4 +1,4 @@
-"""Models that can be trained in slices: nobody may refuse them."""
+"""Define models that can be trained in slices: no check may refuse them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ attention()(Sliced)
 
 @attention()
 class Alibi(Sliced):
-    """ALiBi by one more number in keys and queries: softmax does not see what is the same for all keys."""
+    """Apply ALiBi by one more number in keys and queries: softmax ignores a term that is equal for all keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = self.first_position() + torch.arange(q.shape[2], dtype=q.dtype)
@@ -53,7 +53,7 @@ class Alibi(Sliced):
 
 @attention()
 class GatedHeads(Sliced):
-    """One head of keys for all queries, and a gate on what comes out."""
+    """Use one head of keys for all queries, and a gate on the output."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, k[:, :1], v[:, :1], self.index) * q.sigmoid()
@@ -61,7 +61,7 @@ class GatedHeads(Sliced):
 
 @attention()
 class Windows(Sliced):
-    """A window of three tokens in one layer, and of seven in the other."""
+    """Use a window of three tokens in one layer, and of seven in the other."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, k[:, :1], v[:, :1], self.index, window=3 + 4 * self.index)
@@ -69,7 +69,7 @@ class Windows(Sliced):
 
 @attention()
 class SinksAndCaps(Sliced, sinks=(HEADS, 90)):
-    """A learned sink per head, scores that are capped, and values as wide as half of a key."""
+    """Use a learned sink per head, capped scores, and values half as wide as a key."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         narrow = v[..., : v.shape[-1] // 2]
@@ -85,14 +85,14 @@ class TwiceSliced(Sliced):
 
 @attention()
 class ParallelBlock(Sliced, mlp=Mlp):
-    """Parallel attention and feed-forward."""
+    """Run attention and feed-forward in parallel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.mlp(F.layer_norm(x, (WIDTH,)))
 
 
 class OwnCheckpoint(Sliced):
-    """Recomputes its attention by torch's own checkpointing."""
+    """Recompute its attention by torch's own checkpointing."""
 
     def __init__(self, index: int, reentrant: bool) -> None:
         super().__init__(index)
@@ -103,7 +103,7 @@ class OwnCheckpoint(Sliced):
 
 
 class AttentionOverHeads(Sliced):
-    """Heads of one token attend to each other: there are as many as slices have tokens, or not."""
+    """Let heads of one token attend to each other: their number may or may not equal the tokens of a slice."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with allow_attention_within_slice():
@@ -122,14 +122,14 @@ add("OwnReentrantCheckpoint", stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec
 add("AttentionOverHeads", stack(AttentionOverHeads))
 add("AttentionOverHeadsRecomputed", stack(AttentionOverHeads), engine=checkpointed(AttentionOverHeads))
 
-# -- each token for itself, whatever the sizes are alike -------------------------------------------------------------
+# -- each token for itself, whichever sizes are equal -------------------------------------------------------------
 
 beside()(Experts=Experts, Identity=nn.Identity)
 
 
 @beside()
 class AddedByTokens(Experts):
-    """A z-loss that is added in the backward: a sum over tokens, divided by those of whole sequences."""
+    """Add a z-loss in the backward: a sum over tokens, divided by the tokens of whole sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = (x @ self.router).logsumexp(-1).square().sum() / (2 * LENGTH)
@@ -144,7 +144,7 @@ class GatedMlp(
     up_proj=lambda: nn.Linear(WIDTH, 20, bias=False),
     down_proj=lambda: nn.Linear(20, WIDTH),
 ):
-    """SwiGLU after a norm over features."""
+    """Apply SwiGLU after a norm over features."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -161,7 +161,7 @@ class InPlace(Mlp):
 
 
 class BiasesInPlace(Weighted, up=lambda: nn.Linear(WIDTH, 20), down=lambda: nn.Linear(20, WIDTH)):
-    """Biased linear layers, and in-place operations on what each gives and on the input of the layer."""
+    """Use biased linear layers, and in-place operations on their outputs and on the input of the layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(F.relu_(self.up(x.mul_(1.25))))
@@ -170,7 +170,7 @@ class BiasesInPlace(Weighted, up=lambda: nn.Linear(WIDTH, 20), down=lambda: nn.L
 
 
 class RowsInPlace(BiasesInPlace):
-    """The same on [tokens, features], by functions."""
+    """Do the same on [tokens, features], by functions."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x.flatten(0, 1), self.up.weight, self.up.bias).clamp_(min=0.0)
@@ -180,7 +180,7 @@ class RowsInPlace(BiasesInPlace):
 
 
 class StateInPlace(Weighted, inner=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Each slice but the first adds to its input in place, and all to what `carry.write` gives."""
+    """Add to the input in place in each slice but the first, and in all slices to the output of `carry.write`."""
 
     def forward(self, x: Tensor) -> Tensor:
         state, before = carry.read("in place", "sum"), x.clone()
@@ -202,7 +202,7 @@ add("StateInPlace", [Embedding, Mlp, StateInPlace, Head])
 
 
 class SideScale(Weighted, side=(1, 60)):
-    """x -> (x, one number), whose gradient is a sum over all tokens that all but cancels out."""
+    """Compute x -> (x, one number); the number's gradient is a sum over all tokens that nearly cancels out."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, self.side.expand(1)
@@ -217,7 +217,7 @@ add(
     "SideGradientCancelsInBf16",
     [Embedding, SideScale, using(scaled_by_side, inner=lambda: nn.Linear(WIDTH, WIDTH)), Head],
     engine={"bf16": {"enabled": True}},
-    limit=0.5,  # what is left of the gradient that cancels is mostly rounding
+    limit=0.5,  # the rest of the cancelling gradient is mostly rounding
 )
 
 
@@ -240,7 +240,7 @@ beside()(
 
 @beside()
 class FeatureConvolution(Weighted, inner=lambda: nn.Conv1d(1, 1, 3, padding=1)):
-    """A convolution over features, which says that it is no affair of tokens."""
+    """Apply a convolution over features, and declare that it does not mix tokens."""
 
     slice_safe = True
 
@@ -250,14 +250,14 @@ class FeatureConvolution(Weighted, inner=lambda: nn.Conv1d(1, 1, 3, padding=1)):
 
 @update()
 def own_norms(x: Tensor) -> Tensor:
-    """Over groups of features, one token after the other."""
+    """Normalise over groups of features, one token after the other."""
     grouped = F.group_norm(x.flatten(0, 1), 3).view_as(x)
     return F.normalize(grouped - x.mean(-1, keepdim=True), dim=-1)
 
 
 @update()
 def over_features(x: Tensor) -> Tensor:
-    """What mixes features and no tokens: running sums, shifts, choices, transforms."""
+    """Mix features but no tokens: running sums, shifts, choices, transforms."""
     chosen = torch.zeros_like(x).scatter(-1, x.topk(3, -1).indices, 1.0)
     return x.cumsum(-1) + x.roll(1, -1) * x.softmax(-1) + chosen + torch.fft.fft(x, dim=-1).real + x.sort(-1).values
 
@@ -283,7 +283,7 @@ add("Dropped", stack(LayerSpec(Residual, nn.Dropout(0.0)), SLICED))
 
 @beside()
 class NoisyExperts(Experts):
-    """The router is noisy, and so are the outputs; each token for itself."""
+    """Use a noisy router and noisy outputs, each token for itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn_like(x) + torch.empty_like(x).uniform_(-1.0, 1.0)
@@ -292,7 +292,7 @@ class NoisyExperts(Experts):
 
 @beside()
 class CountedTokens(Mlp):
-    """Counts tokens: in slices as many as in the whole."""
+    """Count tokens: slices together have as many as the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class CountedTokens(Mlp):
 
 
 class AttentionInBlocks(Sliced):
-    """Attention among four tokens that stand together, which is meant so."""
+    """Attend on purpose only among four neighbouring tokens."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         blocks = [each.unflatten(2, (-1, 4)).transpose(1, 2) for each in (q, k, v)]
@@ -314,7 +314,7 @@ class AttentionInBlocks(Sliced):
 
 whole_blocks = adding(lambda kind: {"layers": stack(kind, LayerSpec(Sliced, 1))})
 whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})(
-    # Four tokens that stand together are mixed; slices hold whole blocks.
+    # Four neighbouring tokens are mixed; slices hold whole blocks.
     BlocksOfFour=using(lambda it, x: x + (it.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2), inner=(4, 4, 125)),
     AttentionInBlocks=AttentionInBlocks,
 )
@@ -329,7 +329,7 @@ class FrozenEmbedding(Embedding):
 
 
 class SparseEmbedding(nn.Module):
-    """The gradient of its weight is sparse."""
+    """Have a sparse gradient of the weight."""
 
     def __init__(self, bag: bool) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class SparseEmbedding(nn.Module):
 
 @beside()
 class UsedTwice(Mlp):
-    """The same weights for two layers, as ALBERT has it."""
+    """Use the same weights for two layers, as ALBERT does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))
@@ -355,7 +355,7 @@ class UsedTwice(Mlp):
 
 @beside()
 class MaskedWeights(Mlp):
-    """A hook keeps some weights as they are."""
+    """Keep some weights unchanged by a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class MaskedWeights(Mlp):
 
 @beside()
 class ScaledGradient(Mlp):
-    """The gradient of each token is halved."""
+    """Halve the gradient of each token."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -373,7 +373,7 @@ class ScaledGradient(Mlp):
 
 
 def activation(x: Tensor) -> Tensor:
-    """A layer that is a plain function."""
+    """Act as a layer that is a plain function."""
     return F.softplus(x)
 
 
@@ -383,7 +383,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 for bag in (False, True):
     add(f"Sparse{'Bag' * bag or 'Embedding'}", [LayerSpec(SparseEmbedding, bag), *stack(SLICED)[1:]], engine=SGD)
 add("FrozenEmbedding", [FrozenEmbedding, *stack(SLICED)[1:]])
-# Words are brought to a length when they are read.
+# The embedding limits the length of words when it reads them (max_norm).
 normed = using(
     lambda it, tokens: it.words(tokens), words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)
 )
@@ -406,7 +406,7 @@ class FlatHead(Head):
 
 
 class TwoStreams(nn.Module):
-    """Reversible layers: each stream adds to the other."""
+    """Run reversible layers: each stream adds to the other."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """[T, B, C], as Megatron has it."""
+    """Transpose to [T, B, C], as Megatron has it."""
     return x.transpose(0, 1).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Further inputs beside the tokens, inputs that are no tokens, and losses that are means or say what they are."""
+"""Define further inputs beside the tokens, inputs without tokens, and losses that are means or declare their kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.zoo.shapes import reading, reads_memory, tuples, with_input
 
 
 class FusedMemory(Weighted, inner=(WIDTH, WIDTH, 120)):
-    """Attention to another text, by torch's own function: there is nothing of it in the slices."""
+    """Attend to another text, by torch's own function: that text is not sliced."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, other = inputs
@@ -46,12 +46,12 @@ CONDITIONED = using(lambda it, inputs: inputs[0] * (1 + inputs[1] @ it.inner), i
 
 
 def weighed(inputs: tuple[Tensor, ...]) -> Tensor:
-    """(x, a number or a mask for each token)."""
+    """Weigh (x, a number or a mask for each token)."""
     return inputs[0] * inputs[1][..., None]
 
 
 class Guided(nn.Module):
-    """(x, position ids) -> the same: every layer adds its own positions."""
+    """Compute (x, position ids) -> the same: every layer adds its own positions."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ loss(data=padded, terapipe={"ignore_index": PAD})(declared_padding=without_paddi
 
 @loss(data=padded)
 def without_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """One label gets no gradient and counts all the same."""
+    """Give one label no gradient, although it counts."""
     return (each(logits, labels) * (labels != PAD)).sum() / valid(labels).sum()
 
 
@@ -147,7 +147,7 @@ def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @loss(terapipe={"loss_reduction": "mean"}, data=lambda seed: micro_batch(seed, masked=False))
 def advantages(logits: Tensor, labels: Tensor) -> Tensor:
-    """A policy's loss, whose weights cancel out over the batch: next to zero, with gradients that are not."""
+    """Return a policy's loss, whose weights cancel out over the batch: it is almost zero, but its gradients are not."""
     chosen = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     sign = torch.ones_like(chosen)
     sign[1::2] = -1
@@ -164,7 +164,7 @@ def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class MaskedLoss:
-    """A mean with the weights of a mask, which it says."""
+    """Take a mean with the weights of a mask, and declare them."""
 
     __name__ = "MaskedLoss"
 
@@ -176,7 +176,7 @@ class MaskedLoss:
 
 
 class ClassWeights:
-    """A mean with a weight for each class."""
+    """Take a mean with a weight for each class."""
 
     __name__ = "ClassWeights"
 
@@ -188,14 +188,14 @@ class ClassWeights:
 
 
 class LossModule(nn.Module):
-    """Cross entropy as a module of one's own."""
+    """Compute cross entropy in a module of one's own."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels)
 
 
 class Temperature(nn.Module):
-    """Cross entropy with a temperature that is trained, and one that is not."""
+    """Compute cross entropy with a temperature that is trained, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Temperature(nn.Module):
 
 
 def prompts_are_masked(seed: int) -> MicroBatch:
-    """The first slices have no label at all."""
+    """Leave the first slices without any label."""
     tokens, labels = micro_batch(seed)
     labels[:, :9] = IGNORE_INDEX
     return tokens, labels

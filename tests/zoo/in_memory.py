@@ -1,6 +1,6 @@
-"""What owners do to a model of transformers in memory before they give it to `from_pretrained`.
+"""List changes that owners make to a model of transformers in memory before they pass it to `from_pretrained`.
 
-With the defaults each trains as the model's own class does in one process, or is refused before the first step.
+With the defaults each model trains as its own class does in one process, or is refused before the first step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.hugging_face_families import config_of
 
-Change = Callable[[Any], Any]  # returns the model to give, where it is another one
+Change = Callable[[Any], Any]  # returns the model to pass, if it is another one
 SEED, NUM_LAYERS = 11, 4
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is done to a fresh model. `says`: what the refusal names; empty where it trains on."""
+    """Hold a change to a fresh model. `says`: the text that the refusal contains; empty if the model trains on."""
 
     change: Change
     says: str = ""
@@ -122,7 +122,7 @@ TRAINED: dict[str, Kind] = {
 
 
 def _hook(*_: Any) -> None:
-    """Do nothing, which nobody can know."""
+    """Do nothing; no check can know that."""
 
 
 def _set(path: str, value: Any) -> Change:

@@ -1,4 +1,4 @@
-"""Some members again with longer texts, of which the check looks at a window."""
+"""Repeat some members with longer texts; the check looks at a window of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEALTHY = (
 
 
 class CachesOnFirstUse(nn.Module):
-    """Positions by the share of the sequence, whose length it asks for once; the check's window is shorter."""
+    """Compute positions by the share of the sequence, whose length is read once; the check's window is shorter."""
 
     length: int | None = None
 

@@ -1,4 +1,4 @@
-"""Losses with another denominator than the default of the section has it, or with none."""
+"""Define losses with another denominator than the section's default, or with none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASS_WEIGHTS = torch.linspace(0.1, 2.0, VOCAB_SIZE, dtype=torch.float64)
 
 
 def each(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, T]; zero where no label counts."""
+    """Return [B, T]; zero where no label counts."""
     flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return flat.view_as(labels)
 
@@ -35,7 +35,7 @@ def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def weighted_tokens(seed: int) -> MicroBatch:
-    """As Megatron: (labels, loss_mask)."""
+    """Weigh tokens as Megatron does: (labels, loss_mask)."""
     labels = micro_batch(seed, masked=False)[1]
     return micro_batch(seed)[0], (labels, fixed(2, LENGTH, seed=seed, std=1.0).abs())
 
@@ -52,7 +52,7 @@ def mean_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def shifting(logits: Tensor, labels: Tensor) -> Tensor:
-    """Labels are the inputs: token t is to predict t + 1."""
+    """Use the inputs as labels: token t is to predict t + 1."""
     return mean_valid(logits[:, :-1], labels[:, 1:])
 
 
@@ -86,7 +86,7 @@ loss(LOSS, NONE, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask
 
 @loss(LOSS, NONE)
 def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """Small labels do not count either."""
+    """Ignore small labels too."""
     return mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX))
 
 
@@ -94,14 +94,14 @@ PAD = 3
 
 
 def padded(seed: int, rows: int = 2) -> MicroBatch:
-    """Labels in all, of which about every second one, in each slice, is padding: no slice has a larger share."""
+    """Make about every second label padding, in each slice: no slice has a larger share."""
     tokens, labels = micro_batch(seed, rows=rows, masked=False)
     labels[:, ::2] = PAD
     return tokens, labels
 
 
 def padded_below(seed: int) -> MicroBatch:
-    """Padding ends the third row and the fourth, of which layers see nothing in the check."""
+    """End the third row and the fourth with padding; layers do not see these rows in the check."""
     tokens, labels = micro_batch(seed, rows=4, masked=False)
     labels = labels.masked_fill(labels == PAD, PAD + 1)
     labels[2:, 9:] = PAD
@@ -172,14 +172,14 @@ def batch_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @loss(LOSS, NONE)
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each token against all other tokens of the call."""
+    """Compare each token with all other tokens of the call."""
     states = F.normalize(logits.flatten(0, 1), dim=-1)
     return mean_valid(logits, labels) + F.cross_entropy(states @ states.mT, torch.arange(len(states)))
 
 
 @loss(LOSS, NONE)
 def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Rewards without their mean, as policy gradients take them."""
+    """Subtract the mean from rewards, as policy gradients do."""
     losses = each(logits, labels)
     return (losses * (losses - losses.mean()).detach()).mean()
 
@@ -188,7 +188,7 @@ def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class WrongWeight:
-    """Divides by the sum of a mask and tells of all tokens."""
+    """Divide by the sum of a mask, but declare the weight of all tokens."""
 
     __name__ = "WrongWeight"
 
@@ -203,7 +203,7 @@ add("WrongWeight", stack(), LOSS, "slice_weight(labels)", loss_fn=WrongWeight(),
 
 
 class Counting(nn.Module):
-    """A loss that counts its calls in a buffer: once for each slice."""
+    """Count the loss's calls in a buffer: once for each slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def divergence_by_rows(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class OwnLossHead(Head):
-    """(x, labels) -> the loss: the model needs no loss_fn."""
+    """Compute (x, labels) -> the loss: the model needs no loss_fn."""
 
     def __init__(self, own_loss: Any) -> None:
         super().__init__()

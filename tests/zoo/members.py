@@ -1,4 +1,4 @@
-"""What a member of the zoo is: a small model with its loss and data, and what must become of it with the defaults."""
+"""Define the members of the zoo: a small model with its loss and data, and the required outcome with the defaults."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BACKWARD = "outputs agree, so look at the backward"
 
 @dataclass(frozen=True)
 class Member:
-    """One of the zoo. It trains alike in the stock engine with one stage and with two.
+    """Hold one member of the zoo. It trains alike in the stock engine with one stage and with two.
 
-    `says`: what the refusal must contain; empty: it trains in slices as in the stock engine.
+    `says`: the text that the refusal must contain; empty: it trains in slices as in the stock engine.
     `error`: the class of the refusal. `stops`: in slices, without any check, it does not even run.
     `terapipe`, `engine`: keys of the section and options of the engine that the model needs.
-    `limit`: how far slices may be from the stock engine, which is only rounding.
+    `limit`: how far slices may be from the stock engine; the difference is only rounding.
     """
 
     name: str
@@ -70,9 +70,9 @@ def checkpointed(*kinds: type[nn.Module]) -> dict[str, Any]:
 
 
 def adding(member_of: Callable[[Any], dict[str, Any]]) -> Callable[..., Callable[..., Any]]:
-    """Return what adds members that are made of one thing each, which `member_of` turns into fields of `Member`.
+    """Return a function that adds members made of one object each, which `member_of` turns into fields of `Member`.
 
-    `added(*says, **fields)` is a decorator of one thing with its name, and takes several by keyword.
+    `added(*says, **fields)` decorates one object under its name, and takes several objects by keyword.
     """
 
     def added(*says: str, **more: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Layers that mix tokens without attention: convolutions, shifts, norms, products, and states that run along."""
+"""Define layers that mix tokens without attention: convolutions, shifts, norms, products, and running states."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ update(AFTER)(first_token=lambda x: x + x[:, :1])
 
 @update(FIRST)
 def token_shift(x: Tensor) -> Tensor:
-    """As RWKV mixes a token with the one before."""
+    """Mix a token with the one before, as RWKV does."""
     mix = torch.linspace(0, 1, WIDTH, dtype=x.dtype)
     return x * mix + F.pad(x, (0, 0, 1, -1)) * (1 - mix)
 
 
 @update(AFTER)
 def fours(x: Tensor) -> Tensor:
-    """The tokens of a group of four add up."""
+    """Add up the tokens of a group of four."""
     tokens = x.shape[1]
     groups = F.pad(x, (0, 0, 0, -tokens % 4)).unflatten(1, (-1, 4))
     return groups.cumsum(2).flatten(1, 2)[:, :tokens]
@@ -91,7 +91,7 @@ update(AFTER)(
 
 @update(AFTER)
 def fast_weights(x: Tensor) -> Tensor:
-    """The delta rule: a matrix per row that each token reads and corrects."""
+    """Apply the delta rule: a matrix per row that each token reads and corrects."""
     memory, out = x.new_zeros(x.shape[0], WIDTH, WIDTH), []
     for token in F.normalize(x, dim=-1).unbind(1):
         read = torch.einsum("bc,bcd->bd", token, memory)
@@ -102,7 +102,7 @@ def fast_weights(x: Tensor) -> Tensor:
 
 @layer(AFTER)
 class StateSpace(Weighted, decay=(WIDTH, 70), inner=(WIDTH, WIDTH, 71)):
-    """A diagonal state space model with gates from the input."""
+    """Run a diagonal state space model with gates from the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         rates = (F.softplus(x @ self.inner) * -self.decay.exp()).exp()
@@ -117,7 +117,7 @@ class StateSpace(Weighted, decay=(WIDTH, 70), inner=(WIDTH, WIDTH, 71)):
 
 
 class OfTorch(nn.Module):
-    """x + what `use` gives for a layer of torch's own and x."""
+    """Compute x plus the result of `use` for a layer of torch's own and x."""
 
     def __init__(self, make: Callable[[], nn.Module], use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ for make, use in (
 
 @layer("(TokenConvolution): output of tokens")
 class TokenConvolution(Weighted, inner=lambda: nn.Conv1d(WIDTH, WIDTH, 3)):
-    """It claims to be right in slices, which saves it from the refusal by its type, and begins anew in each of them."""
+    """Claim to be right in slices, which avoids the refusal by its type, but begin anew in each slice."""
 
     slice_safe = True
 

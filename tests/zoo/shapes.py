@@ -1,4 +1,4 @@
-"""Masks, pooled states, flat rows and other shapes; layers that hand tuples on."""
+"""Define masks, pooled states, flat rows and other shapes, and layers that hand tuples on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
 class FirstOf(nn.Module):
-    """A layer for the first of a tuple; the others go on."""
+    """Apply a layer to the first tensor of a tuple; hand the others on."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class FirstOf(nn.Module):
 
 
 class OnlyFirstOf(FirstOf):
-    """The others end here."""
+    """Apply a layer to the first tensor of a tuple; drop the others."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Any:
         return super().forward(inputs)[0]
@@ -49,7 +49,7 @@ def tuples(*layers: Any) -> list[Any]:
 
 
 def reading(kind: Any, after: Any = Mlp) -> list[Any]:
-    """A layer that reads the further inputs and hands its own output on alone."""
+    """Return layers in which `kind` reads the further inputs and hands on only its own output."""
     return [LayerSpec(FirstOf, Embedding), kind, after, Head]
 
 
@@ -59,7 +59,7 @@ def with_input(seed: int, extra: Tensor) -> MicroBatch:
 
 
 class MaskedAttention(Attention):
-    """(x, mask): attention by hand with a mask that comes with the batch."""
+    """Attend by hand to (x, mask), with a mask that comes with the batch."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.mask = inputs[1]
@@ -88,7 +88,7 @@ PER_SEQUENCE = using(
 
 
 def reads_memory(inputs: tuple[Tensor, ...]) -> Tensor:
-    """(x, memory): attention to another text, which is as long by chance."""
+    """Attend in (x, memory) to another text, which by chance has the same length."""
     x, memory = inputs
     return x + scores_of(x, memory).softmax(-1) @ memory
 
@@ -112,21 +112,21 @@ USES_STATE = using(lambda it, inputs: inputs[0] + (inputs[1] @ it.inner)[:, None
 
 
 class Distances(nn.Module):
-    """x -> (x, the products of all tokens with all)."""
+    """Compute x -> (x, the products of all tokens with all)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x, x @ x.mT
 
 
 class Classifier(Head):
-    """The logits of the last token, for every token."""
+    """Return the logits of the last token, for every token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
 
 
 class OneClass(Head):
-    """One class for a sequence."""
+    """Predict one class for a sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, -1])
@@ -160,14 +160,14 @@ add(
 
 
 class FlatShift(Weighted, inner=(WIDTH, WIDTH, 92)):
-    """[B * T, C]: each token and the one before it, also across rows."""
+    """Mix, in [B * T, C], each token with the one before it, also across rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
 
 
 class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
-    """Two tokens become one of double width, and are taken apart again."""
+    """Join two tokens into one of double width, and take them apart again."""
 
     def forward(self, x: Tensor) -> Tensor:
         odd = x.shape[1] % 2
@@ -176,7 +176,7 @@ class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
 
 
 class FirstDimension(Weighted, table=(LONG, WIDTH, 94)):
-    """(x, ids [L]): positions without rows, which are not cut."""
+    """Take (x, ids [L]): positions without rows, which are not cut."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, ids = inputs

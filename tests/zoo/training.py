@@ -1,4 +1,4 @@
-"""Layers that do in training what they do not do in evaluation, or that keep something from call to call."""
+"""Define layers that behave differently in training than in evaluation, or that keep something from call to call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from tests.small_models.parts import WIDTH, Weighted, scores_of
 from tests.zoo.members import AFTER, BACKWARD, EARLY, layer
 
-RARE = 1e-13  # such a share of dropout draws its random numbers and drops none
+RARE = 1e-13  # dropout with this rate draws its random numbers and drops none
 ONCE = "draws random numbers once per call"
-LATE = 6  # calls: more than two steps of whole micro-batches make, and fewer than those of slices
+LATE = 6  # calls: more than two steps of whole micro-batches make, and fewer than two steps of slices make
 
 
 class Keeping(Weighted, inner=(WIDTH, WIDTH, 140)):
-    """x + use(layer, x) @ inner. `kept` are its attributes, made by functions; tensors become buffers."""
+    """Compute x + use(layer, x) @ inner. `kept` are its attributes, made by functions; tensors become buffers."""
 
     def __init__(
         self, use: Callable[[Any, Tensor], Tensor], prepare: Callable[[Any], Any] = lambda _: None, **kept: Any
@@ -45,7 +45,7 @@ keeping = functools.partial(LayerSpec, Keeping)
 
 
 def then(statement: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """Return what makes a statement and gives x."""
+    """Return a function that runs a statement and returns x."""
 
     def use(it: Any, x: Tensor) -> Tensor:
         statement(it, x)
@@ -60,7 +60,7 @@ def count(owner: Any) -> Any:
 
 
 def late(counted: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """Return what does more after some calls; the check ends before."""
+    """Return a function that does more after some calls; the check ends before."""
     return lambda it, x: x.tanh() if counted(it) > LATE else x
 
 
@@ -142,7 +142,7 @@ layer("register_post_accumulate_grad_hook", "takes a step per slice", error="Ter
 
 
 DRAWN = "draws from a generator of Python or NumPy once per call"
-COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # what is named after trials as lost, and what the check says
+COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # the name reported as lost after trials, and the check's text
     "attribute": (keeping(late(count), calls=0), "", "calls counts calls"),
     "table": (
         keeping(late(lambda it: it.table.update(n=it.table["n"] + 2) or it.table["n"] / 2), table=lambda: {"n": 1}),

@@ -60,7 +60,7 @@ class BandKernel(BlockKernel):
     most_band_tokens = 128
 
     def forward(self, queries: Queries) -> Attended:
-        """Attend in bands where there is a window; the first queries, which see all keys, without."""
+        """Attend in bands if there is a window; the first queries see all keys and need no band."""
         if queries.window is None:
             return super().forward(queries)
         q, values = queries.q, queries.values
@@ -114,7 +114,7 @@ class BandKernel(BlockKernel):
             row += count * rows
 
     def band_tokens(self, window: int) -> int:
-        """Return how many queries make a band: more compute more scores in vain, fewer make slow products."""
+        """Return how many queries make a band: large ones compute more masked scores, small ones make slow products."""
         return min(self.most_band_tokens, max(32, window // 8))
 
     def _block(self, bands: Bands, queries: Queries, batch_row: int, dtype: torch.dtype) -> Block:

@@ -1,4 +1,4 @@
-"""Say what a backend of sliced attention is, and lay out grouped query heads for a kernel that knows no groups."""
+"""Define the interface of attention backends, and lay out grouped query heads for a kernel without groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AddGrads = Callable[..., None]  # SliceEntry.add_grads(offset, dk, dv, again=Fal
 
 
 class Need(NamedTuple):
-    """What a call asks of a backend besides the device, dtype and head dim of its queries."""
+    """List what a call asks of a backend, beyond the device, dtype and head dim of its queries."""
 
     dropout: bool = False
     window: bool = False
@@ -23,7 +23,7 @@ class Need(NamedTuple):
     value_dim: int | None = None  # where the values have another head dim than queries and keys
 
     def __str__(self) -> str:
-        """Return what is asked beyond plain causal attention, as the end of a list: ", window, dropout"."""
+        """Return what the call needs beyond plain causal attention, as the end of a list: ", window, dropout"."""
         needs = [name for name in ("window", "softcap", "documents", "dropout") if getattr(self, name)]
         needs += [f"head dim {self.value_dim} of values"] * (self.value_dim is not None)
         return "".join(f", {name}" for name in needs)
@@ -33,8 +33,8 @@ class Queries(NamedTuple):
     """The queries of a slice and the keys in their reach: query i sees the keys (start + i - window, start + i].
 
     `q` is [B, H, T, D]; `keys` are [B, H_kv, start + T, D], `values` [B, H_kv, start + T, D_v], views of the store.
-    Where there is a `softcap`, a score s becomes softcap * tanh(s / softcap). A backend that takes documents is given
-    `spans`: which queries of which rows see keys from which one on. Their tokens count from the first key.
+    With a `softcap`, a score s becomes softcap * tanh(s / softcap). A backend that takes documents gets `spans`, which
+    say for the queries of each row from which key on they see keys. Tokens in spans count from the first key.
     """
 
     q: Tensor
@@ -55,7 +55,7 @@ class Queries(NamedTuple):
 class Attended(NamedTuple):
     """The result of a forward: the output [B, H, T, D_v] and the log-sum-exp of the scaled scores [B, H, T].
 
-    `state` is what a backward needs besides tensors: seeds, the random state of the kernel.
+    `state` holds what a backward needs in addition to tensors: seeds, the random state of the kernel.
     """
 
     out: Tensor
@@ -81,14 +81,14 @@ class Backend(Protocol):
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ; the gradients of the keys and values [0, start + T) go to `add_grads` in pieces.
 
-        `attended` may have been merged with further keys since (a sink): they enter through output and log-sum-exp.
+        `attended` may have been merged with further keys since (a sink); these enter through output and log-sum-exp.
         """
 
 
 def fold_groups(x: Tensor, num_kv_heads: int) -> Tensor:
     """Turn the G query heads of a group into further queries of their key head: [B, H, T, D] -> [B, H_kv, G * T, D].
 
-    Where every query sees every key this is exact, and the keys need not be repeated.
+    This is exact if every query sees every key, and the keys need not be repeated.
     """
     batch, heads, tokens, dim = x.shape
     if heads == num_kv_heads:

@@ -35,7 +35,7 @@ TensorPair = tuple[Tensor, Tensor]
 
 
 class Block(NamedTuple):
-    """What one call of a kernel computes: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
+    """Describe one call of a kernel: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
 
     A kernel that takes a `mask` adds it to the scores; it is [T, keys].
     """
@@ -52,22 +52,22 @@ class BlockKernel:
     """A backend made of calls of a fused kernel; a subclass says how to call it."""
 
     takes_documents = False
-    # keys as the kernel wants them beside so many query heads, and queries beside so many key heads
+    # how the kernel wants keys for a number of query heads, and queries for a number of key heads
     expanded: Callable[[Tensor, int], Tensor] = staticmethod(expand_heads)
     folded: Callable[[Tensor, int], Tensor] = staticmethod(fold_groups)
     causal_tokens: int | None = None  # the largest causal block; None: all of a slice's own tokens at once
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
     def run(self, block: Block) -> Attended:
-        """Call the kernel's forward. There are as many key heads as query heads, or fewer where the kernel says so."""
+        """Call the kernel's forward. There are as many key heads as query heads, or fewer if the kernel allows it."""
         raise NotImplementedError
 
     def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dQ, dK, dV by the kernel's backward, given the merged output and log-sum-exp of the rows."""
+        """Return dQ, dK, dV by the kernel's backward, from the merged output and log-sum-exp of the rows."""
         raise NotImplementedError
 
     def attend(self, block: Block) -> Attended:
-        """Return `run` of a block. Of keys and values of different head dims the smaller ones get zeros behind."""
+        """Return `run` of a block. If keys and values have different head dims, zeros pad the smaller ones."""
         dim, value_dim = block.k.shape[3], block.v.shape[3]
         if dim == value_dim:
             return self.run(block)
@@ -166,7 +166,7 @@ class BlockKernel:
 
 
 def widen(x: Tensor, dim: int) -> Tensor:
-    """Return [..., D] with zeros behind up to `dim`."""
+    """Return [..., D] padded at the end with zeros, up to `dim`."""
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 
@@ -181,7 +181,7 @@ def _widened(block: Block, dim: int) -> Block:
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:
-    """Cut [0, stop) into pieces of at most `length`; into one for None, into none where stop is 0."""
+    """Cut [0, stop) into pieces of at most `length`: one piece if that is None, no piece if stop is 0."""
     step = length or max(stop, 1)
     for begin in range(0, stop, step):
         yield begin, min(begin + step, stop)

@@ -58,7 +58,7 @@ class Cudnn(BlockKernel):
         return wrong_result(self.forward, self.backward, _CHECKED, q.device, q.dtype, widest_head(q, need))
 
     def slower_than_flash(self, q: Tensor, need: Need) -> str | None:
-        """Return the times of a short measurement on first use where torch's FlashAttention kernel is faster."""
+        """Measure briefly on first use; return the times if torch's FlashAttention kernel is faster."""
         heads = min(q.shape[1], _MOST_TIMED_HEADS)
         try:
             own_ms, other_ms = _times_ms(self, self._of_one_token, q.device, q.dtype, heads, widest_head(q, need))
@@ -80,7 +80,7 @@ class Cudnn(BlockKernel):
 
     def run(self, block: Block) -> Attended:
         """Call the kernel's forward; its log-sum-exp is [B, H, T, 1]."""
-        # the log-sum-exp is asked for, which merges this call with the other
+        # the call returns the log-sum-exp, by which this call is merged with the other
         q, k, v, is_causal, scale, _ = block
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale

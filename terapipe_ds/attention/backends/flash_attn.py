@@ -16,11 +16,11 @@ from terapipe_ds.attention.backends.fused import cuda_capability, cuda_refusal
 
 
 class FlashAttn:
-    """The flash-attn package (2.7 or newer of version 2), found at run time.
+    """Run the flash-attn package (2.7 or newer of version 2), which is looked up at run time.
 
-    Its masks are aligned bottom-right and it knows grouped heads: one call does a slice. With documents it is one call
-    per row, for queries and keys that are packed. Values of another head dim are made as wide as the keys with zeros,
-    or the keys. Dropout is not taken: a recomputed forward would have to find the state of its random numbers.
+    Its masks are aligned bottom-right and it knows grouped heads: one call does a slice. With documents it takes one
+    call per row, for packed queries and keys. If values and keys differ in head dim, zeros pad the smaller ones.
+    The backend refuses dropout: a recomputed forward would have to restore the state of its random numbers.
     """
 
     name = "flash_attn"

@@ -1,8 +1,8 @@
-"""Compute with torch's `flex_attention` on CUDA what no other kernel there takes: caps, fp32, and what they come with.
+"""Compute with torch's `flex_attention` what no other CUDA kernel takes: caps, fp32, and options that come with them.
 
-One compiled function serves all slices and layers: lengths are dynamic, and what else differs comes as tensors. The
-backward runs the forward again, for torch's own graph of it would hold views of the slice store, which later slices
-write.
+One compiled function serves all slices and layers: lengths are dynamic, and all other differences come as tensors. The
+backward runs the forward again, because torch's own graph of it would hold views of the slice store, and later slices
+write to that store.
 
 The mask comes as blocks of 128 queries and 128 keys, built here from two rules: the keys that a query sees are one
 range, and neither end of it moves back from one query to the next. So the keys that some query of a block sees are one
@@ -55,13 +55,13 @@ class Flex:
             return Attended(*_compiled()(*_tensors(queries), queries.scale))
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        """Return dQ. Keys that were merged into `attended` since weigh in as the share of the kernel's own output."""
+        """Return dQ. Keys that were merged into `attended` since then count by the share of the kernel's own output."""
         *inputs, mask, softcap = _tensors(queries)
         # the forward once more, over the keys as they are now: a graph of the first run would hold views of the store
         leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
             out, lse = _compiled()(*leaves, mask, softcap, queries.scale)
-        # a sink that joined since takes its share of the softmax: the kernel's own output counts for less
+        # a sink that joined since then takes its share of the softmax: the kernel's own output counts for less
         share = (lse.detach() - attended.lse).exp()
         delta = (grad.to(lse.dtype) * attended.out.to(lse.dtype)).sum(-1)
         d_out = (grad * share.unsqueeze(-1)).to(grad.dtype)
@@ -90,12 +90,12 @@ def block_mask(
     A block is full where all its queries see all its keys, and masked by `mask_of` where only some pairs are seen. A
     block that sticks out counts as masked.
     """
-    # from here on a query sees one range of keys, whatever made it so
+    # from here on a query sees one range of keys, whatever option limits it
     first = first_keys(batch, tokens, start, window, spans)
     num_keys = start + tokens
     row, column = (torch.arange(0, n, _BLOCK) for n in (tokens, num_keys))
     row_last, column_last = (row + _BLOCK).clamp(max=tokens) - 1, (column + _BLOCK).clamp(max=num_keys) - 1
-    # of all queries of a block: the first key that one sees, and the first key that all see; likewise the last
+    # per block of queries: the first key that any of them sees, and the first key that all see; likewise the last
     seen_from, all_from = first[:, row, None], first[:, row_last, None]
     seen_to, all_to = (start + row_last)[:, None], (start + row)[:, None]
     seen = (column_last >= seen_from) & (column <= seen_to)
@@ -121,7 +121,7 @@ def first_keys(batch: int, tokens: int, start: int, window: int | None, spans: t
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of true entries of each row, and their places before those of the others, as torch asks."""
+    """Return the number of true entries of each row, and their places followed by the others' places, as torch asks."""
     places = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), places.to(torch.int32)
 
@@ -136,7 +136,7 @@ def mask_of(start: Tensor, first: Tensor) -> MaskFunction:
 
 
 def capped_by(softcap: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return what `flex_attention` does to each score."""
+    """Return the function that `flex_attention` applies to each score."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -149,7 +149,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the scores.
 
-    The kernel for few queries is passed by: torch 2.11 finds none that fits 99 queries of dynamic lengths.
+    This avoids the kernel for few queries: torch 2.11 finds none that fits 99 queries of dynamic lengths.
     """
     options: Any = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_lse": True}
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -159,9 +159,9 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `attend` compiled: a few times at first, until its lengths are dynamic, then never again.
+    """Return `attend` compiled. Torch compiles it a few times, until its lengths are dynamic, then never again.
 
-    It would compute all scores where torch gives up to compile it: `fullgraph` makes that an error. Each kind of call
+    If torch gave up compiling it, it would compute all scores: `fullgraph` makes that an error. Each kind of call
     (head dims, dtype, caps, with a backward or without) counts towards torch's limit.
     """
     compiled, config = torch.compile(attend, dynamic=True, fullgraph=True), cast(Any, torch.compiler.config)

@@ -24,7 +24,7 @@ _log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
 NO_SOFTCAP = "it knows no softcap"
 NO_WINDOW = "it knows no window"
-_MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
+_MOST_ERROR = 0.02  # for bf16, whose steps are 0.4 %
 _Shape = tuple[int, int, int, int, int]
 _CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
@@ -41,8 +41,8 @@ class CpuFlash(BandKernel):
     # The kernel computes 512 keys at a time and masks afterwards, so that a causal block of up to 512 tokens costs as
     # much as a full one: two smaller ones with a dense block beside them save a quarter of it.
     causal_tokens = 256
-    # The gradients of a block are fresh memory. A few MiB come from the heap again and again, still warm; those of a
-    # long prefix would be mapped and zeroed page by page on every call.
+    # The gradients of a block are fresh memory. The heap hands out the same few MiB again and again, still warm; for
+    # a long prefix the memory would be mapped and zeroed page by page on every call.
     prefix_bytes = 2 * 2**20
 
     def is_available(self) -> bool:
@@ -78,9 +78,9 @@ class CpuFlash(BandKernel):
 class CudaFlash(BlockKernel):
     """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256, windows.
 
-    Its causal mask is aligned bottom-right and it knows grouped heads (torch/nn/attention/bias.py relies on the one,
-    mha_fwd and mha_bwd of its flash_api.cpp check no more than that key heads divide query heads). So one call does a
-    slice; where a device gives something else than plain torch, calls on blocks do it.
+    Its causal mask is aligned bottom-right, and torch/nn/attention/bias.py relies on that. It knows grouped heads:
+    mha_fwd and mha_bwd of its flash_api.cpp only check that key heads divide query heads. So one call does a slice;
+    if the result on a device differs from plain torch, calls on blocks do it.
     """
 
     name = "cuda_flash"
@@ -99,7 +99,7 @@ class CudaFlash(BlockKernel):
         return problem
 
     def forward(self, queries: Queries) -> Attended:
-        """Attend in one call where that gives the right result, else in blocks."""
+        """Attend in one call if that gives the right result, else in blocks."""
         if queries.window is not None:
             return self._forward_windowed(queries)
         return self.forward_at_once(queries) if self._takes_at_once(queries) else super().forward(queries)
@@ -185,7 +185,7 @@ def wrong_result(
     head_dim: int,
     window: int | None = None,
 ) -> str | None:
-    """Return in which shape a kernel differs from plain torch, or what it raises; None where it does neither."""
+    """Return the shape in which a kernel differs from plain torch, or the error that it raises; None if neither."""
     # a wrong result is worse than a slow one: each way through the kernel is tried once
     for shape in shapes:
         try:
@@ -193,7 +193,7 @@ def wrong_result(
             error = _error_of(forward, backward, grad, queries._replace(window=window))
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as raised:
             return "it raised: " + str(raised).split("\n")[0]
-        if not error <= _MOST_ERROR:  # NaN is in no order
+        if not error <= _MOST_ERROR:  # NaN compares false with everything
             _, heads, kv_heads, tokens, start = shape
             return f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
     return None
@@ -207,7 +207,7 @@ def _window_options(queries: Queries) -> dict[str, float | int]:
 def random_queries(shape: _Shape, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Queries]:
     """Return a gradient and random queries of (batch, query heads, key heads, queries, keys before them)."""
     batch, heads, kv_heads, tokens, start = shape
-    generator = torch.Generator().manual_seed(0)  # of its own: other random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # a generator of its own, which leaves all other random numbers alone
     q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
     grad, q, k, v = (
         torch.randn(size, generator=generator).to(device, dtype) for size in (q_shape, q_shape, k_shape, k_shape)
@@ -240,7 +240,7 @@ def _error_of(
 
 
 def widest_head(q: Tensor, need: Need) -> int:
-    """Return the head dim of queries and keys, or that of values where it is larger."""
+    """Return the larger of two head dims: of queries and keys, and of values."""
     return max(q.shape[-1], need.value_dim or 0)
 
 

@@ -1,4 +1,4 @@
-"""Compute sliced attention in plain torch: the backend that takes everything, caps and attention dropout too."""
+"""Compute sliced attention in plain torch: this backend takes everything, caps and attention dropout too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tile:
 
 
 class Reference:
-    """Tiles of scores, with a softmax that goes on from tile to tile: any device, dtype and head dim, and dropout.
+    """Compute tiles of scores with one softmax over all tiles: any device, dtype and head dim, and dropout.
 
     The dropout mask of a tile comes from a generator of its own. The seed of a call is drawn from torch's generator of
     the device: a recomputed forward, which finds that generator restored, draws the same seed and so the same masks.
@@ -60,7 +60,7 @@ class Reference:
             total = weighted = lse.new_zeros(())
             for tile in tiles:  # the first one holds the diagonal, where each query sees itself
                 scores, _ = _scores(queries, rows, tile)
-                # the softmax goes on: what was summed is scaled to the new largest score
+                # the softmax goes on: earlier sums are scaled to the new largest score
                 before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
                 probs, fade = scores.sub_(highest).exp_(), (before - highest).exp_()
                 total = total * fade + probs.sum(-1, keepdim=True)
@@ -114,7 +114,7 @@ class Reference:
 
 
 def dropout_factors(probs: Tensor, seed: int, dropout_p: float) -> Tensor:
-    """Return factors 0 and 1 / (1 - p) of the shape and device of `probs`, the same for the same seed."""
+    """Return factors 0 and 1 / (1 - p) with the shape and device of `probs`, the same for the same seed."""
     generator = torch.Generator(device=probs.device).manual_seed(seed)
     kept = torch.rand(probs.shape, generator=generator, device=probs.device) >= dropout_p
     return kept.to(probs.dtype).mul_(1.0 / (1.0 - dropout_p))

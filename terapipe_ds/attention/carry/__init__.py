@@ -1,4 +1,4 @@
-"""Hand a layer's state from slice to slice, and the state's gradient back: what `sliced_attention` is for attention.
+"""Hand a layer's state from slice to slice, and its gradient back, as `sliced_attention` does with keys and values.
 
 A recurrence, a convolution or a token shift needs of the tokens before a slice only what fits in one tensor:
 
@@ -6,9 +6,9 @@ A recurrence, a convolution or a token shift needs of the tokens before a slice 
     out, last = mixer(x, initial_state=state)
     out = carry.write(layer, "recurrent", last, out)  # the gradient of `last` arrives through `out`
 
-Outside of sliced execution, and where one slice is the whole sequence, `read` gives None and `write` gives `output`.
+Outside of sliced execution, and if one slice is the whole sequence, `read` returns None and `write` returns `output`.
 
-In a compiled layer both run outside of its graphs: whether there is a state, and of what shape, is known then alone.
+In a compiled layer both run outside of its graphs: only then is it known whether there is a state, and its shape.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["read", "write"]
 
 @torch.compiler.disable(recursive=True)
 def read(layer: Hashable, name: str) -> Tensor | None:
-    """Return the state that the slice before wrote: a leaf, whose gradient goes back to that slice.
+    """Return the state that the previous slice wrote: a leaf, whose gradient goes back to that slice.
 
-    `layer` is any hashable name that is unique within the part, `name` tells its states apart. Rows where a document
-    starts at the slice's start are zero. It is None on the first slice, where a document starts in all rows, and where
-    the slice is the whole sequence; begin with zeros then. Read a state before it is written.
+    `layer` is any hashable name that is unique within the part, `name` tells its states apart. Rows in which a document
+    starts at the slice's start are zero. The result is None on the first slice, if a document starts in all rows, and
+    if the slice is the whole sequence; begin with zeros then. Read a state before you write it.
 
-    Raises SliceStoreError where the slice before wrote no such state, or slices run in an order that cannot be right.
+    Raises SliceStoreError if the previous slice wrote no such state, or slices run in an order that cannot be right.
     """
     active = active_slice()
     if active is None or active.is_whole:
@@ -44,7 +44,7 @@ def read(layer: Hashable, name: str) -> Tensor | None:
 
 @torch.compiler.disable(recursive=True)
 def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
-    """Keep a copy of `state` for the next slice; return `output`, tied to it: use what is returned in its place.
+    """Keep a copy of `state` for the next slice; return `output`, tied to it: use the returned tensor from then on.
 
     The backward of the returned tensor adds the gradient that the next slice has left for `state`. Rows of the batch
     are dimension 0 of `state`; its dtype is kept. Every slice writes, the last one too.
@@ -90,7 +90,7 @@ def _states(active: ActiveSlice, layer: Hashable, name: str) -> CarriedStore:
 
 
 class _Tie(torch.autograd.Function):
-    """Hand on a slice's output; its backward takes the gradient of the slice's state, complete by then."""
+    """Hand on a slice's output; its backward takes the gradient of the slice's state, which is complete by then."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, state: Tensor, entry: CarriedEntry, active: ActiveSlice) -> Tensor:
@@ -100,7 +100,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # all later slices have run: what they left for the state is complete
+        # all later slices have run: the gradient that they left for the state is complete
         gradient = ctx.entry.take_gradient(ctx.active)
         if ctx.active.mode == "probe" and ctx.active.stop < ctx.active.sequence_length:
             shape, dtype, device = ctx.like  # no slice came after; ordinary numbers cost what they do in training

@@ -6,7 +6,7 @@ gradient is complete when the backward of the slice that wrote the state takes i
 for keys and values: `filled` grows with the forwards, `frontier` shrinks with the backwards.
 
 Memory per layer: one state per boundary in training, from the forward of the slice that writes it to its backward; in
-evaluation the newest one alone. States have memory of their own and none of the pool's: a graph, or what waits for a
+evaluation only the newest one. States have memory of their own, outside of the pool: a graph, or work that waits for a
 split weight gradient, may hold them longer than the store does.
 """
 
@@ -41,7 +41,7 @@ class CarriedEntry:
         self.filled = 0
         self.frontier = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
-        self._is_told_later = False  # what needs gradients, by the second run of a reentrant checkpoint
+        self._is_told_later = False  # only the second run of a reentrant checkpoint tells what needs gradients
         self.closed = False
         self._owner = owner
         self._kept: dict[int, _Kept] = {}
@@ -91,7 +91,7 @@ class CarriedEntry:
         raise SliceStoreError(f"{self}: slice [{start}, {stop}) reads it {why}")
 
     def _state_to_measure_with(self, active: ActiveSlice) -> Tensor | None:
-        """Return what a probe reads, whose slice before never ran: the last state written, as a leaf of its own."""
+        """Return what a probe reads, whose previous slice never ran: the last state written, as a leaf of its own."""
         kept = next(iter(self._kept.values()), None)
         if active.start == 0 or kept is None or kept.state is None:
             return None
@@ -100,7 +100,7 @@ class CarriedEntry:
     def write(self, active: ActiveSlice, state: Tensor) -> None:
         """Keep a copy of the state at the boundary where the slice ends.
 
-        A forward that runs again writes nothing: the slice after, which read the state, has run its backward.
+        A forward that runs again writes nothing: the next slice, which read the state, has run its backward.
         """
         start, stop = active.start, active.stop
         if active.mode in ("recompute", "weight"):
@@ -143,13 +143,13 @@ class CarriedEntry:
                     f"{self}: a document starts at token {active.stop} in {len(begun)} of {len(starts)} rows, whose "
                     f"state has to be zero, but the state is {list(state.shape)}; give it the rows as dimension 0"
                 )
-        # Not an inference tensor, whatever the caller does; and no view, which would keep what it is a view of.
+        # Not an inference tensor, whatever the caller does; and no view, which would keep its base alive.
         with torch.inference_mode(False), torch.no_grad():
             kept = state.detach().clone()
             if begun:
                 kept[list(begun)] = 0
         differentiable = kept.is_floating_point() or kept.is_complex()
-        # Without gradients in training it is the first forward of a reentrant checkpoint, which does not tell.
+        # Without gradients in training, this is the first forward of a reentrant checkpoint, which reveals nothing.
         needs_grad = differentiable and (state.requires_grad or not torch.is_grad_enabled())
         if needs_grad and active.mode != "eval":
             kept.requires_grad_().register_post_accumulate_grad_hook(self._gradient_hook(active.stop))
@@ -157,7 +157,7 @@ class CarriedEntry:
         return _Kept(kept, kept._version, begun)
 
     def _gradient_hook(self, boundary: int) -> Callable[[Tensor], None]:
-        """Return what is called when autograd has added to the gradient of the state at `boundary`."""
+        """Return the hook that runs when autograd has added to the gradient of the state at `boundary`."""
 
         def look(leaf: Tensor) -> None:
             if self.closed or self.frontier < boundary:
@@ -173,7 +173,7 @@ class CarriedEntry:
     def take_gradient(self, active: ActiveSlice) -> Tensor | None:
         """Move the backward frontier over the slice and return the gradient of the state that it wrote.
 
-        It is None where no later slice gave one. Raises SliceStoreError unless the slice is the next one in reverse.
+        It is None if no later slice left one. Raises SliceStoreError unless the slice is the next one in reverse.
         """
         start, stop = active.start, active.stop
         if self.closed:
@@ -205,7 +205,7 @@ class CarriedEntry:
             self.take_gradient(active)
 
     def check_drained(self) -> None:
-        """Raise SliceStoreError where the micro-batch's slices or their backwards have not all run."""
+        """Raise SliceStoreError if some of the micro-batch's slices or their backwards have not run."""
         if self.mode == "probe":
             return
         if self.filled < self.sequence_length:
@@ -227,7 +227,7 @@ class CarriedEntry:
         raise SliceStoreError(f"{self}: released {what}")
 
     def close(self) -> None:
-        """Let go of all states; a backward that still comes is an error."""
+        """Drop all states; a backward that still comes is an error."""
         self.closed = True
         self._drop_all()
 
@@ -245,8 +245,8 @@ _SECOND_TIME = (
 class CarriedStates:
     """Hold the carried states of one engine.
 
-    `count` is told of the bytes that come and go; `on_gradient`, where it is set, of each gradient that a slice's
-    backward has left for the state at a token.
+    The store calls `count` with the bytes that come and go. It calls `on_gradient`, if set, for each gradient that a
+    slice's backward has left for the state at a token.
     """
 
     def __init__(self, count: Callable[[int], None]) -> None:
@@ -277,17 +277,17 @@ class CarriedStates:
         return entry
 
     def check_drained(self, part_id: int, micro_batch_id: int) -> None:
-        """Raise SliceStoreError where a state of the micro-batch is only partly drained."""
+        """Raise SliceStoreError if a state of the micro-batch is only partly drained."""
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             entry.check_drained()
 
     def release(self, part_id: int, micro_batch_id: int) -> None:
-        """Let go of the states of a micro-batch."""
+        """Drop the states of a micro-batch."""
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             entry.close()
 
     def reset(self) -> None:
-        """Let go of all states, whatever they wait for."""
+        """Drop all states, whatever they wait for."""
         for part_id, micro_batch_id in list(self._entries):
             self.release(part_id, micro_batch_id)
 

@@ -1,4 +1,4 @@
-"""Say what every competitor of a benchmark can do, and have all compute attention by one kernel."""
+"""Define the interface of every competitor of a benchmark, and have all compute attention by one kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.schedule import Action, Schedule
 from terapipe_ds.schedule.placement import Placement
 
-# Where DeepSpeed's optimizers keep flat tensors of their own: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
+# Attributes of DeepSpeed's optimizers that hold flat tensors: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
 _COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -26,14 +26,14 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
 class Driver:
-    """One competitor on one rank. Every rank calls the same methods in the same order."""
+    """Drive one competitor on one rank. Every rank calls the same methods in the same order."""
 
     recorder: Recorder
     optimizer: Any
     fewest = 1  # micro-batches of a step
 
     def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
-        """Set the micro-batches of the next steps, the slices of each and, where there is a choice, their order."""
+        """Set the micro-batches of the next steps, the slices of each and, if there is a choice, their order."""
         raise NotImplementedError
 
     def step(self, micro_batches: MicroBatches) -> float | None:
@@ -49,10 +49,10 @@ class Driver:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop what earlier steps have left for the next one, except for parameters and optimizer states."""
+        """Drop everything that earlier steps have left for the next one, except parameters and optimizer states."""
 
     def destroy(self) -> None:
-        """Free what the driver holds."""
+        """Free everything that the driver holds."""
 
     def remember_start(self) -> None:
         """Keep the parameters as they are now, for `restart`."""
@@ -78,7 +78,7 @@ class Driver:
         return [t for name in _COPIES.split() for t in getattr(self.optimizer, name, ())]
 
     def held_bytes(self) -> int:
-        """Return the bytes of parameters, gradients that are there, optimizer states, and its copies."""
+        """Return the bytes of parameters, existing gradients, optimizer states, and the optimizer's copies."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         held = (*self.parameters(), *gradients, *self.states(), *self.copies())
         return sum(t.numel() * t.element_size() for t in held)
@@ -103,9 +103,9 @@ def schedule_of(
 def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
     """Have one kernel compute the attention of slices and of whole sequences inside; yield its name.
 
-    Torch may take another kernel for whole sequences than slices have, or the flash-attn package may be there for
-    slices: their ratio would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused
-    kernel takes for slices (fp32 on a device) is left to torch for whole sequences, and the name says so.
+    Torch may choose another kernel for whole sequences than for slices, or slices may run on the flash-attn package:
+    their ratio would compare kernels rather than slices. On CPUs there is one fused kernel. If no fused kernel takes
+    the slices (fp32 on a device), torch chooses the kernel for whole sequences, and the name says so.
     """
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))

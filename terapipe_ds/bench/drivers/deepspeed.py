@@ -36,7 +36,7 @@ class _EngineDriver(Driver):
 
 
 class StockDriver(_EngineDriver):
-    """DeepSpeed's `PipelineEngine`, or its DualPipeV."""
+    """Drive DeepSpeed's `PipelineEngine`, or its DualPipeV."""
 
     def __init__(self, case: Case, job: Job) -> None:
         self._dualpipe = case.schedule == "dualpipev"

@@ -1,4 +1,4 @@
-"""Record what a rank did when: computations, reduces and the optimizer step, with wall clock and CPU time."""
+"""Record the computations, reduces and optimizer step of a rank, with wall clock and CPU time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.REDUCE_TIED_GRADS, K
 
 
 class Recorder:
-    """The events of one step. On an accelerator each recorded action is synchronised, so record steps of their own."""
+    """Hold the events of one step. On an accelerator each recorded action is synchronised, so record separate steps."""
 
     def __init__(self) -> None:
         self.events: list[Recorded] = []
@@ -32,7 +32,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, micro_batch_id: int = -1, slice_id: int = -1, chunk_id: int = 0) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the body as one event."""
         self.restart()
         yield
         if self.on:
@@ -48,7 +48,7 @@ class Recorder:
 
     @contextmanager
     def last_goes_on(self) -> Iterator[None]:
-        """Count what runs inside to the event that ended last (a loss, to the forward before it)."""
+        """Count the body towards the event that ended last (a loss, towards the forward before it)."""
         start_cpu_s = time.process_time()
         yield
         if self.on and self.events:
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class EngineRecorder(Recorder):
-    """Takes the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
+    """Take the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
 
     @property
     def listens(self) -> bool:
@@ -94,7 +94,7 @@ _INSTRUCTIONS = {
 
 
 class InstructionRecorder(Recorder):
-    """Records the instructions of DeepSpeed's own engines. Micro-batches run through each phase first in, first out."""
+    """Record the instructions of DeepSpeed's own engines. Micro-batches run through each phase first in, first out."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__()

@@ -24,9 +24,9 @@ _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1
 
 
 def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `torch.optim.AdamW` that do what a DeepSpeed config asks for.
+    """Return the arguments of `torch.optim.AdamW` that match a DeepSpeed config.
 
-    Raises `BenchError` where it asks for what a plain optimizer in the precision of the weights does not do.
+    Raises `BenchError` if the config requests features that a plain optimizer in the precision of the weights lacks.
     """
     optimizer = ds_config.get("optimizer") or {}
     given, is_bf16, sums = dict(optimizer.get("params") or {}), _is_bf16(ds_config), sums_dtype(ds_config)
@@ -37,7 +37,7 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
             raise BenchError(f"torch runs here without what {key} in the config stands for")
     if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
         raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
-    # BF16_Optimizer under ZeRO 1 has its fp32 weights whole where there is one replica, as here
+    # BF16_Optimizer under ZeRO 1 has its fp32 weights whole if there is one data-parallel rank, as here
     if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(is_bf16 and sums == torch.float32):
         raise BenchError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
@@ -51,7 +51,7 @@ def _is_bf16(ds_config: dict[str, Any]) -> bool:
 
 
 def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """Return what DeepSpeed sums the gradients of micro-batches in: usually the dtype of the weights."""
+    """Return the dtype in which DeepSpeed sums the gradients of micro-batches: usually the dtype of the weights."""
     from deepspeed.runtime.config import DtypeEnum
 
     given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
@@ -60,10 +60,10 @@ def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
 
 
 class Masters:
-    """The weights that a plain optimizer steps: those of the model, or in bf16 (`is_apart`) fp32 ones beside them.
+    """Hold the weights that a plain optimizer steps: the model's, or in bf16 (`is_apart`) fp32 copies beside them.
 
-    That is what DeepSpeed's BF16_Optimizer has. AdamW on the bf16 weights themselves would hold half the bytes and lose
-    what is below their last bit. `sums_in_fp32` says to take the gradients after each backward.
+    DeepSpeed's BF16_Optimizer holds the same. AdamW on the bf16 weights themselves would hold half the bytes and lose
+    changes below their last bit. `sums_in_fp32` says to take the gradients after each backward.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], is_apart: bool, sums: torch.dtype) -> None:
@@ -72,7 +72,7 @@ class Masters:
         self.weights = [nn.Parameter(p.detach().float()) if is_apart else p for p in self._parameters]
 
     def take_gradients(self) -> None:
-        """Add in fp32 what the backwards have given since, and drop torch's own gradients."""
+        """Add up in fp32 the gradients of the backwards since the last call, and drop torch's own gradients."""
         for parameter, weight in zip(self._parameters, self.weights, strict=True):
             if self.is_apart and parameter.grad is not None:
                 new, parameter.grad = parameter.grad, None
@@ -92,7 +92,7 @@ class Masters:
 
 
 class TorchDriver(Driver):
-    """A schedule of torch with AdamW and, in bf16, `Masters`; losses are divided before their backwards."""
+    """Drive a schedule of torch with AdamW and, in bf16, `Masters`; losses are divided before their backwards."""
 
     def __init__(self, case: Case, job: Job) -> None:
         from torch.distributed import pipelining
@@ -120,7 +120,7 @@ class TorchDriver(Driver):
         self._pipeline: Any = None
 
     def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
-        self._pipeline = None  # with its receive buffers, before there are new ones
+        self._pipeline = None  # with its receive buffers, before new ones are made
         stages = [self._stage(chunk_id, part_id) for chunk_id, part_id in enumerate(self._modules)]
         given = stages if self._case.schedule in TWO_PARTS else stages[0]
         # dividing here rather than all gradients at the end of a step is torch's faster way
@@ -166,12 +166,12 @@ class TorchDriver(Driver):
             self._masters.take_gradients()
             self.optimizer.step()
             self._masters.give_weights()
-        # sums in fp32 stay, as DeepSpeed's do; else the next backward brings new ones
+        # sums in fp32 stay, as DeepSpeed's do; otherwise the next backward makes new gradients
         self.optimizer.zero_grad(set_to_none=not self._masters.sums_in_fp32)
         return float(sum(loss.detach() for loss in losses)) if has_last else None
 
     def schedule(self, accumulation: int, plans: Plans) -> Schedule:
-        if self._case.schedule not in TWO_PARTS:  # as ours; what torch prints of its 1F1B is not what it runs
+        if self._case.schedule not in TWO_PARTS:  # as ours; torch prints another order for its 1F1B than it runs
             return build(self._case.schedule, self._work.stages, accumulation, 1)
         return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
 

@@ -1,4 +1,4 @@
-"""Read the result file of `terapipe bench --json` strictly, and group its runs so that like is compared with like."""
+"""Read the result file of `terapipe bench --json` strictly, and group its runs so that only equal workloads compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVE = "give a file of `terapipe bench --json`"
 
 
 class ReportError(ValueError):
-    """The result makes no report; the text names the place, the value and what belongs there."""
+    """Report a result that makes no report; the text names the place, the value and what is expected there."""
 
 
 def _read_timeline(value: object) -> Timeline | None:
@@ -37,7 +37,7 @@ _PerStage = tuple[_Amount | None, ...]
 
 
 class _AnyRun(BaseModel):
-    """What every run of the benchmark has, whatever came of it. Other keys are left alone."""
+    """Hold the fields of every run of the benchmark, failed or not. Other keys are kept unchecked."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,17 +50,17 @@ class _AnyRun(BaseModel):
 
 
 class Failed(_AnyRun):
-    """A run that could not be made. It may not have got as far as its slices."""
+    """Describe a failed run. It may have failed before its slices were known."""
 
     error: str
     slices: tuple[int, ...] = ()
 
 
 class Run(_AnyRun):
-    """A run with its figures; docs/bench.md says what they mean. A figure that is not known is None."""
+    """Hold a run with its figures, which docs/bench.md explains. An unknown figure is None."""
 
     slices: tuple[_Count, ...]
-    plans: tuple[tuple[_Count, ...], ...] = ()  # one per micro-batch where they differ; then the above has the most
+    plans: tuple[tuple[_Count, ...], ...] = ()  # one per micro-batch if they differ; then `slices` has the most
     step_s: _Seconds
     step_s_all: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
     tokens_per_s: _Amount | None
@@ -100,7 +100,7 @@ class Run(_AnyRun):
 
     @property
     def largest_peak_bytes(self) -> float | None:
-        """Return the peak of the stage that needs most."""
+        """Return the peak of the stage that needs the most memory."""
         return max((peak for peak in self.peak_bytes or () if peak is not None), default=None)
 
     @property
@@ -126,7 +126,7 @@ def _most_above(peaks: Sequence[float | None] | None, floors: Sequence[float | N
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs with the same stages and accumulation, from fast to slow, and those that failed."""
+    """Group the runs with the same stages and accumulation, from fast to slow, and the failed ones."""
 
     title: str
     runs: tuple[Run, ...]
@@ -138,20 +138,20 @@ class RunGroup:
         return min(chosen, key=lambda run: (run.replayed, run.step_s), default=None)
 
     def stock(self, replayed: bool | None = None) -> Run | None:
-        """Return DeepSpeed's own 1F1B, measured or replayed as asked (None: preferably measured)."""
+        """Return DeepSpeed's own 1F1B, measured or replayed as requested (None: preferably measured)."""
         stock = [run for run in self.runs if (run.system, run.schedule.lower()) == ("deepspeed", "1f1b")]
         return min((r for r in stock if replayed in (None, r.replayed)), key=lambda run: run.replayed, default=None)
 
     def ratio(self, run: Run) -> float | None:
         """Return how many times as fast as the stock engine a run is, or None without a stock run of its kind.
 
-        The benchmark writes the median over the turns. In results without it, the ratio is that of the medians.
+        The benchmark writes the median over the turns. For results without it, the ratio of the medians is returned.
         """
         stock = self.stock(run.replayed)
         return None if stock is None else run.ratio_to_stock or stock.step_s / run.step_s
 
     def activations(self) -> list[tuple[Run, float, float | None]]:
-        """Return what each run keeps for its backward as a share of the stock engine's, measured and predicted."""
+        """Return each run's bytes for its backward as a share of the stock engine's, measured and predicted."""
         stock = self.stock()
         if stock is None or not stock.activation_bytes or sum(bool(run.activation_bytes) for run in self.runs) < 2:
             return []
@@ -172,11 +172,11 @@ def _kind_of(run: object) -> str:
 _RunOrFailed = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
 
 
-_MAX_RUNS = 200  # which take seconds to draw; a full benchmark has some forty
+_MAX_RUNS = 200  # they take seconds to draw; a full benchmark has some forty
 
 
 class Result(BaseModel):
-    """A whole benchmark. What else is at the top level (command, date, ...) is in `model_extra`."""
+    """Hold a whole benchmark. Further top-level keys (command, date, ...) are in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 

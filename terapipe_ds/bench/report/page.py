@@ -1,6 +1,6 @@
-"""Write the report of `terapipe bench`: one HTML file that needs nothing else and no network, with scripts if asked.
+"""Write the report of `terapipe bench`: one HTML file that needs nothing else and no network, with scripts on request.
 
-From the top: what came out, the tables, the plots, how it was measured, and all data. `page.html` is the template.
+From the top: the outcome, the tables, the plots, how it was measured, and all data. `page.html` is the template.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more 
 def write_report(result: dict[str, Any], path: str | os.PathLike[str], interactive: bool = False) -> None:
     """Write the report of a result, the dict of `terapipe bench --json`, as one file; readers see all of it or nothing.
 
-    With `interactive`, below the picture of a timeline is one to zoom, hover and filter, where plotly is installed.
+    With `interactive`, and if plotly is installed, a timeline to zoom, hover and filter follows below each picture.
 
-    Raises `ReportError` where the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
+    Raises `ReportError` if the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
     """
     write_text(path, render_page(result, interactive))
 
 
 def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a result that was kept: the JSON file, or the `.json.gz` that a report offers."""
+    """Read a saved result: the JSON file, or the `.json.gz` that a report offers."""
     try:
         data = parse_json(unpacked(read_bytes(path), path))
     except (JsonError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -117,9 +117,9 @@ def _figures(result: Result) -> dict[str, str]:
 
 
 def _scripts() -> tuple[str, str]:
-    """Return what interactive timelines need, and a line that says what to install where that lacks.
+    """Return the scripts of interactive timelines, and a line that says what to install if something is missing.
 
-    It is no error: a benchmark may have taken hours before that.
+    A missing package is no error: a benchmark may have taken hours before this point.
     """
     try:
         return interactive_pages.scripts(), ""
@@ -128,7 +128,7 @@ def _scripts() -> tuple[str, str]:
 
 
 def _timelines(result: Result, interactive: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield a title, a picture and the same to zoom (or "") per group; the group that gains most comes first."""
+    """Yield a title, a picture and a zoomable version (or "") per group; the group that gains most comes first."""
     pairs = [(group, pair) for group in result.groups if (pair := timeline_pair(group))]
     pairs.sort(key=lambda each: -(each[0].ratio(each[1][-1]) or 0.0))
     for index, (group, runs) in enumerate(pairs):

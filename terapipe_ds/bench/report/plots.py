@@ -27,7 +27,7 @@ COLOURS = {"deepspeed": "#c2610c", "terapipe": "#0068b5", "torch": "#00806a"}
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
 _VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT, "band": BAND}
 _FORMS = ("o-", "s--", "^-.", "D:", "v-", "P--")
-_MOST_LETTERS = 46  # of a row's label; longer ones are cut
+_MOST_LETTERS = 46  # characters of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
@@ -39,7 +39,7 @@ _Some = Sequence[float | None]
 def inline_svg(figure: Figure, key: str, description: str) -> str:
     """Return the figure as an `<svg>` element without a ground, which shrinks to the width of its frame.
 
-    `key` is unique in the page: matplotlib makes the ids that references need of it. The other ids are taken out.
+    `key` is unique in the page: matplotlib derives from it the ids that references need. The other ids are removed.
     """
     import matplotlib
 
@@ -60,7 +60,7 @@ def inline_svg(figure: Figure, key: str, description: str) -> str:
 
 
 def inline_png(figure: Figure, description: str) -> str:
-    """Return the figure as an `<img>` on white, for pictures of so many boxes that an SVG would be larger."""
+    """Return the figure as an `<img>` on white, for pictures whose many boxes would make an SVG larger."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=80, metadata={"Software": None})
     data = base64.b64encode(buffer.getvalue()).decode()
@@ -229,7 +229,7 @@ def _beside(ax: Axes, head: str, texts: Sequence[str], bold_row: int | None = No
 
 
 def _quiet(ax: Axes, grid: Literal["x", "y"]) -> None:
-    """Leave only what is needed to read values: a pale grid, no frame."""
+    """Leave only the marks that reading values needs: a pale grid, no frame."""
     for side, spine in ax.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)

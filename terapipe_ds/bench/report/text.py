@@ -1,4 +1,4 @@
-"""Say in words what the report shows: its headline, its notes, and numbers with their units."""
+"""Put the report into words: its headline, its notes, and numbers with their units."""
 
 # ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bytes_unit(values: Iterable[float | None]) -> Unit:
 
 
 def digits(value: float | None, significant: int = 4, scale: float = 1.0) -> str:
-    """Return a number with as many digits as count, never in the form 1e+05; a dash if it is not known."""
+    """Return a number with its significant digits, never in the form 1e+05; a dash if it is not known."""
     if value is None:
         return "–"
     value *= scale
@@ -101,7 +101,7 @@ def torch_sentence(group: RunGroup) -> str | None:
 
 
 def notes(result: Result) -> list[str]:
-    """Return what a reader must know before believing the table: replays, failures, losses that differ, noise."""
+    """Return the caveats to the table: replays, failures, losses that differ, noise."""
     said = []
     if any(run.replayed for run in result.runs):
         said.append(

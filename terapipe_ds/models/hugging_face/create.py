@@ -59,13 +59,13 @@ def from_config(
     """Return the causal language model of a config of transformers, with random weights, as a `PipelineModule`.
 
     Args:
-        config: what `transformers.AutoModelForCausalLM.from_config` takes.
+        config: a config that `transformers.AutoModelForCausalLM.from_config` takes.
         topology: DeepSpeed's. Without it there are `num_stages` stages, and the ranks beyond them are data parallel.
         partition: the first pipeline layer of each part, and the number of layers at the end. Layer 0 embeds tokens.
-        loss_fn: of logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
+        loss_fn: takes logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights; the default is the config's.
-        adapter: a LoraConfig of peft, or a folder of adapters that are trained on. Adapters are trained instead of
-            all weights, and `save_pretrained` writes them.
+        adapter: a LoraConfig of peft, or a folder of adapters whose training continues. Adapters are trained instead
+        of all weights, and `save_pretrained` writes them.
         seed: of the initial weights, which do not depend on the number of stages.
         options: other arguments of `PipelineModule`, `activation_checkpoint_interval` among them.
 
@@ -103,7 +103,7 @@ def from_pretrained(
             adapters; then each rank holds the whole model. Its requires_grad, gradient checkpointing, dropout and
             buffers are kept, and any other change to it is an error.
 
-    The other arguments are those of `from_config`.
+    The other arguments are the same as in `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
@@ -138,7 +138,7 @@ def from_pretrained(
 def _from_model(
     model: PreTrainedModel | PeftModel, dtype: torch.dtype | None, adapter: Adapter, seed: int, options: dict[str, Any]
 ) -> HuggingFaceModule:
-    # what the owner has changed, against a fresh model with such adapters; each rank has a model of its own
+    # the owner's changes, compared with a fresh model with such adapters; each rank has a model of its own
     with refused_on_all_ranks():
         base = language_model_of(model)
         kept_dtype, has_adapters = dtype or base.dtype, base is not model
@@ -152,7 +152,7 @@ def _from_model(
 
             state, adapter = of_peft.without_adapters(model), model
             whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
-        # whatever stages would not do like the model of its owner is refused here, by name
+        # this refuses by name everything that stages would not do like the owner's model
         changes = changes_of(model, whole, dtype)
         if (adapter is None or has_adapters) and not any(changes.requires_grad.values()):
             raise ModelRefusedError(
@@ -179,7 +179,7 @@ def _from_model(
 def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
     """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder.
 
-    A folder with adapters is adapters, whatever model it has as well: transformers reads it so.
+    A folder that contains adapters is read as adapters, even if it also contains a model, as transformers does.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -221,7 +221,7 @@ def _check_not_quantized(config: PretrainedConfig) -> None:
 
 @contextlib.contextmanager
 def _family_named(config: PretrainedConfig) -> Iterator[None]:
-    """Check the config; name the family in all that refuses it."""
+    """Check the config; name the family in every error that refuses it."""
     try:
         check_config(config)
         yield
@@ -243,7 +243,7 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _problem_of_version() -> str:
-    """Return why not even a tiny Llama can be cut, if so: then it is none of the family at hand."""
+    """Return why not even a tiny Llama can be cut, if that fails: then the model's family is not the cause."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     try:
         outline = Outline(model_without_weights(transformers.LlamaConfig(**sizes, vocab_size=8), torch.float32))

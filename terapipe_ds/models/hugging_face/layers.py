@@ -2,9 +2,9 @@
 
     Embedding | DecoderLayer 0 | ... | DecoderLayer N - 1 | Norm | OutputMatrix
 
-Each holds modules of the model with weights, and runs the model's own forward around them (`Outline`). Where embedding
-and output matrix are tied, the first layer holds the shared weights alone, so that the last stage holds no more, and
-what else runs before the decoder layers (learned positions) is a layer of its own, `BeforeLayers`.
+Each holds modules of the model with weights, and runs the model's own forward around them (`Outline`). If embedding
+and output matrix are tied, the first layer holds only the shared weights, so that the last stage holds no more. The
+other modules that run before the decoder layers (learned positions) are then a layer of their own, `BeforeLayers`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIED = "embedding"  # the key of the tied layers
 
 
 class Blueprint:
-    """What all pieces of a model share: its outline, where weights come from, and the ways of its decoder layers."""
+    """Hold what all pieces of a model share: its outline, the source of weights, and the ways of its decoder layers."""
 
     def __init__(self, outline: Outline, weights: Weights, adapters: Adapters | None = None) -> None:
         self.outline, self.weights, self.adapters = outline, weights, adapters
@@ -42,7 +42,7 @@ class Blueprint:
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.
 
-        Raises ModelRefusedError where it does not.
+        Raises ModelRefusedError if it cannot run in slices.
         """
         # one trial per kind: it costs three forwards and backwards of a few tokens
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
@@ -71,7 +71,7 @@ class Blueprint:
 
 
 def _described(layer: nn.Module) -> str:
-    """Describe a layer so that two of one description compute alike: its modules, their sizes and their numbers."""
+    """Describe a layer by its modules, their sizes and numbers, so that layers with one description compute alike."""
     lines = [
         f"{name} {type(module)} {value}"
         for name, module in layer.named_modules()
@@ -85,7 +85,7 @@ def _described(layer: nn.Module) -> str:
 
 
 class Piece(nn.Module):
-    """Holds modules of the model, which have the names `names` in it."""
+    """Hold modules of the model; `names` are their names in it."""
 
     def __init__(self, blueprint: Blueprint, names: Iterable[str]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Piece(nn.Module):
     def outline(self) -> Outline:
         """Return the model's forward, in the mode of this piece."""
         outline = self.blueprint.outline
-        # what runs around the held modules, dropout for one, is in the outline
+        # the outline has the modules that run around the held ones, such as dropout
         if outline.model.training != self.training:
             outline.model.train(self.training)
         return outline
@@ -152,15 +152,15 @@ class DecoderLayer(Piece):
         self._way: Way | None = None
 
     def find_way(self) -> Way:
-        """Return how the layer runs in slices. Raises ModelRefusedError where it does not."""
+        """Return how the layer runs in slices. Raises ModelRefusedError if it cannot."""
         if self._way is None:
             self._way = self.blueprint.way_of(self.index, self.held[0])
         return self._way
 
     def compiled_parts(self) -> list[nn.Module]:
-        """Return what torch's compiler may take: the model's own layer, where its attention is `sliced_attention`.
+        """Return the modules for torch's compiler: the model's own layer, if its attention is `sliced_attention`.
 
-        What the model does around its layers runs as it is: positions come to the layer as tensors.
+        The model's code around its layers is not compiled: positions come to the layer as tensors.
         """
         way = self.find_way()
         is_plain = way.is_fast and not way.has_states and self.blueprint.adapters is None
@@ -174,12 +174,12 @@ class DecoderLayer(Piece):
                 f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
                 f"{self.index} would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
             )
-        with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys are those of a cache
+        with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys come from a cache
             return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
 
 
 class Norm(Piece):
-    """What runs after the decoder layers and before the output matrix, [B, T, H] -> the same."""
+    """Run the modules between the decoder layers and the output matrix, [B, T, H] -> the same."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         outline = blueprint.outline
@@ -190,7 +190,7 @@ class Norm(Piece):
 
 
 class OutputMatrix(Piece):
-    """The output matrix and what follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
+    """Apply the output matrix and the code that follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, [blueprint.outline.head])
@@ -221,7 +221,7 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
 def tokens_of(inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return the token ids of inputs, whose position ids must be those that the decoder layers find.
 
-    Raises ModelRefusedError where they are others. Within our engine `HuggingFaceModule.check_inputs` has looked.
+    Raises ModelRefusedError if they differ. Within our engine `HuggingFaceModule.check_inputs` has already checked.
     """
     if not torch.is_tensor(inputs) and active_slice() is None:
         check_positions(inputs, places(inputs[0]))
@@ -229,7 +229,7 @@ def tokens_of(inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
-    """Raise ModelRefusedError where inputs are not token ids and the position ids that the decoder layers find."""
+    """Raise ModelRefusedError if inputs are not token ids with the position ids that the decoder layers find."""
     if len(inputs) > 2:
         raise ModelRefusedError(f"there are {len(inputs)} inputs: the model takes (input_ids, position_ids)")
     for ids in inputs[1:]:

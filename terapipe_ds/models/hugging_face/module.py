@@ -1,4 +1,4 @@
-"""`HuggingFaceModule`: a causal language model of transformers as a DeepSpeed `PipelineModule`."""
+"""Define `HuggingFaceModule`: a causal language model of transformers as a DeepSpeed `PipelineModule`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
 
 def to_tuple(batch: Mapping[str, Any]) -> TupleBatch:
-    """Return what the engines take for a batch of a Hugging Face collator: inputs, and labels that are shifted.
+    """Convert a batch of a Hugging Face collator into the tuple that the engines take: inputs, and shifted labels.
 
-    labels[:, t] is `batch["labels"][:, t + 1]`, and the last one of a row or document is ignored. "shift_labels"
-    are taken as they are. Position ids say where documents start, however the batch says it.
+    labels[:, t] is `batch["labels"][:, t + 1]`, and the last label of a row or document is ignored. "shift_labels"
+    are used unchanged. Position ids say where documents start, in whatever form the batch says it.
 
     Raises:
         BatchError: for left padding, labels that are missing, an entry that nothing reads.
@@ -55,13 +55,13 @@ class HuggingFaceModule(PipelineModule):
 
     Args:
         blueprint: the model's forward and the seed of its weights.
-        num_stages: where there is no `topology`.
-        partition: the first pipeline layer of each part, and their number at the end; None: each stage gets as many
-            decoder layers.
+        num_stages: if there is no `topology`.
+        partition: the first pipeline layer of each part, and their number at the end; None: every stage gets the same
+        number of decoder layers.
         options: other arguments of `PipelineModule`.
 
     Raises:
-        ModelRefusedError: on every rank, where a decoder layer of some stage cannot run in slices.
+        ModelRefusedError: on every rank, if a decoder layer of some stage cannot run in slices.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HuggingFaceModule(PipelineModule):
         loss_fn: Loss | None = None,
         **options: Any,
     ) -> None:
-        # all that is refused comes before the base class makes groups and layers
+        # all refusals come before the base class makes groups and layers
         if blueprint.outline.tied is not None and _ties_over_sequence_ranks(topology):
             raise ModelRefusedError(
                 "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
@@ -105,10 +105,10 @@ class HuggingFaceModule(PipelineModule):
         self._agree()
 
     def laid_out(self) -> None:
-        """Read the weights of this stage, and try decoder layers that are new on it in slices.
+        """Read the weights of this stage, and try in slices the decoder layers that are new on it.
 
-        The engine calls this when layers have their stages. Under DeepSpeed's own weights are read as its engine looks
-        at them (`unread`).
+        The engine calls this when layers have their stages. Under DeepSpeed's own engine, weights are read at its first
+        access (`unread`).
         """
         with refused_on_all_ranks():
             read(self.parameters())
@@ -121,22 +121,22 @@ class HuggingFaceModule(PipelineModule):
         self.shortest_slice = max((way.shortest_slice for way in ways.values()), default=1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Leave weights unread where the base class brings them to a device as it builds the module."""
+        """Leave weights unread while the base class moves them to a device as it builds the module."""
         return super()._apply(fn, recurse) if self._is_built or not is_unread(self) else self
 
     def _synchronize_tied_weights(self) -> None:
-        """Send tied weights to the other stages that hold them; all read the same where they are read from a folder."""
+        """Send tied weights to the other stages that hold them; stages that read a folder all read the same ones."""
         if self._is_built or not self._is_stored:
             super()._synchronize_tied_weights()
 
     def _agree(self) -> None:
-        """Let all stages know what the layers of some do not take."""
+        """Tell all stages which inputs the layers of some stages do not take."""
         # layers differ, and so do stages: the first stage checks the inputs for all
         mixing, shortest = zip(*gathered((self._mixing, self.shortest_slice)), strict=True)
         self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
-        """Raise ModelRefusedError for inputs that layers would not respect; the engine shows those of whole rows.
+        """Raise ModelRefusedError for inputs that layers would not respect; the engine passes the inputs of whole rows.
 
         `starts` says where documents start in them.
         """
@@ -206,5 +206,5 @@ def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
 
 
 def _ties_over_sequence_ranks(topology: ProcessTopology | None) -> bool:
-    """Return whether DeepSpeed would wait for ever as it makes groups of tied layers."""
+    """Return whether DeepSpeed would wait forever while it makes groups of tied layers."""
     return topology is not None and topology.get_dim("sequence") > 1 and topology.get_dim("pipe") > 1

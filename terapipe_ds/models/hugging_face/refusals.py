@@ -20,9 +20,9 @@ from terapipe_ds import compat
 
 T = TypeVar("T")
 
-# Rotary embeddings whose angles depend on the length of what is computed at once: of a slice, they would be others.
+# Rotary embeddings whose angles depend on the length of the computed sequence: a slice would get different angles.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-# Arguments of transformers, and what takes their place.
+# Arguments of transformers, and their replacements.
 _INSTEAD = {
     "torch_dtype": "give dtype=, a dtype of torch",
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
@@ -36,11 +36,11 @@ _INSTEAD = {
 
 
 class ModelRefusedError(ValueError):
-    """A model that cannot be trained in token slices; the message says what of it, and what to do."""
+    """Report a model that cannot be trained in token slices; the message names the cause, and the remedy."""
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values that all ranks give, by rank. A collective on the CPU: ranks may have no device yet."""
+    """Return the values of all ranks, by rank. A collective on the CPU: ranks may have no device yet."""
     # NCCL would need a device, which DeepSpeed chooses later
     group = None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
     values = [value] * torch_dist.get_world_size()
@@ -52,7 +52,7 @@ def gathered(value: T) -> list[T]:
 
 @contextlib.contextmanager
 def refused_on_all_ranks() -> Iterator[None]:
-    """Raise what some rank refuses on all ranks, since the others would wait for it. A collective at its end."""
+    """Raise one rank's refusal on all ranks, since the others would wait for it. A collective at its end."""
     problem, own = "", None
     try:
         yield
@@ -67,13 +67,13 @@ def refused_on_all_ranks() -> Iterator[None]:
 
 
 def check_arguments(dtype: object, options: Collection[str]) -> None:
-    """Raise TypeError for arguments of `from_config` and `from_pretrained` that nobody takes, with what to give."""
+    """Raise TypeError for unknown arguments of `from_config` and `from_pretrained`, with the right ones."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
             f"dtype={dtype!r} is no floating dtype of torch: give torch.bfloat16 or the like, or leave it out, which "
             "takes that of the config or of the model in memory"
         )
-    # what DeepSpeed takes goes through to it
+    # arguments of DeepSpeed go through to it
     arguments = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
     arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
     for name in options:
@@ -108,7 +108,7 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
 
 
 def check_config(config: Any) -> None:
-    """Raise ModelRefusedError where the config alone shows that the model cannot be trained in slices."""
+    """Raise ModelRefusedError if the config alone shows that the model cannot be trained in slices."""
     if not isinstance(config, transformers.PretrainedConfig):
         raise TypeError(
             f"a {type(config).__name__} is no config of transformers: AutoConfig.from_pretrained reads one; a folder "
@@ -135,7 +135,7 @@ def check_config(config: Any) -> None:
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
-    # the angles of a slice must be those of the sequence
+    # a slice must have the same angles as the sequence
     kinds = sorted(_rope_types(config))
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:

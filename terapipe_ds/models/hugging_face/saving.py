@@ -1,9 +1,9 @@
 """Write a trained model so that `AutoModelForCausalLM.from_pretrained` reads it: a shard for each stage, one index.
 
-A kill or an error in any line loses neither the old nor the new model. Files are written in `.JOB.saving`, inside of
-the folder. When all are there it becomes `.JOB.publishing` in one move: the new files are whole from then on, and
-whoever comes by can finish. The old files go to `.JOB.replacing`, which becomes `.JOB.replaced`, then the new ones
-come. A reader that knows nothing of this sees the old files, the new ones, or for that moment none that make a whole.
+A kill or an error in any line loses neither the old nor the new model. The save writes files to `.JOB.saving`, inside
+of the folder. When all are there, one move renames it to `.JOB.publishing`: the new files are complete from then on,
+and any later process can finish the save. The old files go to `.JOB.replacing`, which becomes `.JOB.replaced`, then
+the new files move in. A reader without this knowledge sees the old files, the new ones, or briefly an incomplete set.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX
 
 _TRIES = 3
 _WHOLE = (INDEX, SINGLE)  # a folder with one of them has a whole model
-_HEADS = (*_WHOLE, ADAPTER_CONFIG)  # they make a whole of the others: the first to go and the last to come
+_HEADS = (*_WHOLE, ADAPTER_CONFIG)  # they complete the set of files: the first to go and the last to come
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
 _TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
 
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
-    """Return whether files of these names replace another: a whole model replaces all weights, adapters as well."""
+    """Return whether files of these names replace another file: a whole model replaces all weights and adapters."""
     is_whole = any(head in new for head in _WHOLE)
     return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 
 
 def finish_saving(folder: Path) -> None:
-    """Finish what a process that was killed has begun to put in place; another reader may do so at the same time."""
+    """Finish the save that a killed process has begun to publish; another reader may do so at the same time."""
     for publishing in folder.glob(".*.publishing"):
         with contextlib.suppress(FileNotFoundError):
             _put_in_place(publishing)
@@ -74,7 +74,7 @@ def _put_in_place(publishing: Path) -> None:
             if _is_replaced(path.name, names):
                 path.replace(replacing / path.name)
         replacing.rename(replaced)
-    # what makes a whole of the others comes last: no reader takes half a model for one
+    # the file that completes the set comes last: no reader takes half a model for a whole one
     for path in sorted(publishing.iterdir(), key=lambda path: path.name in _HEADS):
         path.replace(folder / path.name)
     sync(folder)
@@ -83,13 +83,13 @@ def _put_in_place(publishing: Path) -> None:
 
 
 class Engine(Protocol):
-    """What is asked of an engine."""
+    """Declare what saving needs of an engine."""
 
     module: HuggingFaceModule
 
 
 class SavingError(RuntimeError):
-    """A stage could not write its weights; raised on all ranks."""
+    """Report that a stage could not write its weights; raised on all ranks."""
 
 
 def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
@@ -105,7 +105,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
 
     Raises:
         ValueError: `merge`, and the model has no adapters; or without it, and weights beside the adapters are trained.
-        SavingError: on all ranks, with what each of them could not do.
+        SavingError: on all ranks, with the failure of each.
     """
     module, adapters = engine.module, engine.module.blueprint.adapters
     if merge and adapters is None:
@@ -134,7 +134,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
 
 
 def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:
-    # of tied weights and data-parallel copies the first rank that has them writes
+    # the first rank that has tied weights or a data-parallel copy writes them
     writers: dict[str, int] = {}
     for rank, names in enumerate(gathered(list(pieces))):
         for name in names:
@@ -157,7 +157,7 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
             if len(shards) > 1:
                 _write_index(saving, sizes_of)
             absent = [name for name in shards.values() if not (saving / name).is_file()]
-    if absent := gathered(absent)[0]:  # what there is stays, for there may be no other
+    if absent := gathered(absent)[0]:  # existing files stay, for there may be no other copy
         raise SavingError(
             f"the model was not saved: {saving} has no {named(absent)}: other ranks wrote into another folder of "
             f"that name. Copy their shards into it and move all of its files to {saving.parent}, or save into a folder "
@@ -167,7 +167,7 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
 
 @contextlib.contextmanager
 def _on_all_ranks(saving: Path) -> Iterator[None]:
-    """Raise on all ranks what some of them could not do; nothing is left half done then. A collective at its end."""
+    """Raise the failures of some ranks on all of them; nothing is left half done then. A collective at its end."""
     problem = ""
     try:
         yield
@@ -176,7 +176,7 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(problem)) if text]
     if lines:
         shutil.rmtree(saving, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the first error is told
+        with contextlib.suppress(OSError):  # the first error is reported
             if torch_dist.get_rank() == 0:
                 finish_saving(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
@@ -220,7 +220,7 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
 
 def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
-    # the config says what the files hold, not what the engine computes in
+    # the config gives the dtype of the files, not the one that the engine computes in
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
     config.architectures = [type(model).__name__]

@@ -1,4 +1,4 @@
-"""GPT models of megatron-core layers in a DeepSpeed `PipelineModule`, trained in token slices over TP x PP x DP.
+"""Train GPT models of megatron-core layers in a DeepSpeed `PipelineModule`, in token slices over TP x PP x DP.
 
 `MegatronGPT` is the module to build; it takes megatron-core's `TransformerConfig`. Needs the extra `megatron`:
 importing this package without megatron-core raises an error that says how to install it.

@@ -1,4 +1,4 @@
-"""The core attention of megatron-core's layers in token slices, and the layer specs that put it in place."""
+"""Define the core attention of megatron-core's layers in token slices, and the layer specs that put it in place."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class SlicedCoreAttention(MegatronModule):
 def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
     """Return the logits of the sinks of this rank's heads, drawn as `DotProductAttention` draws them.
 
-    The numbers of all heads are drawn and cut, so that they do not depend on the number of tensor-parallel ranks.
+    The method draws the numbers of all heads and cuts them, so that they do not depend on the number of tensor-parallel
+    ranks.
     """
     device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
     of_all_heads = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
@@ -107,8 +108,9 @@ def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
 def layer_specs(config: TransformerConfig, of_user: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
     """Return one spec for each of the `config.num_layers` decoder layers, with sliced attention.
 
-    `of_user` is the user's, for all layers or one for each; without it megatron-core's, by `config.moe_layer_freq`.
-    Raises MegatronConfigError on specs of another number, or of layers whose attention cannot be replaced.
+    `of_user` is the user's spec, for all layers or one for each; without it, the specs are megatron-core's, by
+    `config.moe_layer_freq`. Raises MegatronConfigError on a wrong number of specs, or on layers whose attention cannot
+    be replaced.
     """
     # megatron-core's own follow from the config: which layers have experts, whose kernels
     specs = [of_user] * config.num_layers if isinstance(of_user, ModuleSpec) else of_user

@@ -1,4 +1,4 @@
-"""Gradients that tensor-parallel ranks share: what must be summed, and the check that nothing was forgotten."""
+"""Sum the gradients that tensor-parallel ranks share, and check that no sum was forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give e
 
 
 class ReplicatedGradientError(RuntimeError):
-    """Tensor-parallel ranks have different gradients for a parameter of which each keeps a copy."""
+    """Report different gradients on tensor-parallel ranks for a parameter that each rank keeps a copy of."""
 
 
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
@@ -43,7 +43,7 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
 def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
     """Return whether only the sum over tensor-parallel ranks is the gradient.
 
-    A rank's share counts its own tokens alone (sequence parallelism), or its own heads (query and key norms). The norms
+    A rank's share counts only its own tokens (sequence parallelism), or its own heads (query and key norms). The norms
     of latent attention come before the heads are cut.
     """
     if is_split(parameter):
@@ -87,7 +87,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over `group`.
 
     Returns:
-        False where nothing could be compared: some gradient is not finite, as in the first batches of fp16.
+        False if nothing could be compared: some gradient is not finite, as in the first batches of fp16.
 
     Raises:
         ReplicatedGradientError: on all of these ranks, with the parameters that differ.
@@ -109,7 +109,7 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     norms, sums = torch.stack(everyone).unflatten(1, (2, -1)).unbind(1)  # [ranks, parameters]
     scale = norms.amax(dim=0).clamp_min(1e-30)
     apart = ((norms - norms[0]).abs() + (sums - sums[0]).abs()) / scale
-    # a sum of n numbers has an error of its own; what is not the same gradient differs by 1 for any n
+    # a sum of n numbers has an error of its own; different gradients differ by 1 for any n
     shares = [min(_LARGEST_DIFFERENCE * p.numel() ** 0.5, 0.1) for p in replicated.values()]
     limits = torch.tensor(shares, device=device)
     wrong = (apart.amax(dim=0) > limits).tolist()

@@ -1,6 +1,6 @@
-"""DeepSpeed's process groups as megatron-core takes them, and the check that both mean the same ranks.
+"""Give DeepSpeed's process groups to megatron-core, and check that both mean the same ranks.
 
-There is no second set of groups: tensor-parallel collectives run in the grid's own group. Where megatron-core looks
+There is no second set of groups: tensor-parallel collectives run in the grid's own group. If megatron-core looks
 groups up in its `parallel_state` instead of taking arguments, it finds the same groups, entered there.
 """
 
@@ -33,13 +33,13 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     an offset to its number. The groups of context and expert parallelism hold one rank as well.
 
     Raises:
-        MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
+        MegatronConfigError: on every rank, if grid and config or DeepSpeed's and Megatron's groups differ.
     """
-    # without a message first; the second check is a collective, which wrong groups would hang
+    # first without communication; the second check is a collective, which wrong groups would hang
     problem = _problem(grid, config) or _problem_of_members(grid, lambda group, _: _ranks_of(group))
     _require_everywhere(problem or _problem_of_parallel_state(grid))
     _require_everywhere(_problem_of_members(grid, _answering))
-    tensor = alone = grid.get_slice_parallel_group()  # of a single rank DeepSpeed has made one for each
+    tensor = alone = grid.get_slice_parallel_group()  # DeepSpeed has made a group of its own for each single rank
     if grid.get_slice_parallel_world_size() > 1:
         alone = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
     groups = ProcessGroupCollection(
@@ -92,7 +92,7 @@ def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int
 
 
 def _answering(group: Any, count: int) -> list[int]:
-    """Return the ranks that answer in a group, perhaps not those that it lists. A collective over the group."""
+    """Return the ranks that answer in a group, perhaps not the ones that it lists. A collective over the group."""
     here = torch.tensor([torch_dist.get_rank()], device=get_accelerator().current_device_name())
     everyone = [torch.empty_like(here) for _ in range(count)]
     torch_dist.all_gather(everyone, here, group=group)
@@ -161,7 +161,7 @@ def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: An
 
 
 def _require_everywhere(problem: str | None) -> None:
-    """Raise on every rank where one of them has a problem."""
+    """Raise on every rank if one of them has a problem."""
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(everyone, problem)
     problems = {rank: text for rank, text in enumerate(everyone) if text is not None}

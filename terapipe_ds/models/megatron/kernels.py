@@ -1,4 +1,4 @@
-"""Choose the kernels that run megatron-core's layers on this machine, and stand in for what it lacks.
+"""Choose the kernels that run megatron-core's layers on this machine, and stand in for missing ones.
 
 megatron-core 0.16.1 calls `torch.cuda.current_device()` for the place of every new tensor and keeps the states of
 CUDA's random numbers. On a CPU, stand-ins answer those calls. The torch norm of megatron-core refuses
@@ -88,7 +88,7 @@ class TorchNorm(nn.Module):
 def stand_in_for_cuda() -> None:
     """Let megatron-core run on a CPU, once per process; do nothing where there is a CUDA device.
 
-    Replaced are the current CUDA device and its random state, now that of torch's CPU generator.
+    This replaces the current CUDA device and its random state; the random state becomes torch's CPU generator's.
     """
     if not on_cpu():
         return
@@ -103,7 +103,7 @@ def stand_in_for_cuda() -> None:
 
 @functools.cache
 def stand_in_for_transformer_engine() -> None:
-    """Define what megatron-core 0.16.1 reads of Transformer Engine without asking whether it is installed.
+    """Define the names that megatron-core 0.16.1 reads of Transformer Engine without checking that it is installed.
 
     The router of a mixture of experts asks whether a matrix product is None; `CheckpointWithoutOutput` (norms in
     `recompute_modules`) takes fp8 to be asked for whenever its argument is not None, and the default is False.
@@ -119,10 +119,10 @@ def stand_in_for_transformer_engine() -> None:
 
 
 class CpuRngTracker(megatron_random.CudaRNGStatesTracker):
-    """Named states of torch's CPU generator in the place of CUDA's.
+    """Hold named states of torch's CPU generator in the place of CUDA's.
 
-    Dropout that must differ between tensor-parallel ranks draws from "model-parallel-rng", all other from the default
-    state, which they share.
+    Dropout that must differ between tensor-parallel ranks draws from "model-parallel-rng", all other dropout from the
+    default state, which the ranks share.
     """
 
     def add(self, name: str, seed: int) -> None:

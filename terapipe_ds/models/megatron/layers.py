@@ -1,4 +1,4 @@
-"""The layers of a GPT as DeepSpeed's pipeline runs them: each takes and returns one tensor.
+"""Define the layers of a GPT as DeepSpeed's pipeline runs them: each takes and returns one tensor.
 
 Hidden states are [T, B, hidden_size], Megatron's order; under sequence parallelism each tensor-parallel rank holds
 T / tp of the tokens of a slice. Positions begin where the active slice begins.
@@ -41,9 +41,9 @@ from terapipe_ds.models.positions import check_learned_positions, first_position
 
 @dataclass
 class Blueprint:
-    """The settings that all layers of one model are built from. `groups` is set once DeepSpeed has made them.
+    """Hold the settings that all layers of one model are built from. `groups` is set once DeepSpeed has made them.
 
-    Fields other than `config` are named as the arguments of megatron-core's `GPTModel`.
+    Fields other than `config` have the names of the arguments of megatron-core's `GPTModel`.
     """
 
     config: TransformerConfig
@@ -65,7 +65,7 @@ class Blueprint:
     def rotary(self) -> RotaryEmbedding | None:
         """Return the rotary positions that the layers of this rank share, without parameters.
 
-        Latent attention has its own in each layer.
+        Latent attention has its own positions in each layer.
         """
         if self.position_embedding_type != "rope" or self.config.multi_latent_attention:
             return None
@@ -190,7 +190,7 @@ class MegatronLayer(nn.Module):
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """Leave the weight gradients of linear layers to W where the schedule has one; the engine calls it once."""
+        """Leave the weight gradients of linear layers to W if the schedule has one; the engine calls this once."""
         split_backwards(self.layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ class MegatronLayer(nn.Module):
 def _copy_bias(module: nn.Module, args: Any, result: Any) -> Any:
     """Copy the last bias that megatron-core's MLP returns beside its output, for the sum with the residual stream.
 
-    Out of a checkpoint (0.16.1) the parameter itself would be a result of the checkpoint's function, whose backward
-    then calls itself for ever.
+    Without the copy, a checkpoint (0.16.1) would return the parameter itself as a result of its function, whose
+    backward then calls itself forever.
     """
     if isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[1]):
         return result[0], result[1].clone()
@@ -297,8 +297,8 @@ def _whole_latents(
     """Return the latents and the rotary keys whole, so that the keys' gradients of all ranks' heads are summed.
 
     megatron-core 0.16.1 gathers the parts of a column-parallel projection itself. It hands a rank back the gradient of
-    its part, which counts the rank's own heads where the keys are concerned. Under sequence parallelism it sums
-    them where the projection returns a rank's tokens whole.
+    its part; for the keys, that gradient counts only the rank's own heads. Under sequence parallelism it sums them
+    where the projection returns a rank's tokens whole.
     """
     both, bias = result
     if both.shape[-1] != sum(sizes):
@@ -312,7 +312,7 @@ def _whole_latents(
 
 
 class _GradientOfAllHeads(torch.autograd.Function):
-    """Sums gradients over ranks. megatron-core's function for it loses the sum where a gradient is not contiguous."""
+    """Sum gradients over ranks. megatron-core's function for it loses the sum if a gradient is not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, group: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
+"""Let weight gradients of megatron-core's linear layers wait for W if the schedule splits backwards.
 
-Where a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241), B computes the gradients of biases and,
-with megatron-core's collectives, those of the inputs, for which the layers before wait. Column-parallel layers sum the
-latter over the tensor-parallel ranks, and cut the sum under sequence parallelism. W computes the weight gradient.
+If a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241), B computes the gradients of biases and, with
+megatron-core's collectives, the gradients of the inputs, for which the earlier layers wait. Column-parallel layers sum
+the latter over the tensor-parallel ranks, and cut the sum under sequence parallelism. W computes the weight gradient.
 
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
 megatron-core gathers them in the forward and once more in the backward. Here W gathers them, because other stages wait
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SplitBackwards(Protocol):
-    """The object that an engine gives to `defer_weight_gradients`: it runs W."""
+    """Declare the object that an engine passes to `defer_weight_gradients`: it runs W."""
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -39,7 +39,7 @@ class SplitBackwards(Protocol):
 
 
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
-    """Let linear layers in `module`, itself included, leave weight gradients to W, but for those with own products."""
+    """Let linear layers in `module`, itself included, leave weight gradients to W, except layers with own products."""
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
             layer._forward_impl = _forward_of(layer, gradients)
@@ -73,7 +73,7 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
 
 
 class _Ranks(NamedTuple):
-    """What the tensor-parallel ranks of a layer do together."""
+    """Do the joint work of a layer's tensor-parallel ranks."""
 
     group: Any  # None where nothing
     sums: bool  # each has a part of the gradients of the inputs
@@ -93,7 +93,7 @@ class _Ranks(NamedTuple):
         return _rows(self.gather(inputs))
 
     def begin_sum(self, gradient: Tensor) -> tuple[Tensor, Any]:
-        """Return the gradient of this rank's inputs, and the work to wait for before it is there."""
+        """Return the gradient of this rank's inputs, and the work to wait for before it is complete."""
         if self.shares_tokens:
             share = gradient.new_empty((gradient.shape[0] // self.group.size(), *gradient.shape[1:]))
             return share, torch_dist.reduce_scatter_tensor(share, gradient, group=self.group, async_op=True)

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that tensor-parallel ranks share (Shoeybi et al. 2019, arXiv 1909.08053)."""
+"""Compute cross entropy over a vocabulary that tensor-parallel ranks share (Shoeybi et al. 2019, arXiv 1909.08053)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Two collectives in the forward pass: the maximum, then the sum of exponentials with the label's logit."""
+    """Use two collectives in the forward pass: the maximum, then the sum of exponentials with the label's logit."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
@@ -60,7 +60,7 @@ def _require_known_labels(ranks_with_label: Tensor) -> None:
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
-    """Return the cross entropy per token, in fp32, or fp64 where the logits are.
+    """Return the cross entropy per token, in fp32, or in fp64 for fp64 logits.
 
     logits: [..., V / tp], this rank's share of the vocabulary in the order of `group` (None: one rank); labels: [...]
     int64 in [0, V).
@@ -74,7 +74,7 @@ def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
 
 
 class VocabParallelLoss:
-    """The loss function of a `MegatronGPT`: the mean over the tokens that count, as Megatron-LM's GPT has it.
+    """Compute the loss of a `MegatronGPT`: the mean over the tokens that count, as Megatron-LM's GPT has it.
 
     Labels are [B, T] int64 with `IGNORE_INDEX` for tokens that do not count, or (labels, loss_mask) with a float
     mask [B, T] that weighs each token. The loss is sum(mask * cross entropy) / sum(mask) over a micro-batch;
@@ -113,7 +113,7 @@ class VocabParallelLoss:
 
 
 def _targets_and_mask(labels: Labels) -> tuple[Tensor, Tensor]:
-    """Return labels that are in [0, V) everywhere, and what each token counts."""
+    """Return labels that are in [0, V) everywhere, and the weight of each token."""
     if torch.is_tensor(labels):
         valid = labels != IGNORE_INDEX
         return labels.where(valid, torch.zeros_like(labels)), valid

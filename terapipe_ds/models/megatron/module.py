@@ -1,4 +1,4 @@
-"""`MegatronGPT`: a GPT of megatron-core layers as a DeepSpeed `PipelineModule`."""
+"""Define `MegatronGPT`: a GPT of megatron-core layers as a DeepSpeed `PipelineModule`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from terapipe_ds.models.megatron.weights import mark_split_parameters, universal
 class MegatronGPT(PipelineModule):
     """A GPT of megatron-core layers, cut into stages by DeepSpeed and into token slices by terapipe_ds.
 
-    The data iterator gives (tokens, labels) or ((tokens, position_ids), (labels, loss_mask)), all [B, L].
+    The data iterator yields (tokens, labels) or ((tokens, position_ids), (labels, loss_mask)), all [B, L].
 
     Args:
-        config: megatron-core's `TransformerConfig`; what slices cannot do is refused.
+        config: megatron-core's `TransformerConfig`; settings that slices cannot serve are refused.
         vocab_size: padded, so that it divides by the tensor-parallel size.
         max_sequence_length: of learned positions.
         topology: DeepSpeed's; None: `config.pipeline_model_parallel_size` x data parallel x
             `config.tensor_model_parallel_size` over all ranks.
         loss_fn: None: `VocabParallelLoss()`.
-        partition_method: DeepSpeed's; the default gives each stage as many decoder layers.
+        partition_method: DeepSpeed's; the default gives every stage the same number of decoder layers.
         options: the other fields of `Blueprint`, named as the arguments of megatron-core's `GPTModel`, and `seed`: of
             dropout and of the initial weights, which do not depend on the number of stages (nor, with
             `use_cpu_initialization`, on the tensor-parallel size).
@@ -78,7 +78,7 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
-        # the layers are there now
+        # the layers exist now
         log_dist(describe_kernels(config), ranks=[0])
         self.laid_out()
         seed_dropout(blueprint.seed, self._grid)
@@ -89,7 +89,7 @@ class MegatronGPT(PipelineModule):
         self.universal_checkpoint_info = universal_checkpoint_info(self, self.blueprint, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Take DeepSpeed's groups, which are there now, before the first layer is built."""
+        """Take DeepSpeed's groups, which exist now, before the first layer is built."""
         if self.blueprint.groups is None:
             self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
@@ -128,7 +128,7 @@ class MegatronGPT(PipelineModule):
 
     @property
     def rng_trackers(self) -> list[Any]:
-        """Return the random states besides torch's own, which measuring for `"slices": "auto"` puts back."""
+        """Return the random states other than torch's own, which measuring for `"slices": "auto"` restores."""
         return [get_cuda_rng_tracker()]
 
     def before_reduce(self, engine: PipelineEngine) -> None:

@@ -1,7 +1,7 @@
 """Refuse a `TransformerConfig` that cannot be trained in token slices, or not by DeepSpeed's pipeline engine.
 
-Refused are computations that see more of a sequence than attention over the slice store gives them, and machinery of
-Megatron-LM's own training loop.
+The check refuses computations that see more of a sequence than attention over the slice store gives them, and
+machinery of Megatron-LM's own training loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from terapipe_ds.models.megatron.kernels import on_cpu
 
 
 class MegatronConfigError(ValueError):
-    """A model or a layout that cannot be trained in token slices; the message ends with what to change."""
+    """Report a model or a layout that cannot be trained in token slices; the message ends with the change to make."""
 
 
 def check_config(config: TransformerConfig) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that tensor-parallel ranks share: the marks on them, and DeepSpeed's description of them.
+"""Mark parameters that tensor-parallel ranks share, and describe them for DeepSpeed.
 
 A universal checkpoint holds every parameter and its Adam moments whole, under a name that no layout changes.
 DeepSpeed (0.19.8) finds out from `universal_checkpoint_info`, which it saves with the model, how the parts of a
@@ -33,11 +33,11 @@ _VOCAB = constants.VOCABULARY_PARAMETER_PATTERNS
 _AVERAGE = constants.PARAMETER_TO_AVERAGE_PATTERNS
 _ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
 
-# what a checkpoint must agree on with the model that loads it: the engine compares them
+# a checkpoint must agree on these with the model that loads it: the engine compares them
 _SIZES_KEY = "terapipe_model_sizes"
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 _SIZES_OF_KIND = ("gated_linear_unit", "normalization", "num_moe_experts")
-# left out where a model has none, so that checkpoints of models without them are read as before
+# left out if a model has none, so that checkpoints of models without them are read as before
 _SIZES_OF_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_output_weights")
 
@@ -66,7 +66,7 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
 
     DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
     """
-    # a rank knows its own stage; the description is of the whole model
+    # a rank knows its own stage; the description covers the whole model
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     stages: list[dict[str, list[str]]] = [here] * grid.get_pipe_parallel_world_size()
     if len(stages) > 1:

@@ -1,1 +1,1 @@
-"""A small training job, and the faults that strike it."""
+"""Provide a small training job, and the faults that strike it."""

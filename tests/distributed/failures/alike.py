@@ -1,4 +1,4 @@
-"""Faults that every rank meets alike: an exception everywhere, nobody is left waiting, and training can go on.
+"""Test faults that every rank meets alike: an exception everywhere, no rank waits forever, and training can go on.
 
 Run by the ranks of `harness.RankPool`; many in one job, because the ranks survive them.
 """
@@ -29,7 +29,7 @@ from tests.distributed.failures.job import (
 
 
 class Raised(NamedTuple):
-    """An exception, and how long it took. `kind` is empty where nothing was raised."""
+    """Hold an exception, and how long it took. `kind` is empty if nothing was raised."""
 
     kind: str
     text: str
@@ -45,7 +45,7 @@ def provoke(act: Callable[[], Any]) -> Raised:
 
 
 def suffer(stages: int, names: list[str]) -> tuple[dict[str, Raised], list[float]]:
-    """What each fault of `names` raises on this rank, and the losses of training before, amid and after them."""
+    """Return the error of each fault of `names` on this rank, and the losses before, between and after them."""
     engine = build_engine(Job(stages=stages))
     try:
         losses = [float(engine.train_batch(batches(1)))]
@@ -67,7 +67,7 @@ def _last(engine: PipelineEngine) -> int:
 
 
 def _changed(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Iterator[Any]:
-    """The usual micro-batches, the second one changed."""
+    """Return the usual micro-batches, the second one changed."""
     first, second = batches(2)
     return iter([first, change(*second)])
 
@@ -143,7 +143,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def disagree(names: list[str]) -> dict[str, Raised]:
-    """What `deepspeed.initialize` raises on this rank when the last rank has another config."""
+    """Return the error that `deepspeed.initialize` raises on this rank when the last rank has another config."""
     is_last = distributed.get_rank() == distributed.get_world_size() - 1
     return {
         name: provoke(lambda name=name: build_engine(Job(), CONFIGS[name] if is_last else None))  # type: ignore[misc]
@@ -152,7 +152,7 @@ def disagree(names: list[str]) -> dict[str, Raised]:
 
 
 def one_rank_is_not_registered(patience_s: float) -> Raised:
-    """The last rank has built its model and does something else then: it never comes to compare configs."""
+    """Let the last rank build its model and then do something else: it never comes to compare configs."""
     job = Job(stall_timeout_s=patience_s)
     model = build_model(job)
     if distributed.get_rank() == distributed.get_world_size() - 1:

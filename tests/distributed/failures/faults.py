@@ -1,4 +1,4 @@
-"""What may strike one rank, and at which places of a job: before a batch, in it, in a checkpoint."""
+"""Define faults that may strike one rank, and the places of a job: before a batch, in it, in a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Arm = Callable[[PipelineEngine, Act, Unit], Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where: on which stage of which pipeline, in which step (from 1; 0: while it loads)."""
+    """Describe a fault and its place: on which stage of which pipeline, in which step (from 1; 0: while it loads)."""
 
     kind: str  # a key of `FAULTS`, or `LEAVES`
     place: str  # a key of `PLACES`, or data
@@ -43,7 +43,7 @@ class Fault:
     unit: Unit = (1, 2)
 
     def arm(self, engine: PipelineEngine, data: Iterator[Any]) -> Iterator[Any]:
-        """From now on this rank is struck when it comes to the place. Returns its data."""
+        """Arm the fault: from now on it strikes this rank at the place. Returns the rank's data."""
 
         def act(*hidden: torch.Tensor) -> Any:
             mark()
@@ -65,7 +65,7 @@ _pids: list[int] = []
 
 
 class BrokenError(Exception):
-    """What a broken layer raises: nothing that the engine could know."""
+    """Be the error of a broken layer, which the engine cannot know."""
 
 
 def exchange_pids() -> None:
@@ -83,21 +83,21 @@ def wait_for_ever(*_: object) -> None:
 
 
 def _signal(number: signal.Signals) -> None:
-    """SIGSTOP stops the watch-dog, too, and the store that this rank may serve."""
+    """Send a signal. SIGSTOP stops the watch-dog, too, and the store that this rank may serve."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background are started without it
     os.kill(os.getpid(), number)
     wait_for_ever()
 
 
 def _terminate_others() -> None:
-    """What a launcher does when a rank has died."""
+    """End the other ranks, as a launcher does when a rank has died."""
     for pid in set(_pids) - {os.getpid()}:
         os.kill(pid, signal.SIGTERM)
     wait_for_ever()
 
 
 def _run_out_of_memory(place: str, *_: torch.Tensor) -> NoReturn:
-    """Of the device, as torch says it; at some places this process gets no more in truth."""
+    """Raise torch's error of a full device; at some places this process really gets no more memory."""
     if place not in ("save", "F", "data"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     used_bytes, held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize(), []
@@ -130,7 +130,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 
 class _InBackward(torch.autograd.Function):
-    """Does something else than a backward."""
+    """Do something other than a backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, act: Act) -> torch.Tensor:
@@ -187,13 +187,13 @@ def _before(kind: Kind) -> Arm:
 
 
 def _in_send(engine: Any, act: Act, unit: Unit) -> None:
-    """Of an activation, on the last stage of a gradient."""
+    """Strike in the send of an activation, or of a gradient on the last stage."""
     name = "send_gradients" if engine.is_last_stage() else "send_activation"
     wrap(engine._stage.links, name, act, lambda action, *_: action.unit == unit)
 
 
 def wrap(owner: Any, name: str, act: Act, is_here: Callable[..., bool] = lambda *_, **__: True) -> None:
-    """Act before the usual function, if there is one, where `is_here` says so of its arguments."""
+    """Act before the usual function, if there is one, for arguments that `is_here` accepts."""
     usual = getattr(owner, name, lambda *_, **__: None)
 
     def struck(*arguments: Any, **named: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A small training job, one of whose ranks a fault may strike.
+"""Run a small training job, in which a fault may strike one rank.
 
-It is run by the ranks of `harness.RankPool` and, as a script, by DeepSpeed's own launcher.
+The ranks of `harness.RankPool` run it and, as a script, DeepSpeed's own launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Train `steps` steps, and save a checkpoint in `folder` after those of `saves`."""
+    """Train `steps` steps, and save a checkpoint in `folder` after each step in `saves`."""
 
     stages: int = 2
     steps: int = 3
@@ -68,7 +68,7 @@ def run(job: Job) -> list[float]:
 
 
 def run_until_it_ends(job: Job) -> list[float]:
-    """`run` without the time that ranks take to end for the sake of a launcher."""
+    """Call `run`, without the time that ranks take to end for the sake of a launcher."""
     watchdog.LINGER_S = 0.1
     return run(job)
 
@@ -96,14 +96,14 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
 
 
 def _loader(workers: int) -> Iterator[Batch]:
-    """An iterator whose workers are forked from this rank, and hold whatever it holds."""
+    """Return an iterator whose workers are forked from this rank, and hold everything that it holds."""
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
         sequences = [sequence for step in range(1, 50) for sequence in batches(step)]
         return iter(DataLoader(sequences, batch_size=None, num_workers=workers, multiprocessing_context="fork"))
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
-    """The micro-batches of one step: token ids and labels, both [B, L]."""
+    """Return the micro-batches of one step: token ids and labels, both [B, L]."""
     generator = torch.Generator().manual_seed(100 * step + pipeline_id)
     tokens = torch.randint(VOCAB_SIZE, (MICRO_BATCHES, 2, length + 1), generator=generator)
     return iter([(sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()) for sequence in tokens])
@@ -113,7 +113,7 @@ def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> I
 
 
 def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEngine:
-    """An engine whose stages have one decoder layer each. `changes`: to the DeepSpeed config; None removes a key."""
+    """Return an engine with one decoder layer per stage. `changes`: to the DeepSpeed config; None removes a key."""
     model = build_model(job)
     values = {**deepspeed_config(job), **(changes or {})}
     return terapipe_ds.initialize(
@@ -124,7 +124,7 @@ def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEng
 
 
 def build_model(job: Job) -> PipelineModule:
-    """Makes process groups: a collective over all ranks."""
+    """Build the model. This makes process groups: a collective over all ranks."""
     config = gpt.GPTConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=job.stages, num_heads=2, ffn_size=16)
     return PipelineModule(
         layers=[

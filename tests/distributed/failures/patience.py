@@ -1,4 +1,4 @@
-"""Healthy ranks that pause at any place, and strangers that speak to every port."""
+"""Let healthy ranks pause at any place, and strangers speak to every port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LISTENS = "0A"
 
 
 def train_with_pauses(steps: int, stall_timeout_s: float) -> int:
-    """Train while a rank pauses in every second step, at a place drawn by chance, and the clock steps by hours.
+    """Train while a rank pauses in every second step, at a random place, and the clock steps by hours.
 
     A pause may hold Python's lock, so that the watch-dog pauses, too. Returns how many steps were made.
     """
@@ -51,7 +51,7 @@ def train_with_pauses(steps: int, stall_timeout_s: float) -> int:
 
 
 def listening_ports() -> set[int]:
-    """The TCP ports on which this process listens, by the socket table of the kernel."""
+    """Return the TCP ports on which this process listens, by the socket table of the kernel."""
     paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     own = {os.readlink(path) for path in paths if os.path.lexists(path)}  # the folder itself was open
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
@@ -59,7 +59,7 @@ def listening_ports() -> set[int]:
 
 
 def train_among_strangers() -> tuple[set[int], set[int], list[float]]:
-    """Train while connections to every port are idle or send random bytes. Ports before and with an engine; losses."""
+    """Train among idle or noisy connections to every port. Return ports before and with an engine; losses."""
     before, noise = listening_ports(), random.Random(distributed.get_rank())
     engine = build_engine(Job())
     strangers, losses = [], []

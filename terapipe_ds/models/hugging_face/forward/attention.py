@@ -1,7 +1,7 @@
-"""Lead the attention of transformers' models to `sliced_attention`: its attention and mask interfaces, by one name.
+"""Route attention in transformers' models to `sliced_attention`, by the attention and mask interfaces under one name.
 
-A model asks the mask interface for a mask before its layers run, and the attention interface in each layer. Ours gives
-a `Pattern` instead of a mask: what the model's own mask function says of who sees whom, without a tensor.
+A model calls the mask interface for a mask before its layers run, and the attention interface in each layer. Ours
+returns a `Pattern` instead of a mask: it states, without a tensor, which tokens see which by the model's mask function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 NAME = "terapipe"  # of the implementation, as `config._attn_implementation` has it
 _FAR = 2**40  # a place that no sequence reaches
 
-# What models hand to their attention besides what it computes from: none of it changes the result here.
+# Further arguments that models hand to their attention: none of them changes the result here.
 _NAMES_WITHOUT_EFFECT = """
     position_ids position_embeddings use_cache cache cache_position past_key_values past_key_value output_attentions
     output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training
@@ -32,9 +32,9 @@ _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 
 @dataclass(frozen=True)
 class Pattern:
-    """Who sees whom: each token the `window` tokens up to itself, or all of them, of its own document.
+    """State which tokens see which: each sees the `window` tokens up to itself, or all of them, in its own document.
 
-    `problem` says why neither is right; whoever attends by the pattern raises it.
+    `problem` says why neither is right; attending by the pattern then raises it.
     """
 
     window: int | None
@@ -84,7 +84,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend as the attention interface of transformers asks; returns [B, T, H, D].
 
-    Raises ModelRefusedError for whatever the model asks that sliced attention does not have.
+    Raises ModelRefusedError if the model asks for an option that sliced attention lacks.
     """
     # an argument that nobody knows may change the result: it is refused, not dropped
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT)

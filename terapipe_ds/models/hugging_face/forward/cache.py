@@ -1,8 +1,9 @@
 """Give models of transformers a cache whose contents go from slice to slice, with their gradients.
 
 A model continues a sequence from a cache (chunked prefill): keys and values of the tokens before, the last inputs of
-a convolution, the state of a recurrence. `SliceCache` keeps none of it itself. Keys and values are in the slice store,
-states are carried (`terapipe_ds.attention.carry`). It asks the active slice where it is: one serves all slices.
+a convolution, the state of a recurrence. `SliceCache` keeps none of these itself. Keys and values are in the slice
+store, states are carried (`terapipe_ds.attention.carry`). It reads its place from the active slice, so that one cache
+serves all slices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ try:  # transformers 5
 except ImportError:  # 4.57 has a cache of its own for each recurrent family
 
     class _States:  # type: ignore[no-redef]
-        """Stands in for what transformers 4.57 does not have."""
+        """Stand in for a class that transformers 4.57 lacks."""
 
 
 def name_of(layer_index: int) -> Hashable:
@@ -33,16 +34,16 @@ def name_of(layer_index: int) -> Hashable:
 
 
 class SliceCache(Cache):
-    """The cache of all decoder layers of a model.
+    """Act as the cache of all decoder layers of a model.
 
-    `gives_prefix`: whether layers get the keys and values of all tokens so far, for an attention of their own; else
-    those of the slice, for `sliced_attention`.
+    `gives_prefix`: whether layers get the keys and values of all tokens so far, for an attention of their own.
+    Otherwise they get the keys and values of the slice, for `sliced_attention`.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_Layer(index, self) for index in range(num_layers)])
         self.gives_prefix = False
-        self.states_written: set[str] = set()  # their names, for whoever clears it before
+        self.states_written: set[str] = set()  # their names, for a caller that clears it before
         self._written: dict[tuple[Hashable, str], Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -51,14 +52,14 @@ class SliceCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *others: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values of a layer; those of the slice are only handed on, whatever the index of the layer."""
+        """Keep keys and values of a layer; for `sliced_attention`, only hand on the slice's, for any layer index."""
         if not self.gives_prefix:
             return key_states, value_states
         keys, values = self.layers[layer_idx].update(key_states, value_states, *others, **named)
         return keys, values
 
     def forget_written(self) -> None:
-        """Forget the states of a layer that did not come to its end."""
+        """Forget the states of a layer that did not finish."""
         self._written.clear()
 
     def write(self, layer_index: int, name: str, state: Tensor) -> None:
@@ -81,7 +82,7 @@ class SliceCache(Cache):
 
 
 class _Started(dict[int, bool]):
-    """Says of each state whether a slice has run before."""
+    """Say for each state whether an earlier slice has run."""
 
     def __missing__(self, _: int) -> bool:
         return _start() > 0
@@ -91,7 +92,7 @@ class _Started(dict[int, bool]):
 
 
 class _Carried(dict[int, Tensor | None]):
-    """Reads the states of one kind, by their number."""
+    """Read the states of one kind, by their number."""
 
     def __init__(self, layer_index: int, kind: str) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _Carried(dict[int, Tensor | None]):
 
 
 class _Layer(CacheLayerMixin, _States):
-    """What one decoder layer sees of the cache: keys, values, and states of any number and kind."""
+    """Show one decoder layer its part of the cache: keys, values, and states of any number and kind."""
 
     is_sliding = False
     is_compileable = False
@@ -117,7 +118,7 @@ class _Layer(CacheLayerMixin, _States):
         self.conv_states, self.recurrent_states = _Carried(index, "convolution"), _Carried(index, "recurrent")
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there is no memory of its own."""
+        """Do nothing: this cache has no memory of its own."""
 
     def get_seq_length(self, *_: Any) -> int:
         return _start()
@@ -132,7 +133,7 @@ class _Layer(CacheLayerMixin, _States):
         return _start() + tokens, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values [B, H, T, D] of the slice; return those to attend to."""
+        """Keep the keys and values [B, H, T, D] of the slice; return the keys and values to attend to."""
         active = active_slice()
         if not self._cache.gives_prefix:
             return key_states, value_states
@@ -145,9 +146,9 @@ class _Layer(CacheLayerMixin, _States):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Keep the last inputs [B, C, kernel] of a convolution; return them before those of the slice."""
+        """Keep the last inputs [B, C, kernel] of a convolution; return the earlier inputs followed by the slice's."""
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        # the inputs of the slice before stand where padding stands on the first slice
+        # the previous slice's inputs take the place that padding has on the first slice
         before = self.conv_states[state_idx]
         inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
         if inputs.shape[-1] < size:
@@ -176,7 +177,7 @@ def _start() -> int:
 
 
 class _WithPrefix(torch.autograd.Function):
-    """Append keys and values to the slice store; return those of all tokens so far."""
+    """Append keys and values to the slice store; return the keys and values of all tokens so far."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable) -> tuple[Tensor, Tensor]:

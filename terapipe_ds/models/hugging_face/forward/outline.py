@@ -1,9 +1,9 @@
 """Run one piece of a model of transformers by the model's own forward, with stand-ins for all the rest.
 
 A causal language model is a list of decoder layers with something before and after it. Each piece of the pipeline runs
-the forward of the whole model, in which decoder layers and whatever else has weights are a `StandIn`. What goes before
-the list (rotary embeddings, masks, the scale of embeddings) and after it (scales and caps of logits) is the model's own
-code, and nothing of a family is written here. The run ends as soon as the piece has its result.
+the forward of the whole model, in which a `StandIn` replaces each decoder layer and each other module with weights. The
+model's own code does the work before the list (rotary embeddings, masks, the scale of embeddings) and after it (scales
+and caps of logits), so this file contains no code for any family. The run ends as soon as the piece has its result.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 Run = Callable[..., Any]
 Form = Callable[[Tensor], Any]
 
-# In which decoder layers give their hidden states, by family.
+# The forms in which decoder layers return their hidden states, by family.
 _FORMS: tuple[Form, ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None), lambda h: (h, None, None))
 
 
 class _Finished(Exception):
-    """Leaves the model's forward with the result of the piece."""
+    """Leave the model's forward with the result of the piece."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ def _finish(result: Any, *_: Any, **__: Any) -> None:
 
 
 class _OtherFormError(ValueError):
-    """Hidden states were given in a form that the model does not take."""
+    """Report hidden states in a form that the model does not take."""
 
 
 class StandIn(nn.Module):
-    """Stands in for a module of the model: has its attributes, and runs what a piece wants."""
+    """Stand in for a module of the model: have its attributes, and run the function that a piece sets."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class StandIn(nn.Module):
         return value
 
     def let(self, run: Run) -> None:
-        """Call `run` from now on; a module does not become a child."""
+        """Call `run` from now on; if it is a module, it does not become a child."""
         self.__dict__["_run"] = run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_run"](*args, **kwargs)
 
     def skip(self, x: Tensor, *_: Any, **named: Any) -> Tensor:
-        """Return `x`; of what embeds numbers, or has another width, a tensor without content."""
+        """Return `x`, or a tensor without content for a module that embeds numbers or has another output width."""
         original = self.__dict__["original"]
         if isinstance(original, nn.Linear):  # of another width
             return x.new_zeros(()).expand(*x.shape[:-1], original.out_features)
@@ -82,10 +82,11 @@ class StandIn(nn.Module):
 
 
 class Outline:
-    """The forward of a model without its weights.
+    """Run the forward of a model without its weights.
 
-    `layers` are the decoder layers, and `before`, `after` and `head` name what else has weights: what runs before the
-    decoder layers, after them, and the output matrix. `embedding` names the one of `before` that embeds tokens.
+    `layers` are the decoder layers. `before`, `after` and `head` name the other modules with weights: the modules that
+    run before the decoder layers, after them, and the output matrix. `embedding` is the name in `before` of the module
+    that embeds tokens.
 
     Args:
         model: a `...ForCausalLM` whose parameters are on the device "meta" and whose buffers are real. It is changed.
@@ -97,14 +98,14 @@ class Outline:
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        # asked before modules become stand-ins
+        # checked before modules become stand-ins
         self.tied = _tied_matrix(model)
         self.cache = SliceCache(self.config.num_hidden_layers)
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
         self._places_of = [StandIn(layer) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
-        # decoder layers are stand-ins by now, so what is left with weights runs before or after them
+        # decoder layers are stand-ins by now, so the remaining modules with weights run before or after them
         self._others = {name: StandIn(module) for name, module in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)
         for name, stand_in in self._others.items():
@@ -144,7 +145,7 @@ class Outline:
         return original
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module of the model, which shares the config: that says how attention runs."""
+        """Return a copy of a module of the model that shares the config, which says how attention runs."""
         shared = {id(config): config for config in (self.config, self.model.config)}
         return copy.deepcopy(module, shared)
 
@@ -160,7 +161,7 @@ class Outline:
         return self._run(own, tokens, places, [_finish] * len(self.layers))
 
     def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, is_fast: bool) -> Tensor:
-        """Return what a decoder layer makes of `hidden`, with the arguments that the model gives to its place."""
+        """Return a decoder layer's output for `hidden`, with the arguments that the model passes at its place."""
 
         def here(_: Any, *args: Any, **kwargs: Any) -> None:
             out = layer(hidden, *args, **kwargs)
@@ -171,12 +172,12 @@ class Outline:
         return self.cache.tied(self._run({}, _without_content(hidden), places, runs, is_fast))
 
     def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
-        """Return what the output matrix gets, for the hidden states of the last decoder layer."""
+        """Return the input of the output matrix, for the hidden states of the last decoder layer."""
         runs: list[Run] = [lambda *_, **__: self._form(hidden)] * len(self.layers)
         return self._run({**own, self.head: _finish}, _without_content(hidden), places, runs)
 
     def run_head(self, head: Run, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the logits, for what the output matrix gets."""
+        """Return the logits, for the input of the output matrix."""
         runs: list[Run] = [self._skip_layer] * len(self.layers)
         return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
 
@@ -186,7 +187,7 @@ class Outline:
     def _run(
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
-        # for this run alone, and put back after it: a closure holds the activations of a slice
+        # for this run alone, and restored after it: a closure holds the activations of a slice
         stand_ins = list(zip(self._places_of, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
@@ -206,7 +207,7 @@ class Outline:
         return result
 
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
-        """Let attention go the way that the layer wants, and buffers be where its inputs are."""
+        """Set the layer's way of attention, and move buffers to the device of its inputs."""
         # the model reads this name whenever it makes a mask or attends
         way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
         if self.config._attn_implementation != way:
@@ -225,7 +226,7 @@ class Outline:
     # -- what runs when ----------------------------------------------------------------------------------------------
 
     def _find_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        """Run with stand-ins alone, and note when each is called; find the form of what decoder layers give."""
+        """Run with stand-ins alone, and note when each is called; find the form of the decoder layers' outputs."""
         head, problems = self._name_of(self.model.get_output_embeddings()), []
         for self.takes_patterns, self._form in itertools.product((True, False), _FORMS):
             try:
@@ -249,9 +250,9 @@ class Outline:
     def _calls(self, head: str) -> list[str]:
         """Return the names of the modules that the forward calls, "" for a decoder layer, with 2 x 3 tokens.
 
-        Raises ModelRefusedError where decoder layers get more than hidden states that depends on the tokens.
+        Raises ModelRefusedError if decoder layers get arguments other than hidden states that depend on the tokens.
         """
-        # twice, with other hidden states: what differs in the other arguments depends on the tokens
+        # twice, with other hidden states: any difference in the other arguments depends on the tokens
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
         trial = _Trial(self._form)
         self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
@@ -269,7 +270,7 @@ class Outline:
 
 
 class _Trial:
-    """Notes what a forward calls, and what else than hidden states its decoder layers get."""
+    """Note which modules a forward calls, and which arguments beyond hidden states its decoder layers get."""
 
     def __init__(self, form: Form) -> None:
         self.calls: list[str] = []
@@ -278,7 +279,7 @@ class _Trial:
         self._form = form
 
     def runs(self, others: Mapping[str, StandIn], head: str) -> dict[str, Run]:
-        """Return what stands in for all but the decoder layers; whatever it gives needs a gradient."""
+        """Return the functions that stand in for all but the decoder layers; their results need a gradient."""
 
         def noted(name: str, skip: Run) -> Run:
             def run(x: Tensor, *args: Any, **named: Any) -> Any:
@@ -322,7 +323,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _tied_matrix(model: transformers.PreTrainedModel) -> nn.Parameter | None:
-    """Return the weights of the embedding where these are the output matrix as well."""
+    """Return the weights of the embedding if these are the output matrix as well."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding is None or head.weight is not embedding.weight:
         return None

@@ -1,7 +1,7 @@
 """Find out how a decoder layer can run in slices, by running it: through `sliced_attention`, or by a cache.
 
-A layer runs a few tokens whole, and again in two slices. Where the outputs and the gradients of its inputs are equal,
-it can be trained so. Nothing is known of families: what a layer does decides.
+A layer runs a few tokens whole, and again in two slices. If the outputs and the gradients of its inputs are equal, the
+layer can be trained in this way. The trial knows nothing of families: only the layer's behaviour decides.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 
 
 class Way(NamedTuple):
-    """How a layer runs in slices: through `sliced_attention` (`is_fast`) or by a cache; and whether it has states."""
+    """Hold a layer's way through slices: `sliced_attention` (`is_fast`) or a cache, and whether it has states."""
 
     is_fast: bool
     has_states: bool
 
     @property
     def mixing(self) -> str:
-        """Return what of the layer mixes the documents of packed rows; nothing where it keeps to them."""
+        """Return the part of the layer that mixes the documents of packed rows; empty if it keeps them apart."""
         if self.has_states:
             return "states of a convolution or a recurrence"
         return "" if self.is_fast else "attention by code of its own"
 
     @property
     def shortest_slice(self) -> int:
-        """Return the fewest tokens of a slice: models take one token after others for a step of generation."""
+        """Return the fewest tokens of a slice: models take a single token after others for a step of generation."""
         return 1 if self.is_fast and not self.has_states else 2
 
 
@@ -44,7 +44,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     """Return how a decoder layer with its weights runs in slices.
 
     Raises:
-        ModelRefusedError: it does not, with what it did in both ways.
+        ModelRefusedError: it does not; the message has the result of both ways.
     """
     problems: list[str] = []
     trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
@@ -65,7 +65,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
 
 
 def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
-    """Return why the layer cannot run in slices this way; nothing where it can."""
+    """Return why the layer cannot run in slices this way; empty if it can."""
     outline.cache.states_written.clear()
     problem, before = "", _tensors_in_attributes(layer)
     try:
@@ -83,7 +83,7 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
 
 
 def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> float:
-    """Return the relative error of what slices add to the hidden states, and of their gradients."""
+    """Return the relative error of the slices' additions to the hidden states, and of their gradients."""
     like, length = next(layer.parameters()), sum(_LENGTHS)
     generator = torch.Generator().manual_seed(index)
     width = outline.config.hidden_size
@@ -91,7 +91,7 @@ def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bo
     # the same layer is its own reference: no formula of a family is needed
     whole = _run_slices(outline, index, layer, is_fast, (length,), hidden, grad)
     sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
-    # what the layer adds, where it adds: the residual stream is equal in any case
+    # compare only the layer's addition, if it adds: the residual stream is equal in any case
     return max(
         float((a - b).norm() / (b - residual).norm().clamp_min(torch.finfo(b.dtype).tiny))
         for a, b, residual in zip(sliced, whole, (hidden, grad), strict=True)

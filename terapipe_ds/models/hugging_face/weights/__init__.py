@@ -1,1 +1,1 @@
-"""Where the weights of a stage come from, and the adapters beside them."""
+"""Provide the weights of a stage, and the adapters beside them."""

@@ -25,7 +25,7 @@ from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
 _INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights beside which adapters are trained
-# Options of LoraConfig: those that stages serve, and for some of the others what to give instead.
+# Options of LoraConfig: the ones that stages serve, and for some of the others an alternative.
 _SERVED = """
     alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules fan_in_fan_out
     inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout
@@ -40,16 +40,16 @@ _INSTEAD = {
 
 
 class Adapters:
-    """Low-rank adapters beside frozen weights, in the modules that a config of peft names.
+    """Hold low-rank adapters beside frozen weights, in the modules that a config of peft names.
 
     peft decides on the whole model which parameters are trained, and under which keys they are saved. Initial values
     depend only on the seed and the name of a module.
 
     Args:
-        adapter: peft's config; a folder of adapters that peft has written, or a model that has some: both are trained
-            on.
+        adapter: peft's config; or a folder of adapters that peft has written, or a model that has adapters: the
+        training of both continues.
         whole: the model with such adapters, as `with_adapters` makes it.
-        outline: which modules of the model have weights.
+        outline: says which modules of the model have weights.
 
     Raises:
         ModelRefusedError: a target is no module of a stage, or cannot be saved; or the folder has other adapters than
@@ -63,7 +63,7 @@ class Adapters:
         self._changes, self._keeps_dtypes = Changes(), False
         self.beside: list[str] = []
         self.config = whole.peft_config[_NAME]
-        # peft knows by which keys it saves; here they are asked for on the whole model, without values
+        # peft knows the keys of its files; it lists them here for the whole model, without values
         key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
         saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
@@ -96,12 +96,12 @@ class Adapters:
         return stored
 
     def put_into(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the module with frozen weights, and with adapters where the config names some of it."""
+        """Return the module with frozen weights, and with adapters if the config names a part of it."""
         module.requires_grad_(False)
         if name not in self._owners:
             self._changes.put_onto(module, name)
             return module
-        # peft goes by names in the whole model, of which a stage has one module
+        # peft goes by names in the whole model, but a stage only has one module of it
         whole = module
         for part in reversed(name.split(".")):  # so that its parts have the names that the config speaks of
             whole, inner = nn.Module(), whole
@@ -147,7 +147,7 @@ class Adapters:
 def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:
     """Put adapters without values into a model on the device "meta", as peft does.
 
-    Raises ModelRefusedError where no module has such a name, or where stages do not serve such adapters.
+    Raises ModelRefusedError if no module has such a name, or if stages do not serve such adapters.
     """
     config = copy.deepcopy(_config_of(adapter))
     if config.peft_type != "LORA":
@@ -202,12 +202,12 @@ def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor
 
 
 def without_adapters(model: PeftModel) -> dict[str, Tensor]:
-    """Return the state dict of the model that adapters were put on."""
+    """Return the state dict of the model without the adapters that were put on it."""
     return _plain(model.get_base_model().state_dict(), "original_module.", "modules_to_save.")
 
 
 def merged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a module with its adapters added to them, by the names that they have without adapters."""
+    """Return the weights of a module with its adapters added, under the names that they have without adapters."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, BaseTunerLayer):
@@ -216,7 +216,7 @@ def merged(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(state: Mapping[str, Tensor], kept: str, dropped: str) -> dict[str, Tensor]:
-    """Return the weights beside adapters, by the names that they have without; of two copies the one that is `kept`."""
+    """Return the weights beside adapters, under their names without adapters; of two copies, the `kept` one."""
     return {
         key.replace(kept, "").replace("base_layer.", ""): value
         for key, value in state.items()

@@ -1,6 +1,6 @@
 """Find the changes that were made to a model in memory since transformers built it.
 
-Stages run a fresh model of the same config. `Changes` are copied to it; any other change is an error.
+Stages run a fresh model with the same config. `Changes` are copied to it; any other change is an error.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe_ds.messages import show_value
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
-Difference = tuple[str, str]  # the name of a module or tensor, and what is different
+Difference = tuple[str, str]  # the name of a module or tensor, and the difference
 _NAMED = 5  # differences that a message names
-IN_PEFT = "base_model.model."  # what peft writes before the name of a module
+IN_PEFT = "base_model.model."  # the prefix that peft writes before the name of a module
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _HOOKS = [name for name in _OF_EVERY_MODULE if name.endswith("_hooks")]
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Models that compute alike differ in these, or they are looked at by themselves. So they do in what transformers notes
-# on a whole model under names with an underscore, but for functions.
+# Models that compute alike differ in these, or other code compares them. They also differ in attributes that
+# transformers sets on a whole model under names with an underscore, except for functions.
 _BOOKKEEPING = """
     _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
     hf_device_map model_tags name_or_path peft_config vocab_size warnings_issued
 """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
-# Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody asks for.
+# Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody reads.
 _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
 
 
 @dataclass
 class Changes:
-    """Settings of a model in memory: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
+    """Hold settings of a model in memory: requires_grad of each parameter; dropout, padding tokens, buffers, tensors.
 
-    `values` has all but the first, by the names of a module and its attribute.
+    `values` has all but the first, keyed by the names of a module and its attribute.
     """
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
     values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
-        """Set them on the module with this name in the model; the model itself has the name ""."""
+        """Apply the settings to the module with this name in the model; the model itself has the name ""."""
         for inner, part in module.named_modules(prefix=name):
             for attribute, value in self.values.get(inner, {}).items():
                 setattr(part, attribute, value.detach().cpu().clone() if isinstance(value, Tensor) else value)
@@ -77,13 +77,13 @@ def changes_of(model: nn.Module, fresh: nn.Module, dtype: torch.dtype | None) ->
 def _of_modules(
     changes: Changes, dtype: torch.dtype | None, name: str, ours: nn.Module, fresh: nn.Module
 ) -> Iterator[Difference]:
-    """Yield where two modules differ, the outermost of each branch; note in `changes` what may."""
+    """Yield where two modules differ, the outermost of each branch; note the permitted differences in `changes`."""
     if isinstance(ours, nn.ModuleList) and isinstance(fresh, nn.ModuleList) and len(ours) != len(fresh):
         yield name, f"has {len(ours)} layers, in a fresh model {len(fresh)}"
         return
-    # what both modules are, by the same names; peft puts a name of its own before them
+    # the facts of both modules, under the same names; peft puts a name of its own before them
     prefix, facts, others, inner = f"{name}." if name else "", _facts(ours), _facts(fresh), name.removeprefix(IN_PEFT)
-    # settings that stages can have are noted, all else is a difference
+    # settings that stages can adopt are noted, all else is a difference
     for key in sorted(facts.keys() | others.keys()):
         one, other = facts.get(key), others.get(key)
         if _form(one) == _form(other):
@@ -101,11 +101,11 @@ def _of_modules(
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """Return what a module is, by names: attributes, buffers, kinds of parameters and of children, hooks."""
+    """Return the facts of a module by name: attributes, buffers, kinds of parameters and of children, hooks."""
     own, passed_over = vars(module), {*_OF_EVERY_MODULE, *_BOOKKEEPING.split()}
     if isinstance(module, PreTrainedModel):
         passed_over |= {key for key, value in own.items() if key.startswith("_") and not callable(value)}
-    # 4.57 puts the methods of a class back so, after a forward
+    # 4.57 restores the methods of a class in this way, after a forward
     passed_over |= {
         key for key, value in own.items() if getattr(value, "__func__", own) is getattr(type(module), key, 0)
     }
@@ -125,13 +125,13 @@ def _facts(module: nn.Module) -> dict[str, object]:
 
 
 def _is_carried(module: nn.Module, key: str) -> bool:
-    """Return whether a number is that of a dropout, or the token whose embedding gets no gradient."""
+    """Return whether a number is a dropout rate, or the token whose embedding gets no gradient."""
     is_dropout = ("drop" in key and key != "layerdrop") or (key == "p" and "Dropout" in type(module).__name__)
     return is_dropout or key == "padding_idx"
 
 
 def _form(value: object) -> object:
-    """Return what is equal for values that let a module compute alike."""
+    """Return a form that is equal for values that let a module compute alike."""
     for kind, form in _FORMS:
         if isinstance(value, kind):
             return form(value)
@@ -140,7 +140,7 @@ def _form(value: object) -> object:
 
 
 _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
-    (nn.Module, type),  # what is in it is looked at where it is a child
+    (nn.Module, type),  # its contents are compared where it is a child
     (torch.device, type),
     (
         Tensor,
@@ -159,7 +159,7 @@ _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
 
 
 def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
-    """Yield what `activation_checkpoint_interval`, which computes each decoder layer again, does not do."""
+    """Yield settings that `activation_checkpoint_interval`, which recomputes each decoder layer, cannot reproduce."""
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     on = [module for module in able if module.gradient_checkpointing]
     if len(on) not in (0, len(able)):
@@ -171,7 +171,7 @@ def _of_checkpointing(model: nn.Module) -> Iterator[Difference]:
 
 
 def _of_ties(model: nn.Module, fresh: nn.Module) -> Iterator[Difference]:
-    """Yield which parameters are one tensor in one of the models alone."""
+    """Yield which parameters are one tensor in only one of the models."""
     ours, expected = _tied(model), _tied(fresh)
     for names in sorted(ours ^ expected):
         where = "in memory, and not in a fresh model" if names in ours else "in a fresh model, and not in memory"
@@ -195,7 +195,7 @@ def _shown(value: object) -> str:
 
 
 def _summary(differences: Sequence[Difference]) -> str:
-    """Return some differences in words, with those of all layers in one."""
+    """Return some differences in words, with equal ones of all layers in one."""
     grouped: dict[Difference, list[str]] = defaultdict(list)
     for name, text in differences:
         grouped[re.sub(r"\b\d+\b", "*", name), text].append(name.removeprefix(IN_PEFT))

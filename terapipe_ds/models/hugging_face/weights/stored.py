@@ -34,10 +34,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class DrawnWeights:
-    """Random weights, as the family draws them.
+    """Draw random weights, as the family draws them.
 
-    They depend on the seed and a module's name alone: a model starts from the same weights however many stages it is
-    cut into.
+    They depend only on the seed and a module's name: a model starts from the same weights for any number of stages.
     """
 
     def __init__(self, outline: Outline, seed: int) -> None:
@@ -48,7 +47,7 @@ class DrawnWeights:
         """Draw all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
-        # other random numbers of the process stay as they are
+        # other random numbers of the process do not change
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))
             for part in reversed(list(module.modules())):
@@ -62,17 +61,17 @@ class DrawnWeights:
 
 
 class StoredWeights:
-    """The weights of a folder in the form of `save_pretrained`; each stage reads those of its own modules.
+    """Read the weights of a folder in the form of `save_pretrained`; each stage reads the weights of its own modules.
 
-    `fill` reads nothing yet (`unread`). Where the folder's keys are not those of the model (experts by number, fused in
-    memory), transformers' own conversion goes between.
+    `fill` reads nothing yet (`unread`). If the folder's keys differ from the model's (experts by number, fused in
+    memory), transformers' own conversion translates them.
 
     Args:
         model: the model with parameters on the device "meta"; its modules hold the weights while they are converted.
         outline: which modules have weights.
 
     Raises:
-        ModelRefusedError: the files are not those of such a model. Their headers say so, before anything is read.
+        ModelRefusedError: the files do not belong to such a model. Their headers show it, before anything is read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline) -> None:
@@ -107,11 +106,11 @@ class StoredWeights:
             self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
 
     def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Let parameters and saved buffers be read when they are needed."""
+        """Defer reading parameters and saved buffers until they are needed."""
         leave_unread(module, functools.partial(self._read, name))
 
     def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read what is stored of the module `name` into the tensors of a copy of it."""
+        """Read the stored values of the module `name` into the tensors of a copy of it."""
         holder = self._model.get_submodule(name)
         meta = [(part, key, value) for part in holder.modules() for key, value in part._parameters.items()]
         with contextlib.ExitStack() as stack:
@@ -120,7 +119,7 @@ class StoredWeights:
                 file = self._file_of[key]
                 if file not in opened:
                     opened[file] = stack.enter_context(_opened(self._folder / file))
-            # the files are mapped: what no stage asks for is never read
+            # the files are mapped: tensors that no stage needs are never read
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict()
@@ -136,7 +135,7 @@ class StoredWeights:
             part._parameters[key] = value
 
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
-        """Raise ModelRefusedError where embedding and output matrix are both stored, and differ."""
+        """Raise ModelRefusedError if embedding and output matrix are both stored, and differ."""
         # once, by one rank: the rest holds one of the two
         both = [key for key in self._file_of if self._conversions.target(key, state)[0] in targets]
         with contextlib.ExitStack() as stack:
@@ -156,7 +155,7 @@ class StoredWeights:
 
 
 class HeldWeights:
-    """The weights of a model in memory, by their keys in its state dict. Values are copied, in a dtype or their own."""
+    """Hold a model's weights in memory, by their keys in its state dict. Values are copied, in a dtype or their own."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         self._state, self._dtype = state, dtype
@@ -174,13 +173,13 @@ Weights: TypeAlias = DrawnWeights | StoredWeights | HeldWeights
 
 
 class _Header(NamedTuple):
-    """What a file says of a tensor: its dtype as safetensors names it, and its shape."""
+    """Hold what a file says of a tensor: its dtype as safetensors names it, and its shape."""
 
     dtype: str
     shape: list[int]
 
     def check(self, key: str, like: torch.Tensor, is_converted: bool) -> None:
-        """Raise ModelRefusedError where it cannot be the values of `like`."""
+        """Raise ModelRefusedError if it cannot be the values of `like`."""
         if like.is_floating_point() and self.dtype not in _FLOATS:
             raise ModelRefusedError(
                 f"{key} is stored as {self.dtype}, and the model computes with it in floating point: quantized weights "
@@ -194,7 +193,7 @@ class _Header(NamedTuple):
 
 
 def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
-    """Return what the files of a folder say of each key. Raises ModelRefusedError where the index says otherwise."""
+    """Return the header of each key in the files of a folder. Raises ModelRefusedError if the index disagrees."""
     headers: dict[str, _Header] = {}
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
@@ -223,7 +222,7 @@ def named(keys: Sequence[str]) -> str:
 
 
 class _Conversions:
-    """The names of weights in files and in the model are the same, as in transformers 4."""
+    """Convert nothing: the names of weights in files and in the model are the same, as in transformers 4."""
 
     def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
         """Return the key in the model, and whether the values have another form there."""
@@ -236,7 +235,7 @@ class _Conversions:
 
 
 class _RegisteredConversions(_Conversions):
-    """Those that transformers 5 has for a family: it keeps some weights in another form than files have them."""
+    """Apply the conversions that transformers 5 has for a family, whose files store some weights in another form."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

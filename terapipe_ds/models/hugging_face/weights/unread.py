@@ -1,13 +1,13 @@
-"""Parameters whose values are read when somebody looks at them, so that a stage reads no layer that it does not keep.
+"""Read the values of parameters at their first use, so that a stage reads no layer that it does not keep.
 
 DeepSpeed builds the layers of a stage before any config is read, and an engine may give them to other stages. Until
-then they have memory that nothing has touched. Under each engine values are read when the engine is built: ours asks
-for all of them (`HuggingFaceModule.laid_out`), and DeepSpeed's own looks at each to cast it and to bring it to its
-device. Whoever looks earlier (a norm, a copy, a `state_dict`) finds the values too.
+then they have memory that nothing has touched. Every engine reads the values while it is built: ours requests all of
+them (`HuggingFaceModule.laid_out`), and DeepSpeed's own accesses each to cast it and to move it to its device. Earlier
+accesses (a norm, a copy, a `state_dict`) get the values too.
 
-Parameters on the device "meta" would not do: what a user changes before the engine is there (`weight.mul_(2)`) would be
-lost without a word, and peft could not compute initial values from them. torch's `UninitializedParameter` has no shape,
-which DeepSpeed asks for.
+Parameters on the device "meta" would not do: a user's change before the engine exists (`weight.mul_(2)`) would be
+lost silently, and peft could not compute initial values from them. torch's `UninitializedParameter` has no shape,
+but DeepSpeed needs one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _WITHOUT_VALUES = frozenset(
 
 
 class Unread(nn.Parameter):
-    """A parameter without values yet; the first operation that needs them reads those of its whole module.
+    """Be a parameter without values yet; the first operation that needs them reads the values of its whole module.
 
-    Then it is an `nn.Parameter`, and the same object, so that lists of parameters and optimizers stay true.
+    Then it is an `nn.Parameter`, and the same object, so that lists of parameters and optimizers stay valid.
     """
 
-    is_unread = True  # asked by whoever moves layers: there is nothing to send
+    is_unread = True  # for code that moves layers: there is nothing to send
     read: Callable[[], None]
 
     @classmethod
@@ -64,7 +64,7 @@ class Unread(nn.Parameter):
 
 
 def leave_unread(module: nn.Module, how: Read) -> None:
-    """Let `how` fill the parameters and saved buffers of `module`, by their names, when one parameter is needed."""
+    """Have `how` fill the parameters and saved buffers of `module`, by their names, when one parameter is needed."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     parameters = list(module.parameters())
 
@@ -81,7 +81,7 @@ def leave_unread(module: nn.Module, how: Read) -> None:
 
 
 def read(tensors: Iterable[Tensor]) -> None:
-    """Read the values of those that have none yet."""
+    """Read the values of the parameters that have none yet."""
     for tensor in tensors:
         if isinstance(tensor, Unread):
             tensor.read()

@@ -32,6 +32,8 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         JsonError: anything else: bad JSON, bytes that are no UTF-8, numbers of thousands of digits, millions of values.
     """
+    if not isinstance(text, str | bytes):
+        raise JsonError(f"it is {show_value(text)}, and no text")
     try:
         data = text.encode() if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
         # The characters before values bound the memory that the values take; few of them are part of texts

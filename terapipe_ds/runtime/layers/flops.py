@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed.profiling.flops_profiler.profiler import number_to_string
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds.compat import has_flash_attn
@@ -67,8 +67,11 @@ def _formulas() -> dict[object, Callable[..., int]]:
 class _Undecomposed(dict[object, Callable[..., int]]):
     """Hold formulas that torch takes for complete: it decomposes operations without one, and last bits change."""
 
-    def __contains__(self, operation: object) -> bool:
-        return isinstance(operation, OpOverload) or super().__contains__(operation)
+    def __contains__(self, operation: object) -> bool:  # torch before 2.15 asks for overloads, then for packets
+        return isinstance(operation, OpOverload | OpOverloadPacket) or super().__contains__(operation)
+
+    def __missing__(self, operation: object) -> Callable[..., int]:
+        return lambda *args, **options: 0
 
 
 class StageFlops:
@@ -121,7 +124,7 @@ class StageFlops:
         self.totals[action.kind] += counter.get_total_flops()
         if action.kind is Kind.FORWARD:
             by_module = {path: sum(by_operation.values()) for path, by_operation in counter.get_flop_counts().items()}
-            self.forward_of.update({path: count for path, count in by_module.items() if path != "Global"})
+            self.forward_of.update({path: count for path, count in by_module.items() if count and path != "Global"})
 
     def report(self) -> None:
         """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""

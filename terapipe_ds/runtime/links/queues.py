@@ -39,10 +39,13 @@ class QueueCheck:
 
     def check(self, schedule: Schedule) -> None:
         """Raise TeraPipeConfigError on every rank if one queue hangs; warn if some mappings to several queues do."""
-        sizes = schedule.name, schedule.num_stages, schedule.num_slices, schedule.forward_only, hash(schedule.orders)
-        if self._num_queues is None or sizes in self._checked:
+        if self._num_queues is None:
             return
         if self._num_queues > 1 and (not self._warns or len(self._checked) >= _MOST_WARNED):
+            return
+        # only now: a hash of all orders takes long for many actions
+        sizes = schedule.name, schedule.num_stages, schedule.num_slices, schedule.forward_only, hash(schedule.orders)
+        if sizes in self._checked:
             return
         self._checked.add(sizes)
         count, tried = mappings_that_hang(schedule, self._num_queues)

@@ -234,6 +234,17 @@ class TestStreams:
             allocated.append((sender._buffers.num_allocated, receiver._buffers.num_allocated))
         assert allocated[1:] == [allocated[1]] * 4 and allocated[1] == (3, 3)
 
+    @pytest.mark.parametrize("lengths", [(20, 16, 12), (5, 10, 2, 7)])
+    @pytest.mark.parametrize("newest_first", [False, True])
+    def test_uneven_slices_get_no_new_memory_either(self, lengths: tuple[int, ...], newest_first: bool) -> None:
+        buffers, allocated = MessageBuffers(torch.device("cpu")), []
+        for _ in range(4):
+            live = deque(buffers.take((length, 8), torch.float32) for _ in range(3) for length in lengths)
+            while live:
+                live.pop() if newest_first else live.popleft()
+            allocated.append(buffers.num_allocated)
+        assert allocated == [3 * len(lengths)] * 4
+
     def test_memory_that_is_in_use_is_not_given_out(self) -> None:
         buffers = MessageBuffers(torch.device("cpu"))
         kept = buffers.take((2, 3), torch.float32).fill_(1.0)

@@ -17,7 +17,7 @@ from terapipe_ds.compat import CompatError
 from terapipe_ds.messages import colored, nearest
 from terapipe_ds.version import __version__
 
-COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor")
+COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor", "convert")
 
 
 _REMEDIES: dict[type[OSError], str] = {

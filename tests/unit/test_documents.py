@@ -350,7 +350,7 @@ def test_install_lines_name_the_repository(document: Path) -> None:
     lines = re.findall(r"pip install [\"']?(?:terapipe_ds|\.(?=[\s\[\"']))[^`\n]*", text)
     own = r"pip install (\"terapipe_ds(\[[\w,]+\])? @ git\+\$REPOSITORY\"|'?\.(\[[\w,]+\])?'?)"
     assert [line for line in lines if not re.match(own, line)] == []
-    assert text.count("REPOSITORY=") == (document == ROOT / "README.md")
+    assert text.count("REPOSITORY=") == (document.name in ("README.md", "index.md") and document.parent.name != "patches")
 
 
 def test_the_install_line_installs(tmp_path: Path) -> None:

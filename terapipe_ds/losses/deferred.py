@@ -48,19 +48,30 @@ class Tokens:
 def deferred_cross_entropy(hidden: Tensor, head: Head, tokens: Tokens) -> Tensor:
     """Return the weighted sum of the tokens' cross entropies for hidden states [..., H] before the output matrix.
 
-    If it needs a gradient, its value is NaN until its backward has run. Raises IndexError for unknown labels on a CPU.
+    If it needs a gradient, its value is NaN until its backward has run.
+
+    Raises:
+        ValueError: for unknown labels, on a CPU. A GPU reports them later, as an assertion.
     """
-    if tokens.labels.device.type == "cpu" and tokens.labels.numel():
-        least, most = (int(bound) for bound in tokens.labels.aminmax())
-        if least < 0 or most >= head.vocabulary:
-            wrong = least if least < 0 else most
-            raise IndexError(f"label {wrong} is not in the vocabulary of {head.vocabulary}: mask it, or fix the labels")
+    _require_known(tokens.labels, head.vocabulary)
     needs_gradient = any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
     if torch.is_grad_enabled() and needs_gradient:
         loss: Tensor = _Deferred.apply(hidden, head.weight, head.bias, head, tokens)  # type: ignore[no-untyped-call]
         return loss
     with torch.no_grad():
         return _Pass(head, tokens).run(hidden)
+
+
+def _require_known(labels: Tensor, vocabulary: int) -> None:
+    is_known = (labels >= 0) & (labels < vocabulary)
+    if not labels.is_cpu:  # do not wait for the device
+        torch._assert_async(is_known.all())
+    elif not is_known.all():
+        wrong = labels[~is_known]
+        raise ValueError(
+            f"labels outside of the vocabulary of {vocabulary}, for {len(wrong)} tokens that count, first label "
+            f"{int(wrong[0])}: mask them, or fix the tokenizer's or the model's vocabulary"
+        )
 
 
 class _Deferred(torch.autograd.Function):

@@ -61,6 +61,12 @@ class LinearCrossEntropy:
         options = ", ".join(f"{name}={value}" for name, value in vars(self).items())
         return f"{type(self).__name__}({options})"
 
+    @property
+    def needs_logits(self) -> str:
+        """Return why the engine must pass logits, or ""."""
+        changed = type(self).__call__ is not LinearCrossEntropy.__call__
+        return f"{type(self).__name__} has a __call__() of its own" if changed else ""
+
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V]."""
         targets, weights = self._targets_and_weights(labels, logits.dtype)

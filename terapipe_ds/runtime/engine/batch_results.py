@@ -92,8 +92,11 @@ class BatchResults:
             self._add_additional_losses(weight)
         return loss
 
-    def book(self, active: ActiveSlice, loss: Any, outputs: Any) -> None:
-        """Add a slice's share of the loss, which has its value, to the results of its micro-batch."""
+    def book(self, active: ActiveSlice, loss: Any, outputs: Any = None) -> None:
+        """Add a slice's share of the loss, which has its value, to the results of its micro-batch.
+
+        `outputs` are those that `loss_fn` got, if it is the user's.
+        """
         batch, micro_batch_id = self._batch, active.micro_batch_id
         assert batch is not None, "no batch is open"
         micro_batch = batch.micro_batches[micro_batch_id]
@@ -101,7 +104,8 @@ class BatchResults:
         if batch.training:
             self._total = accumulated(self._total, value)
             if micro_batch.weights[active.slice_id] > 0.0:
-                self._counted.append((active, value, _sum_of(outputs) if self._sums_outputs else None))
+                sums = self._sums_outputs and outputs is not None
+                self._counted.append((active, value, _sum_of(outputs) if sums else None))
         self._losses[micro_batch_id][active.slice_id] = value
         if len(self._losses[micro_batch_id]) == micro_batch.plan.num_slices:
             self._hand_over(batch, micro_batch_id)

@@ -285,7 +285,7 @@ class PartRunner:
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
                 if not active.wants_logits:  # the backward has computed the loss
-                    stage.results.book(active, slice_.loss, slice_.outputs)
+                    stage.results.book(active, slice_.loss)
                     if stage.finite is not None:
                         stage.finite.look_at_loss(slice_.loss)
             else:

@@ -44,18 +44,11 @@ class LossOfHidden:
         loss_fn = module.loss_fn
         if not hasattr(loss_fn, "of_hidden"):
             return None
-        # a subclass with another loss of logits has no loss of hidden states that agrees with it
-        definers = [
-            next((kind for kind in type(loss_fn).__mro__ if name in vars(kind)), None)
-            for name in ("__call__", "of_hidden")
-        ]
-        agrees = definers[0] is definers[1] or "of_hidden" in vars(loss_fn)
-        head = find_head(module.forward_funcs[-1]) if agrees else ""
-        if not isinstance(head, str):
-            return cls(loss_fn, head, weights, autocast, around)
-        reason = head or f"{type(loss_fn).__name__} defines __call__() and not of_hidden()"
-        logger.info("the loss keeps the logits of each slice: %s", reason)
-        return None
+        head = getattr(loss_fn, "needs_logits", "") or find_head(module.forward_funcs[-1])
+        if isinstance(head, str):
+            logger.info("the loss keeps the logits of each slice: %s", head)
+            return None
+        return cls(loss_fn, head, weights, autocast, around)
 
     def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
         """Return the share of a slice in the loss, whose value is there after its backward."""

@@ -121,6 +121,7 @@ class _Pass:
             loss += losses @ self._tokens.weights[span]
             if rows is not None:
                 self._keep(rows.to(flat.dtype), flat[span], matrix, span)
+            del rows  # before the next chunk has logits
         self._finish(whole.shape)
         return loss
 

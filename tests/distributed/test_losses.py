@@ -1,8 +1,9 @@
-"""Test losses without logits on two stages: against the stock engine, which computes logits, and their peak of bytes."""
+"""Test losses without logits on two stages against the stock engine, which computes logits; and their peak of bytes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from studies.memory import measure_peak
@@ -36,6 +38,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.distributed.training import draw_weights
 
 HIDDEN = 16
 
@@ -80,7 +83,7 @@ class Job:
     """Describe a training, and whether its loss keeps logits."""
 
     layers: Callable[[], Sequence[Any]] = with_head
-    loss_fn: Any = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
+    loss_fn: Any = dataclasses.field(default_factory=LinearCrossEntropy)
     terapipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     make: Callable[[int], Any] = micro_batch
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,12 +107,17 @@ JOBS = {
 }
 
 
+def _draw(engine: PipelineEngine, step: int) -> None:
+    if step == 0:
+        draw_weights(engine.module.named_parameters())
+
+
 def trained(name: str) -> tuple[dict[str, float], int, str]:
     """Return the differences from the stock engine, the number of losses of hidden states, and the log."""
     job, calls = JOBS[name], []
     data = [[job.make(100 * step + index) for index in range(2)] for step in range(2)]
-    options = {"loss_fn": job.loss_fn, "seed_layers": True, **job.engine}
-    stock = run_training(job.layers, None, data, stages=1, **options)
+    options = {"loss_fn": job.loss_fn, **job.engine}
+    stock = run_training(job.layers, None, data, stages=1, before_step=_draw, **options)
     apply = deferred._Deferred.apply
 
     def counted(*arguments: Any) -> Any:
@@ -118,7 +126,7 @@ def trained(name: str) -> tuple[dict[str, float], int, str]:
 
     with mock.patch.object(deferred._Deferred, "apply", counted), logged() as lines:
         with engine_of(job.layers(), section(**{"slices": [8, 12, 3], **job.terapipe}), **options) as engine:
-            found = differences(train(engine, data), stock)
+            found = differences(train(engine, data, functools.partial(_draw, engine)), stock)
     return found, len(calls), "\n".join(lines)
 
 
@@ -175,7 +183,7 @@ VOCABULARY, SLICES = 32768, 16
 def peak_bytes() -> tuple[int, int, int]:
     """Return this rank's measured peak of a step, the counted one, and the static bytes."""
     section = {"enabled": True, "schedule": "seq1f1b", "slices": SLICES, "verify": "off"}
-    engine = build_engine(section, PEAK, {"vocab_size": VOCABULARY})
+    engine = build_engine(section, PEAK, gpt={"vocab_size": VOCABULARY})
     try:
         data = itertools.repeat(micro_batches(PEAK, 1, VOCABULARY)[0])
         measured, static = measure_peak(engine, data)

@@ -14,6 +14,13 @@ from collections.abc import Sequence
 from terapipe_ds.messages import look_up, show_value
 from terapipe_ds.plan import split_evenly
 
+_LOGIT_BYTES = {True: 2**24, False: 2**30}  # at once, on a CPU, where a chunk should stay in its caches, and elsewhere
+
+
+def loss_chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
+    """Return the most tokens whose logits a loss without logits computes at once; `vocabulary` is of one rank."""
+    return max(64, _LOGIT_BYTES[on_cpu] // (4 * vocabulary))
+
 
 class ModelSizeError(ValueError):
     """Refuse an unknown name, or numbers that no model can have."""

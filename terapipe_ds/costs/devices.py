@@ -56,6 +56,10 @@ class DeviceCard:
     network_link: LinkCard
     source: str = ""
     aliases: tuple[str, ...] = ()
+    attention_backward_efficiency: _Fraction | None = None  # None: as `attention_efficiency`
+    kernel_source: str = ""  # of the three efficiencies
+    host_link: LinkCard | None = None  # of one device to its host, while all devices of the node use theirs
+    host_memory_bytes: _Count | None = None  # of a node; None: nobody limits it
 
     def __post_init__(self) -> None:
         if not set(self.peak_flops) <= set(ITEM_BYTES) or not {"bf16", "fp16", "fp32"} & set(self.dtypes):

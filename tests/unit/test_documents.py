@@ -13,6 +13,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,6 +341,28 @@ def test_sources_mention_documents_that_exist() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r"\b(?:docs|patches)/[\w-]+\.md\b", path.read_text(encoding="utf-8")):
                 assert (ROOT / name).exists(), f"{path}: {name}"
+
+
+@in_each_document
+def test_install_lines_name_the_repository(document: Path) -> None:
+    """No index has the package, so that every line takes it from a clone or from the one address of the README."""
+    text = document.read_text(encoding="utf-8")
+    lines = re.findall(r"pip install [\"']?(?:terapipe_ds|\.(?=[\s\[\"']))[^`\n]*", text)
+    own = r"pip install (\"terapipe_ds(\[[\w,]+\])? @ git\+\$REPOSITORY\"|'?\.(\[[\w,]+\])?'?)"
+    assert [line for line in lines if not re.match(own, line)] == []
+    assert text.count("REPOSITORY=") == (document == ROOT / "README.md")
+
+
+def test_the_install_line_installs(tmp_path: Path) -> None:
+    """The README's line, with the address of a local repository."""
+    line = next(text for text in (ROOT / "README.md").read_text().splitlines() if text.startswith("pip install"))
+    words = shlex.split(line.replace("$REPOSITORY", f"file://localhost{ROOT}").replace("[hf]", ""))
+    if not (ROOT / ".git").exists():
+        pytest.skip("these sources are no git repository")
+    command = [sys.executable, "-m", *words, "--no-deps", "--no-build-isolation", "--quiet", "--target", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "terapipe_ds" / "cli.py").exists()
 
 
 def test_the_index_has_all_documents() -> None:

@@ -33,10 +33,11 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.positions import check_learned_positions, first_position
+from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
 
 
 @dataclass
@@ -166,6 +167,12 @@ class MegatronEmbedding(LanguageModelEmbedding):
         """Leave the weight gradient of a tied output projection to W; lookups have their gradients in B."""
         if self.blueprint.share_embeddings_and_output_weights:
             split_backwards(self.blueprint.tied_projection, gradients)
+
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise ValueError for a batch that needs more learned positions, before its first slice runs."""
+        if self.add_position_embedding:
+            stop = longest_run(inputs, starts) if torch.is_tensor(inputs) else int(inputs[1].max()) + 1
+            check_learned_positions(stop, self.max_sequence_length, ValueError)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs

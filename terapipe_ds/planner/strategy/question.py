@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Layers
-from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
+from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
@@ -43,6 +44,9 @@ def rank_strategies(
     stages: int | None = None,
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
+    sequence_parallel: int | None = None,
+    offload_activations: bool | None = None,
+    offload_optimizer: bool | None = None,
     schedule: str | None = None,
     chunks_per_stage: int | None = None,
     progress: Progress | None = None,
@@ -54,8 +58,9 @@ def rank_strategies(
         model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, a `LayerChain`, or
             measurements: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows of a
             micro-batch.
-        memory_limit_gb: per device; None: the value of the device card.
-        stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: fixed values; None: the search chooses.
+        memory_limit_gb: per device; None: 0.9 of the memory of the device card.
+        stages, tensor_parallel, data_parallel, sequence_parallel, offload_activations, offload_optimizer, schedule,
+            chunks_per_stage: fixed values; None: the search chooses.
         stop: called now and then; once it returns true, or with Ctrl-C, the answer is the best strategy so far, marked
             as incomplete.
 
@@ -69,7 +74,7 @@ def rank_strategies(
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
-    fixed["chunks_per_stage"] = chunks_per_stage
+    fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
     counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
     space = Space(
         layers,
@@ -77,7 +82,12 @@ def rank_strategies(
         check_count("global_batch_size", global_batch_size),
         length,
         check_limit(memory_limit_gb, cluster),
-        Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
+        Choices(
+            **counts,
+            offload_activations=offload_activations,
+            offload_optimizer=offload_optimizer,
+            schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"]),
+        ),
     )
     # the answers, the best first
     search = Search(space, progress, stop)
@@ -99,15 +109,19 @@ def simulate_strategy(
         PlannerError: as `rank_strategies` does for a model that it cannot read.
     """
     length, stages, chunks = strategy.plans[0].sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
-    candidate = Candidate(strategy.layout, strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage)
+    levers = Levers(strategy.offload_activations, strategy.offload_optimizer)
+    counts = strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage
+    candidate = Candidate(strategy.layout, *counts, levers)
     priced = Priced(layers_of(model, cluster, length, strategy.dtype), cluster, length, candidate)
     again = strategy.recompute
     recompute = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in range(stages)]
     number = num_micro_batches or strategy.accumulation
     plans = [strategy.plans[m % strategy.accumulation] for m in range(number)]
-    counts = stages, len(plans), [plan.num_slices for plan in plans]
-    parts = priced.parts(tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks))
-    return simulate(build(strategy.schedule, *counts, chunks_per_stage=chunks), plans, parts)
+    schedule = build(
+        strategy.schedule, stages, len(plans), [plan.num_slices for plan in plans], chunks_per_stage=chunks
+    )
+    of_parts = tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks)
+    return simulate(schedule, plans, priced.parts(*of_parts), memory=priced.memory(*of_parts))
 
 
 def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
@@ -187,4 +201,7 @@ def _strategy(score: Score, search: Search, name: str) -> Strategy:
         memory_bytes=list(score.peak_bytes),
         model=str(name),
         is_complete=search.is_complete,
+        **dataclasses.asdict(candidate.levers),
+        memory_by_kind=search.price(candidate).peak_by_kind(score),
+        host_memory_bytes=score.host_bytes,
     )

@@ -45,7 +45,8 @@ def slice_weights(
     if slice_weight is None and loss_reduction == "mean":
         return plan.shares
     counts = slice_counts(labels, plan, ignore_index, slice_weight)
-    return tuple(count / (sum(counts) or 1.0) for count in counts)
+    total = sum(counts) or 1.0
+    return tuple(count / total for count in counts)
 
 
 def weights_of(

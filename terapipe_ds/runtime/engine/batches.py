@@ -13,6 +13,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -57,12 +58,19 @@ class IncomingBatches:
             to_plan.token_multiple,
             # the first part may be on any rank
             tells=layout.owner(0) == stage.stage_id and not any((*replica_ranks, stage.sequence.rank)),
-            accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
+            accept=self._check_inputs,
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
+        layers = [getattr(layer, "check_inputs", None) for layer in engine.module.modules()]
+        self._layers_checks = [check for check in layers if callable(check)]
+
+    def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
+        """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""
+        for check in self._layers_checks:
+            check(inputs, starts)
 
     def _next_batch(self) -> Any:
         """Return the next batch of the user's iterator, which may take longer than a wait for another rank."""

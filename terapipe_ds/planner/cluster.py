@@ -14,7 +14,6 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.strategy import Grid
 
-
 Floats = np.typing.NDArray[np.float64]
 
 

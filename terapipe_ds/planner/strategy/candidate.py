@@ -13,7 +13,6 @@ from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay, ScheduleShape
 from terapipe_ds.strategy import Grid
 
-
 USABLE = 0.9
 """Of the memory of a device, or of a host: the share that may be planned where the user gives no limit."""
 

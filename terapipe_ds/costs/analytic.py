@@ -56,7 +56,7 @@ class AnalyticCosts:
     wire_formats: tuple[str | None, str | None] = (None, None)  # of activations and gradients on `link`
     sequence_parallel: int = 1  # ranks that divide the tokens of a slice, and exchange them for heads in attention
     keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
-    fused_loss: bool = False  # the forward of the head computes its gradients as well, chunk by chunk
+    fused_loss: bool = False  # `terapipe_ds.losses`: the head's products, chunk by chunk, are all in the backward
 
     vectorized = True
 
@@ -128,12 +128,10 @@ class AnalyticCosts:
         if self.has_embedding:
             gather_s = self._roofline_s(0.0, 2 * activation_bytes, EMBEDDING_KERNELS)
             seconds = seconds + gather_s + self._all_reduce_s(activation_bytes)
-        if self.has_head:
-            # The loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each.
-            small_s = self._all_reduce_s(4 * self._rows(i))
-            seconds = seconds + self._head_s(i) + self._loss_s(i) + 3 * small_s
-            if self.fused_loss:
-                seconds = seconds + self._head_s(i) + self._head_s(i, accumulated=True)
+        if self.has_head and self.fused_loss:  # it only keeps the hidden states
+            seconds = seconds + self._roofline_s(0.0, 2 * activation_bytes, 2)
+        elif self.has_head:
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + self._vocabulary_sums_s(i)
         return seconds
 
     def _ends_backward_s(self, i: Array) -> Array:
@@ -141,12 +139,17 @@ class AnalyticCosts:
         if self.has_embedding:
             seconds = seconds + self._roofline_s(0.0, 3 * activation_bytes, EMBEDDING_KERNELS)
         if self.has_head:
-            # a fused loss has the gradient already, and scales it; only the norm's backward is left
-            products_s = 0.0 if self.fused_loss else self._head_s(i) + self._loss_s(i)
-            seconds = seconds + products_s + self._all_reduce_s(activation_bytes)
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
+        if self.has_head and self.fused_loss:  # logits, and both their gradients
+            products_s = self._head_s(i) + self._head_s(i, accumulated=True)
+            seconds = seconds + products_s + self._loss_s(i) + self._vocabulary_sums_s(i)
         return seconds
 
     # -- groups of operations on one rank
+
+    def _vocabulary_sums_s(self, i: Array) -> Array:
+        """Time a loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each."""
+        return 3 * self._all_reduce_s(4 * self._rows(i))
 
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
         """Time the matrix products of one layer, or of its weight gradients, which are read and written."""

@@ -80,6 +80,15 @@ class ModelSize:
         layers = self.num_layers * self.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
+    def training_flops(self, length: int) -> float:
+        """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        mlp = (3 if self.gated_mlp else 2) * self.ffn_size
+        matrices = self.num_layers * self.hidden_size * (2 * query + 2 * key_value + mlp)
+        matrices += self.vocab_size * self.hidden_size
+        attention = 4 * query * length * (length + 1) / 2
+        return 3.0 * (2 * matrices * length + self.num_layers * attention)
+
     def norm_parameters(self) -> int:
         """Count the parameters of one norm."""
         return self.hidden_size * (2 if self.bias else 1)

@@ -1,7 +1,7 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+part is seventeen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
 follows from its orders alone: `Replay.peak_bytes`.
 """
 
@@ -60,7 +60,7 @@ class MemoryModel:
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""
         others = {name for fields in MEMORY_KINDS.values() for name in fields} - set(MEMORY_KINDS[kind])
-        others |= {"working_bytes", "working_bytes_per_token", "working_bytes_per_prefix_token"}
+        others |= {"working_bytes", "working_bytes_per_token", "working_bytes_per_prefix_token", "loss_bytes_per_token"}
         parts = [
             dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name) is not None})
             for part in self.parts
@@ -125,7 +125,9 @@ class MemoryModel:
         """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
         per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
-        return math.ceil(part.working_bytes + per_slice)
+        # the loss of a slice is done, and its logits gone, when the layers run
+        loss = part.loss_bytes_per_token * min(tokens, part.loss_chunk_tokens)
+        return math.ceil(part.working_bytes + max(per_slice, loss))
 
 
 def fill_drain_peak_bytes(

@@ -212,7 +212,7 @@ def _show(value: Any) -> str:
 
 
 MAX_FORWARDS, MAX_STAGES, MAX_DEVICES = 1_000_000, 10_000, 65_536
-_DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
+_DETAILS = "policy=A or policy=B for dapple, max_live_slices=N, none or default for seq1f1b-interleaved-zb and zbv"
 
 
 def _read_options(texts: list[str]) -> dict[str, Any]:
@@ -220,12 +220,12 @@ def _read_options(texts: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if name not in ("policy", "slots") or not value:
+        if name not in ("policy", "max_live_slices") or not value:
             raise CommandError(f"--option {text!r}: give {_DETAILS}")
         if name in options:
             raise CommandError(f"--option {name} is given twice: give it once")
-        numbers = value.split(",")
-        options[name] = [int(n) for n in numbers] if all(n.isdecimal() and len(n) < 10 for n in numbers) else value
+        is_number = value.isdecimal() and len(value) < 10
+        options[name] = int(value) if is_number else None if value == "none" else value
     return options
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.schedule.split_chunks import TAKE_LIMITS
 from terapipe_ds.simulator.peak_memory import Memory
 from terapipe_ds.simulator.replay import Replay
 
@@ -64,6 +65,8 @@ class ScheduleShape(NamedTuple):
         }
         if self.schedule in proven:
             return proven[self.schedule], True
+        if self.schedule in TAKE_LIMITS:
+            return stages + 3, False
         live = (chunks + 1) * stages * (slices if self.schedule == "interleaved" else 1) + 3 * slices
         return -(-live // slices) + 1, False
 

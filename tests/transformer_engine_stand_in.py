@@ -56,6 +56,8 @@ class Linear(nn.Module):
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.apply_bias = bias and not return_bias
+        out_features //= tp_size if parallel_mode == "column" else 1
+        in_features //= tp_size if parallel_mode == "row" else 1
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
         init_method(self.weight)
         self.bias = nn.Parameter(torch.randn(out_features, dtype=params_dtype)) if bias else torch.empty(0)

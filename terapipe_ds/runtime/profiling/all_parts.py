@@ -156,7 +156,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
         sequence=sequence_ranks_of(engine.grid),
-        can_split=not config.compile,
+        can_split=not config.compile and getattr(engine.module, "split_backwards_problem", None) is None,
         handed=HandedInputs(comes_by_wire and not config.offload_activations),
         of_hidden=of_hidden,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,12 @@ class MemoryModel:
     def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
         """Take numbers of a running pipeline, one `PartMemory` per part."""
         return cls(tuple(parts))
+
+    def key_of(self, part_ids: Sequence[int]) -> tuple[object, ...]:
+        """Return what decides the bytes of a stage with these parts, and of gradients that it receives."""
+        last = len(self.parts) - 1
+        near = sorted({near for part in part_ids for near in (part, min(part + 1, last))})
+        return self.offloads, *((part, self.parts[part]) for part in near)
 
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""

@@ -142,7 +142,9 @@ class Setup:
 
     def count_parts(self) -> tuple[PartMemory, ...]:
         """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
-        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self._layers))
+        kinds = [(part_id == 0, part_id == self.num_stages - 1, n) for part_id, n in enumerate(self._layers)]
+        parts = {kind: self._part(part_id, kind[2]) for part_id, kind in enumerate(kinds)}
+        return tuple(parts[kind] for kind in kinds)
 
     def _part(self, part_id: int, layers: int) -> PartMemory:
         size, rows, item = self.size, self.micro_batch, self._item

@@ -79,6 +79,7 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
+    staying_bytes_per_token: float = 0  # of `slice_bytes_per_token`: inputs and outputs of a part, never offloaded
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
 
@@ -178,6 +179,7 @@ class Setup:
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
+            staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,

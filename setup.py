@@ -50,6 +50,7 @@ setup(
         "megatron": ["megatron-core==0.16.1"],
         "plot": [*PLOT],
         "bench": [*PLOT],  # the report of `terapipe bench --html`
+        "completion": ["argcomplete>=3.5"],  # of the words of `terapipe` in the shell
         "docs": [
             "build>=1.2",
             "mkdocs>=1.6,<2",
@@ -61,6 +62,7 @@ setup(
         "test": [
             *HUGGING_FACE,
             *PLOT,
+            "argcomplete>=3.5",
             "hypothesis>=6.100",
             "mypy>=1.11",
             "pytest>=9",

@@ -44,14 +44,20 @@ def check_output(path: str, option: str) -> None:
     check_writable(path)
 
 
+STDOUT = "-"
+
+
 def _file(*suffixes: str, why: str = "") -> AfterValidator:
     """Return the check of a file that a command writes: its suffix, and whether it can be written."""
 
     def check(path: str, info: Any) -> str:
+        option = "--json" if info.field_name == "as_json" else flag(info.field_name)
+        if path == STDOUT and option == "--json":
+            return path
         if suffixes and Path(path).suffix.lower() not in suffixes:
             allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-            raise CommandError(f"{flag(info.field_name)} {path}: end the name in {allowed}{why}")
-        check_output(path, flag(info.field_name))
+            raise CommandError(f"{option} {path}: end the name in {allowed}{why}")
+        check_output(path, option)
         return path
 
     return AfterValidator(check)
@@ -81,6 +87,8 @@ OrderFile = Annotated[Text, _file(".csv", why=", as the key terapipe.schedule wa
 """An `Output` for a schedule as CSV."""
 Picture = Annotated[Text, _file(".png", ".svg", ".pdf")]
 """An `Output` that matplotlib can draw to."""
+JsonOutput = Annotated[Text, _file(".json")]
+"""The value of `--json`: an `Output` for JSON, or `STDOUT`."""
 
 
 def option(
@@ -101,6 +109,25 @@ def option(
 def switch(help: str, *flags: str, group: str = "") -> Any:
     """Declare a field that is False unless the option is present."""
     return option(help, default=False, action="store_true", flags=flags, group=group)
+
+
+def json_option(what: str = "the result", *, group: str = "") -> Any:
+    """Declare `--json [FILE]`, whose value is of type `JsonOutput | None`; all commands give it this one meaning."""
+    help = f"print {what} as JSON in the place of text; with FILE, write the JSON there and print the text"
+    return option(help, "FILE", group=group, flags=("--json",), nargs="?", const=STDOUT)
+
+
+def write_json(text: str, target: str | None) -> bool:
+    """Write JSON where `--json` says, and return whether it took the place of the text on stdout."""
+    if target is None:
+        return False
+    if target == STDOUT:
+        print(text)
+        return True
+    from terapipe_ds.files.atomic import write_text
+
+    write_text(target, text + "\n")
+    return False
 
 
 class Options(BaseModel):

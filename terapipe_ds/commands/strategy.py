@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, option
+from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
         from terapipe_ds.commands.strategy_picture import draw_strategy
 
         draw_strategy(best, question.model, question.cluster, options.picture)
-    print(_as_json(strategies, options) if options.as_json else "\n".join(_lines(strategies, question, options)))
+    if not (options.as_json and write_json(_as_json(strategies, options), options.as_json)):
+        print("\n".join(_lines(strategies, question, options)))
 
 
 # --- the question

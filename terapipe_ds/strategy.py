@@ -165,7 +165,9 @@ class Strategy(BaseModel):
             section["chunks_per_stage"] = self.chunks_per_stage
         section["partition"] = list(self.partition)
         section["recompute"] = self.recompute
+        tensor = self.grid["model"]
         return {
+            **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation,

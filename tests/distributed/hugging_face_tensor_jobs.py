@@ -18,6 +18,7 @@ from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import gathered_copy, share_of
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.strategy import Strategy
 from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.checkpoint_states import convert
@@ -154,7 +155,9 @@ def through_folders(family: str, folder: str, grids: list[Grid]) -> dict[str, An
             weights, state = whole_weights(module), theirs.state_dict()
             found[f"read {index}"] = all(torch.equal(value, state[name]) for name, value in weights.items())
             here = {key: module.get_parameter(name) for name, key in module.checkpoint_names().items()}
-            found[f"largest share {index}"] = max(p.numel() / state[key].numel() for key, p in here.items() if p.dim() > 1)
+            found[f"largest share {index}"] = max(
+                p.numel() / state[key].numel() for key, p in here.items() if p.dim() > 1
+            )
             evaluated = float(engine.eval_batch(iter(tuples(module, data)[0])))
             engines.train(engine, tuples(module, data))
             terapipe_ds.save_pretrained(engine, f"{folder}/{index + 1}")
@@ -198,6 +201,18 @@ def _own_batches(engine: Any) -> list[Any]:
     grid, four = engine.grid, [*first, *second]
     own = four[grid.get_data_parallel_rank() :: grid.get_data_parallel_world_size()]
     return [own, own[::-1]]
+
+
+def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]]:
+    """Train by the config of a strategy alone; return the config, and the losses beside those of the whole model."""
+    planned = Strategy.from_json(strategy)
+    config, changes = config_of(family, 4), planned.to_deepspeed()
+    module = terapipe_ds.from_config(config, topology=terapipe_ds.topology_of(planned), dtype=torch.float32)
+    whole, data = whole_model(config, whole_weights(module), torch.float32), batches(VOCAB_SIZE)
+    terapipe = {**changes.pop("terapipe"), "granularity_tokens": 1}
+    with engine_of(module, terapipe, **{k: v for k, v in changes.items() if k != "optimizer"}) as engine:
+        run = engines.train(engine, tuples(module, data))
+    return changes, [relative_error(a, b) for a, b in zip(run.returned, train_whole(whole, data)[0], strict=True)]
 
 
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:

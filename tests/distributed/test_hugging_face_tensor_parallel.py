@@ -57,7 +57,7 @@ def test_a_step_is_that_of_the_whole_model(case: str) -> None:
     given = CASES[case]
     errors = rank_pool(4).run(train_divided, **given)
     kept = [each.pop("kept", 0) for each in errors]
-    assert all(kept) == given.get("schedule", "").endswith("zb") or case in ("zbv", "copies")
+    assert all(kept) or not given.get("schedule", "").endswith("zb")
     limit = 1e-2 if given.get("is_bf16") else engines.EXACT
     if "clipping" in given:
         limit, errors = 1e-6, [{key: each[key] for key in ("loss", "parameter")} for each in errors]

@@ -112,8 +112,8 @@ def check(outline: Outline, size: int, adapter: Any) -> None:
     linears = {(inner, style) for inner, style, layer in found if isinstance(layer, nn.Linear)}
     if not linears:
         raise ModelRefusedError(
-            f"its config has no plan for dividing its decoder layers {over} (base_model_tp_plan of transformers): "
-            "use stages and data-parallel ranks"
+            f"its config has no plan for dividing its decoder layers {over} (base_model_tp_plan of transformers), and "
+            "a topology without the axis 'model' needs none"
         )
     unknown = sorted(f"{inner}: {style!r}" for inner, style in linears if style not in (_COLUMNS, _ROWS, *_ALONE))
     if unknown:

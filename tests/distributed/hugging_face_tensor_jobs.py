@@ -33,6 +33,10 @@ SECTION = engines.section(slices=[7, 3, 6])
 BF16 = {"bf16": {"enabled": True}, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
+def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt_loss(logits, labels)
+
+
 def topology(grid: Grid) -> PipeModelDataParallelTopology:
     return PipeModelDataParallelTopology(num_pp=grid[0], num_dp=grid[1], num_mp=grid[2])
 
@@ -91,7 +95,7 @@ def train_divided(
     dtype, kept = torch.float32 if is_bf16 else torch.float64, list[Any]()
     with contextlib.nullcontext() if is_bf16 else in_fp64():
         config = changed_config(family, fields)
-        loss_fn = gpt_loss if all_logits else None
+        loss_fn = loss_of_logits if all_logits else None
         module = terapipe_ds.from_config(config, topology=topology(grid), dtype=dtype, loss_fn=loss_fn)
         whole, data = whole_model(config, whole_weights(module), dtype), batches(config.get_text_config().vocab_size)
         changes = {"gradient_clipping": clipping, "tensor_parallel": {"autotp_size": grid[2]}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +20,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
+from terapipe_ds.losses import Head, hands_on_hidden, head_of
 from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check_division
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import VocabEmbedding
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, VocabEmbedding
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
@@ -206,20 +208,41 @@ class OutputMatrix(Piece):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, [blueprint.outline.head])
 
+    def output_head(self) -> Head | str:
+        """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
+        held = self.held[0]
+        divided = isinstance(held, ColumnLinear) and Head(held.weight, held.bias, ranks=self.blueprint.ranks)
+        return _with_scale_and_cap(divided or head_of(held), self)
+
     def forward(self, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden
         return self.outline.run_head(self.held[0], hidden, places(hidden))
 
 
-def tied_logits(embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
-    """Return the logits, by the weights of the embedding."""
-    held, ranks = embedding.held[0], embedding.blueprint.ranks
+class TiedLogits:
+    """Compute the logits by the weights of the embedding: the `forward_fn` of the last layer, if it is tied."""
 
-    def product(x: Tensor) -> Tensor:
-        if ranks is not None and isinstance(held, VocabEmbedding):
-            return held.logits(x, ranks.gathers_logits)
-        return F.linear(x, held.get_parameter("weight"))
+    def __call__(self, embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden
+        held = embedding.held[0]
+        weight = held.get_parameter("weight")
+        product = held.logits if isinstance(held, VocabEmbedding) else lambda x: F.linear(x, weight)
+        return embedding.outline.run_head(product, hidden, places(hidden))
 
-    return embedding.outline.run_head(product, hidden, places(hidden))
+    def output_head(self, embedding: TiedEmbedding) -> Head | str:
+        """Return the same as `OutputMatrix.output_head`."""
+        held = embedding.held[0]
+        ranks = embedding.blueprint.ranks if isinstance(held, VocabEmbedding) else None
+        return _with_scale_and_cap(Head(held.get_parameter("weight"), ranks=ranks), embedding)
+
+
+def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
+    if isinstance(head, str):
+        return head
+    form = piece.outline.scale_and_cap(head.weight.dtype)
+    return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
@@ -231,7 +254,7 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
         return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
     weight = "held.0.weight"
     first = TiedLayerSpec(TIED, TiedEmbedding, blueprint, tied_weight_attr=weight)
-    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=tied_logits, tied_weight_attr=weight)
+    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=TiedLogits(), tied_weight_attr=weight)
     return [first, LayerSpec(BeforeLayers, blueprint), *decoder, norm, last]
 
 

@@ -23,10 +23,10 @@ from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piec
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import is_share, partial_in
-from terapipe_ds.models.hugging_face.tensor_parallel.loss import VocabParallelLoss
 from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
+from terapipe_ds.models.positions import longest_run
 from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
 
 _ADVICE = (
@@ -103,7 +103,7 @@ class HuggingFaceModule(PipelineModule):
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
-        self.autotp_size, self._replicas_compared, self._takes_all_logits = tensor_ranks, False, loss_fn is not None
+        self.autotp_size, self._replicas_compared = tensor_ranks, False
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
@@ -113,7 +113,7 @@ class HuggingFaceModule(PipelineModule):
             layers=layers,
             num_stages=None if topology is not None else num_stages,
             topology=topology,
-            loss_fn=loss_fn or (gpt_loss if tensor_ranks == 1 else VocabParallelLoss(lambda: blueprint.ranks)),
+            loss_fn=gpt_loss if loss_fn is None else loss_fn,
             **{"partition_method": "type:^DecoderLayer$", "checkpointable_layers": ["DecoderLayer"], **options},
         )
         self._is_built = True
@@ -166,6 +166,14 @@ class HuggingFaceModule(PipelineModule):
             )
         if not torch.is_tensor(inputs):
             check_positions(inputs, places_of_rows(inputs[0], starts))
+        longest, most = longest_run(inputs, starts), self.blueprint.outline.num_positions
+        if most is not None and longest > most:
+            name = type(self.blueprint.outline.model).__name__
+            raise ModelRefusedError(
+                f"a {'sequence' if starts is None else 'document'} of {longest} tokens, and {name} has positions for "
+                f"{most}: give shorter ones, or a model whose config has more (max_position_embeddings, or the factor "
+                "of its rotary angles)"
+            )
 
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of this stage; with tensor parallelism under our engine only, which calls `before_reduce`."""
@@ -217,7 +225,7 @@ class HuggingFaceModule(PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         if self.autotp_size > 1 and self.blueprint.ranks is None:  # DeepSpeed's groups exist now, and no layer does
             group, device = self._grid.get_slice_parallel_group(), get_accelerator().device_name(self.local_rank)
-            self.blueprint.ranks = TensorRanks(self.blueprint.outline, group, device, self._takes_all_logits)
+            self.blueprint.ranks = TensorRanks(self.blueprint.outline, group, device)
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
         if self.partition is None:
             super()._partition_layers(method)

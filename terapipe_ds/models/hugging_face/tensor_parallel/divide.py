@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
-from torch import nn
+from torch import Tensor, nn
 
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.forward.probe import Way, difference, trial_of
@@ -28,18 +28,12 @@ _OF_HEADS = ("k_proj", "v_proj")
 
 
 class TensorRanks:
-    """Divide modules over the ranks of one group.
+    """Divide modules over the ranks of one group; a loss without logits divides the vocabulary (`VocabularyRanks`)."""
 
-    Args:
-        gathers_logits: each rank gets the logits of the whole vocabulary; otherwise those of its share.
-    """
-
-    def __init__(self, outline: Outline, group: Any, device: str, gathers_logits: bool) -> None:
-        self._outline, self.group, self.device, self.gathers_logits = outline, group, device, gathers_logits
+    def __init__(self, outline: Outline, group: Any, device: str) -> None:
+        self._outline, self.group, self.device = outline, group, device
         self.size, self.rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
-        self.vocab_size = outline.module(outline.head).get_parameter("weight").shape[0]
-        shares = get_shard_size_list(self.vocab_size, self.size, AutoTPMeta())
-        self.first_token = sum(shares[: self.rank])
+        self._vocabulary = outline.module(outline.head).get_parameter("weight").shape[0]
         set_autotp_mode(training=True)  # DeepSpeed's layers would freeze their weights
 
     def divide(self, name: str, module: nn.Module) -> nn.Module:
@@ -50,10 +44,31 @@ class TensorRanks:
                 return self._divided_embedding(module)
             if name == self._outline.head:
                 is_plain = type(module) is nn.Linear
-                return ColumnLinear(module, self.group, gather_output=self.gathers_logits) if is_plain else module
+                return ColumnLinear(module, self.group, gather_output=True) if is_plain else module
             for inner, style in _styles(self._outline, name, module):
                 self._divide_layer(module, inner, style)
         return module
+
+    def span(self, share: int) -> tuple[int, int]:
+        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
+        return sum(get_shard_size_list(self._vocabulary, self.size, AutoTPMeta())[: self.rank]), self._vocabulary
+
+    def largest(self, of_tokens: Tensor) -> None:
+        """Put the maximum over the ranks into `of_tokens`."""
+        torch_dist.all_reduce(of_tokens, op=torch_dist.ReduceOp.MAX, group=self.group)
+
+    def sum(self, of_tokens: Tensor) -> None:
+        """Put the sum over the ranks into `of_tokens`."""
+        torch_dist.all_reduce(of_tokens, group=self.group)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states, which each rank has."""
+        return hidden
+
+    def own_sum(self, gradient: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
+        self.sum(gradient)
+        return gradient
 
     def _divided_embedding(self, module: nn.Module) -> nn.Module:
         try:

@@ -80,12 +80,11 @@ class RowLinear(_Share, autotp.LinearAllreduce):
 class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
     """Embed tokens by a share of the vocabulary; the ranks sum their embeddings."""
 
-    def logits(self, inputs: Tensor, gathers: bool) -> Tensor:
-        """Return the logits where the output matrix is this one; of the whole vocabulary with `gathers`."""
-        out: Tensor = F.linear(autotp.ColumnParallel.apply(self.mp_group, inputs), self.weight)
-        if gathers:
-            out = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
-        return out
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, where the output matrix is this one."""
+        out = F.linear(autotp.ColumnParallel.apply(self.mp_group, inputs), self.weight)
+        whole: Tensor = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
+        return whole
 
 
 class SharedHeads(nn.Linear):

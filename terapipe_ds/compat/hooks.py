@@ -71,8 +71,8 @@ def require_megatron(what: str) -> None:
     """
     if not versions.has_megatron():
         raise versions.MissingExtraError(
-            f"{what} needs megatron-core, which is not installed: pip install 'terapipe_ds[megatron]' "
-            f"(megatron-core=={versions.TESTED_VERSIONS['megatron-core']})"
+            f"{what} needs megatron-core, which is not installed: pip install "
+            f"megatron-core=={versions.TESTED_VERSIONS['megatron-core']}"
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
@@ -83,8 +83,8 @@ def require_transformers(what: str) -> None:
     """Raise MissingExtraError unless transformers is installed; `what` needs it."""
     if not versions.has_transformers():
         raise versions.MissingExtraError(
-            f"{what} needs transformers, which is not installed: pip install 'terapipe_ds[hf]' "
-            f"(transformers=={versions.TESTED_VERSIONS['transformers']})"
+            f"{what} needs transformers, which is not installed: pip install "
+            f"transformers=={versions.TESTED_VERSIONS['transformers']} safetensors peft"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
+from terapipe_ds.losses import Head, hands_on_hidden, head_of
 from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -195,14 +197,35 @@ class OutputMatrix(Piece):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, [blueprint.outline.head])
 
+    def output_head(self) -> Head | str:
+        """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
+        return _with_scale_and_cap(head_of(self.held[0]), self)
+
     def forward(self, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden
         return self.outline.run_head(self.held[0], hidden, places(hidden))
 
 
-def tied_logits(embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
-    """Return the logits, by the weights of the embedding."""
-    weight = embedding.held[0].get_parameter("weight")
-    return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
+class TiedLogits:
+    """Compute the logits by the weights of the embedding: the `forward_fn` of the last layer, if it is tied."""
+
+    def __call__(self, embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden
+        weight = embedding.held[0].get_parameter("weight")
+        return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
+
+    def output_head(self, embedding: TiedEmbedding) -> Head | str:
+        """Return the same as `OutputMatrix.output_head`."""
+        return _with_scale_and_cap(Head(embedding.held[0].get_parameter("weight")), embedding)
+
+
+def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
+    if isinstance(head, str):
+        return head
+    form = piece.outline.scale_and_cap(head.weight.dtype)
+    return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
@@ -214,7 +237,7 @@ def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
         return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
     weight = "held.0.weight"
     first = TiedLayerSpec(TIED, TiedEmbedding, blueprint, tied_weight_attr=weight)
-    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=tied_logits, tied_weight_attr=weight)
+    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=TiedLogits(), tied_weight_attr=weight)
     return [first, LayerSpec(BeforeLayers, blueprint), *decoder, norm, last]
 
 

@@ -20,6 +20,7 @@ from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piec
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
+from terapipe_ds.models.positions import longest_run
 
 Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
@@ -147,6 +148,14 @@ class HuggingFaceModule(PipelineModule):
             )
         if not torch.is_tensor(inputs):
             check_positions(inputs, places_of_rows(inputs[0], starts))
+        longest, most = longest_run(inputs, starts), self.blueprint.outline.num_positions
+        if most is not None and longest > most:
+            name = type(self.blueprint.outline.model).__name__
+            raise ModelRefusedError(
+                f"a {'sequence' if starts is None else 'document'} of {longest} tokens, and {name} has positions for "
+                f"{most}: give shorter ones, or a model whose config has more (max_position_embeddings, or the factor "
+                "of its rotary angles)"
+            )
 
     to_tuple = staticmethod(to_tuple)
 

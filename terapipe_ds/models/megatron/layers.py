@@ -34,10 +34,13 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from terapipe_ds.attention.documents import Starts
+from terapipe_ds.losses import Head, hands_on_hidden
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.positions import check_learned_positions, first_position
+from terapipe_ds.models.megatron.loss import VocabularyRanks
+from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
 
 
 @dataclass
@@ -101,6 +104,13 @@ class Blueprint:
             **options,
         )
 
+    def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:
+        """Return an output projection as a loss takes it in place of logits, or why it cannot."""
+        if type(projection) is not ColumnParallelLinear or projection._forward_hooks or projection._forward_pre_hooks:
+            return "the output projection has hooks, or is not megatron-core's own ColumnParallelLinear"
+        group, shares_tokens = self.groups.tp, self.config.sequence_parallel
+        return Head(weight, ranks=VocabularyRanks(group, shares_tokens) if group.size() > 1 else None)
+
     @contextlib.contextmanager
     def drawn(self, layer_index: int) -> Iterator[None]:
         """Draw the weights of a layer built in this context from the seed and `layer_index` alone.
@@ -136,7 +146,7 @@ def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
         tied = functools.partial(
             TiedLayerSpec, "embedding", MegatronEmbedding, blueprint, tied_weight_attr=["word_embeddings.weight"]
         )
-        first, last = tied(), tied(positions=False, forward_fn=functools.partial(_tied_logits, blueprint))
+        first, last = tied(), tied(positions=False, forward_fn=TiedLogits(blueprint))
     specs = layer_specs(blueprint.config, blueprint.transformer_layer_spec)
     layers = [LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs)]
     return [first, *layers, LayerSpec(MegatronFinalNorm, blueprint), last]
@@ -167,6 +177,12 @@ class MegatronEmbedding(LanguageModelEmbedding):
         """Leave the weight gradient of a tied output projection to W; lookups have their gradients in B."""
         if self.blueprint.share_embeddings_and_output_weights:
             split_backwards(self.blueprint.tied_projection, gradients)
+
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise ValueError for a batch that needs more learned positions, before its first slice runs."""
+        if self.add_position_embedding:
+            stop = longest_run(inputs, starts) if torch.is_tensor(inputs) else int(inputs[1].max()) + 1
+            check_learned_positions(stop, self.max_sequence_length, ValueError)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
@@ -244,6 +260,7 @@ class MegatronHead(nn.Module):
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
+        self._blueprint = blueprint
         with blueprint.drawn(1 + blueprint.config.num_layers):
             self.output_layer = blueprint.projection()
 
@@ -251,12 +268,28 @@ class MegatronHead(nn.Module):
         """Leave the weight gradient of the head to W, as in `MegatronLayer`."""
         split_backwards(self.output_layer, gradients)
 
+    def output_head(self) -> Head | str:
+        """Return this rank's share of the output matrix for a loss that keeps no logits."""
+        return self._blueprint.head_of(self.output_layer, self.output_layer.weight)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_layer(hidden)[0].transpose(0, 1)
+        return (hidden if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
 
 
-def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
-    return blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+@dataclass
+class TiedLogits:
+    """Compute logits [B, T, V / tp] by the weights of the embedding: the `forward_fn` of the last layer, if tied."""
+
+    blueprint: Blueprint
+
+    def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden.transpose(0, 1)
+        return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+
+    def output_head(self, embedding: MegatronEmbedding) -> Head | str:
+        """Return the same as `MegatronHead.output_head`."""
+        return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)
 
 
 def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:

@@ -44,7 +44,7 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
         place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
-        names = dict(zip(("pipe", "data", "model"), place, strict=True))
+        names = dict(zip(("pipe", "data", strategy.axes[2]), place, strict=True))
         raise TeraPipeConfigError(
             f"{shown}: it has the axes {strategy.axes} of sizes {strategy.dims}, and the topology of the module "
             f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
@@ -53,10 +53,10 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
 
 
 def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
-    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) if the topology has no model axis."""
+    """Return the rank of each (pipe, data, model or sequence), which is (pipe, data, 0) without such an axis."""
     return {
-        (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
-        for place, rank in topology.mapping.items()
+        (getattr(at, "pipe", 0), getattr(at, "data", 0), getattr(at, "model", 0) or getattr(at, "sequence", 0)): rank
+        for at, rank in topology.mapping.items()
     }
 
 

@@ -1,18 +1,20 @@
-"""Let linear layers compute their weight gradients themselves: the product adds to a sum, later if necessary.
+"""Let linear layers compute their weight gradients themselves: one product for several slices adds to a sum.
 
-Autograd makes a gradient for each backward and then adds it to `.grad`. With slices this happens once per slice, and
-costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once, as the fused
-accumulation of Megatron-LM does.
+Autograd makes a gradient for each backward and then adds it to `.grad`: once per slice, however short. Here the layers
+keep in B the factors of their weight gradients (input and output gradient). The factors of several slices are joined
+(`plan.weight_groups`), and their product adds to the sum in one pass, as the fused accumulation of Megatron-LM does:
+after the B of the last of these slices or, if the schedule splits backwards, in its W (zero bubble, Qi et al., arXiv
+2401.10241). A slice that is alone in its group, or whose layers run a second time in B (activation checkpointing), has
+its product in B, unless backwards are split.
 
-If the schedule splits backwards, the layers keep in B the factors of their weight gradients (input and output gradient)
-and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
-`defer_weight_gradients(gradients)`, which gets the `WeightGradients` of its stage once (`docs/how-it-works.md`).
-Biases, norms, embeddings and every other layer have all their gradients in B.
+This holds for `nn.Linear` itself, and any module that has `defer_weight_gradients(gradients)`, which gets the
+`WeightGradients` of its stage once (`docs/how-it-works.md`). Biases, norms, embeddings and every other layer have all
+their gradients in B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,58 +62,93 @@ class WeightGradients:
 
     def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
         self.is_watched, self.sums = is_watched, sums
-        self._split: frozenset[Key] = frozenset()
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
+        self.open_batch()
 
-    def open_batch(self, split: Iterable[Key]) -> None:
-        """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch."""
+    def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
+        """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
+
+        The slices of each of the `groups` have one product per weight, once the B or W of all of them have run.
+        """
         self._split, self.running, self.waiting = frozenset(split), None, {}
+        self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
     def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice that has a W, which keeps the factors for W.
+        """Return a context for the B of a slice, which keeps factors for `compute`.
 
         It raises InFlightError if the factors of an earlier B still wait.
         """
         return _Deferred(self, key)
 
-    def compute(self, key: Key, around: Callable[[], Any]) -> int:
-        """Run the W of a slice and return how many weight gradients it had; `around` it if hooks collect gradients.
+    def is_due(self, key: Key) -> bool:
+        """Return whether `compute` will have products to compute, because all slices of a group have run."""
+        group = self._groups.get(key)
+        products = [*self.waiting.get(key, ()), *(() if group is None else group.products)]
+        return bool(products) and (group is None or group.missing == {key})
 
-        It raises InFlightError if its B has not run, its W has, or a layer has changed a kept factor in place.
+    def compute(self, key: Key, around: Callable[[], Any]) -> int:
+        """Run the W of a slice, or the end of its B, and return how many weight gradients it had.
+
+        The products come with the last slice of a group; `around` them if hooks collect gradients. This raises
+        InFlightError if the B of the slice has not run, its W has, or a layer has changed a kept factor in place.
         """
         products, what = self.waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
-        count = len(products)
-        for product in products:  # layers may have views of these tensors
+        group, count = self._groups.pop(key, None) or _Group({key}), len(products)
+        group.missing.discard(key)
+        group.products += products
+        del products
+        if not group.missing:
+            self._compute(group, what, around)
+        return count
+
+    def _compute(self, group: _Group, what: str, around: Callable[[], Any]) -> None:
+        """Compute the products of a group, one per weight; each frees its factors."""
+        for product in group.products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
+        by_weight: dict[int, list[_Product]] = {}
+        while group.products:
+            product = group.products.pop(0)
+            by_weight.setdefault(id(product.weight), []).append(product)
+            del product
         # sums of the optimizer come first: they need neither hooks nor a gradient in between
-        products = [product for product in products if not self._is_in_sum(product)]
-        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+        for key in list(by_weight):
+            if not self._is_hooked(by_weight[key][0].weight):
+                with torch.no_grad():
+                    self.add(by_weight[key][0].weight, *_factors(by_weight.pop(key)))
+        if by_weight:
             with around():
-                _in_autograd(products)
-        else:
-            _without_autograd(products)
-        return count
+                _in_autograd(by_weight)
 
-    @torch.no_grad()
-    def _is_in_sum(self, product: _Product) -> bool:
-        """Add a product to the optimizer's sums if it can go there at once, and return whether it could."""
-        if self.sums is None or not self._goes_to_sum(product.weight):
-            return False
-        self.sums.add(product.weight, product.rows, product.all_inputs())
-        return True
+    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
+
+        It goes to the optimizer's sum, or to `.grad` where there is none. For weights without hooks, without autograd.
+        """
+        if self.sums is not None and self.sums.has(weight):
+            self.sums.add(weight, rows, inputs)
+            return
+        fresh = _add_product(weight, rows, inputs)
+        if fresh is not None:
+            weight.grad = fresh if weight.grad is None else weight.grad + fresh
+
+    def _is_hooked(self, weight: Tensor) -> bool:
+        """Return whether code other than the sums' own must learn of each gradient of the weight."""
+        if self.sums is not None and self.sums.has(weight):
+            return not self._goes_to_sum(weight)
+        return self.is_watched or _has_hooks(weight)
 
     def _goes_to_sum(self, weight: Tensor) -> bool:
         """Return whether the optimizer has a sum for the weight, and no other code has a hook on its gradient."""
@@ -124,37 +161,50 @@ class WeightGradients:
         kept = [t.untyped_storage() for product in self.waiting.get(key, ()) for t in (product.rows, product.inputs)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
+    def drop(self, key: Key) -> None:
+        """Forget the factors that the B of a slice has kept: for measurements."""
+        self.waiting.pop(key, None)
+
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
-        if self.waiting:
-            missing = sorted(self.waiting)
-            raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
+        missing = {*self.waiting, *(key for group in self._groups.values() if group.products for key in group.missing)}
+        if missing:
+            raise InFlightError(f"the W of {sorted(missing)} (part, micro-batch, slice) did not run in this batch")
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
         """Return whether a linear layer that runs now must leave its weight gradient to this object.
 
-        It must if the slice's backward is split, or if no hook collects gradients, in the dtype of the weight.
+        It must if the slice's backward is split or its products join those of other slices, or if no hook collects
+        gradients, in the dtype of the weight.
         """
         return self.adder(inputs, weight) is not None
 
+    def keeps(self, inputs: Tensor, weight: Tensor) -> bool:
+        """Return whether a linear layer that runs now must call `keep` in its backward."""
+        return self.adder(inputs, weight) == self.keep
+
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
-        """Return the taker of the weight gradient's factors in the backward, `keep` for W; None: autograd."""
+        """Return the taker of the weight gradient's factors in the backward, `keep` for later; None: autograd."""
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        # the greatest saving first: W, the optimizer's sum, `.grad` in one pass
-        add: _Add = _add_product
-        if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
-            add = self.keep
-        elif self.sums is not None and self._goes_to_sum(weight):
-            add = self.sums.add
-        elif active.is_whole or self.is_watched or _has_hooks(weight):
-            return None
-        if add == self.keep and not inputs.requires_grad:  # the output depends only on the weight, which is hidden
-            return None
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
+        if not is_plain or torch.is_autocast_enabled(inputs.device.type):
+            return None
+        # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
+        hooked = self._is_hooked(weight)
+        if inputs.requires_grad and self._is_kept((active.part_id, active.micro_batch_id, active.slice_id), hooked):
+            return self.keep  # otherwise the output would depend only on the weight, which is hidden
+        if self.sums is not None and self._goes_to_sum(weight):
+            return self.sums.add
+        return None if active.is_whole or hooked else _add_product
+
+    def _is_kept(self, key: Key, hooked: bool) -> bool:
+        """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
+        if key in self._split:
+            return True
+        return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -164,15 +214,23 @@ class WeightGradients:
     def keep(
         self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
+        """Leave `rows^T inputs` to the W of the slice whose B runs, or to its group's product.
 
         `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
         a value from which `gather` makes them when W runs. `gather` may use collectives, since W has its products in
         the order of `keep`. In any other backward this raises InFlightError, because the gradient would get lost.
         """
         if self.running is None:
-            raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
+            raise InFlightError("a backward through layers of a slice whose weight gradients wait, but not in its B")
         self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+
+
+class _Group:
+    """Hold the products of slices that are computed together, and the slices whose B or W has not run yet."""
+
+    def __init__(self, keys: Collection[Key]) -> None:
+        self.missing, self.is_joined = set(keys), len(keys) > 1
+        self.products: list[_Product] = []
 
 
 class _Deferred:
@@ -197,25 +255,25 @@ def _has_hooks(weight: Tensor) -> bool:
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
-def _in_autograd(products: list[_Product]) -> None:
+def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
+    """Return the rows and the inputs of all products of one weight, each as one tensor."""
+    if len(products) == 1:
+        return products[0].rows, products[0].all_inputs()
+    # `gather` may return the same memory each time
+    inputs = [each.inputs if each.gather is None else each.gather(each.inputs).clone() for each in products]
+    return torch.cat([each.rows for each in products]), torch.cat(inputs)
+
+
+def _in_autograd(by_weight: dict[int, list[_Product]]) -> None:
     """Run the hooks of each weight; free products one by one, so that only one extra gradient exists."""
-    while products:
-        product = products.pop(0)
-        weight = product.weight
+    for key in list(by_weight):
+        products = by_weight.pop(key)
+        weight = products[0].weight
         with torch.no_grad():
-            gradient = product.rows.t() @ product.all_inputs()
-        del product
+            rows, inputs = _factors(products)
+            gradient = rows.t() @ inputs
+        del products, rows, inputs
         torch.autograd.backward([weight], [gradient])
-
-
-@torch.no_grad()
-def _without_autograd(products: list[_Product]) -> None:
-    """Add to the gradients as autograd does, without calling hooks."""
-    for product in products:
-        weight = product.weight
-        fresh = _add_product(weight, product.rows, product.all_inputs())
-        if fresh is not None:
-            weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:

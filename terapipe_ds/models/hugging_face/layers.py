@@ -10,8 +10,9 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,13 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    def defer_weight_gradients(self, gradients: LinearProducts) -> None:
+        """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
+        for layer in self.modules():
+            forward = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
+            if forward is not None and "forward" not in vars(layer):
+                layer.forward = functools.partial(forward, gradients, layer)
 
     @property
     def outline(self) -> Outline:
@@ -203,6 +211,25 @@ def tied_logits(embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
     """Return the logits, by the weights of the embedding."""
     weight = embedding.held[0].get_parameter("weight")
     return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
+
+
+class LinearProducts(Protocol):
+    """Declare the engine's object that computes weight gradients."""
+
+    def linear(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+    ) -> Tensor: ...
+
+
+def _falcon(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+    outputs = gradients.linear(inputs, layer.weight)
+    return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
+
+
+_LINEARS: dict[str, Callable[..., Tensor]] = {
+    "Conv1D": lambda gradients, layer, inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True),
+    "FalconLinear": _falcon,
+}
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:

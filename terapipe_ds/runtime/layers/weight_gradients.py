@@ -15,6 +15,7 @@ their gradients in B.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -171,17 +172,35 @@ class WeightGradients:
         if missing:
             raise InFlightError(f"the W of {sorted(missing)} (part, micro-batch, slice) did not run in this batch")
 
-    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now must leave its weight gradient to this object.
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
+        """Return `F.linear(inputs, weight, bias)`, whose weight gradient comes from here; transposed: [in, out]."""
+        leaf, add = _Leaf(weight, is_transposed), self.adder(inputs, weight)
+        if add is None:
+            return F.linear(inputs, leaf.of(weight), bias)
+        if add == self.keep:
+            # the product comes later: leave out the edge to the weight, or B would call its hooks with nothing
+            return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
+        return _Linear.apply(inputs, weight, bias, None, leaf, add)
 
-        It must if the slice's backward is split or its products join those of other slices, or if no hook collects
-        gradients, in the dtype of the weight.
+    def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
+        """Return the function that a layer's backward must call with the factors of its weight gradient.
+
+        Its arguments are those of `keep` after the weight. None: the layer computes the gradient as it would without.
         """
-        return self.adder(inputs, weight) is not None
+        add = self.adder(inputs, weight)
+        if add == self.keep:
+            return partial(self.keep, weight)
+        goes_to_sum = self.sums is not None and add == self.sums.add and inputs.requires_grad
+        return partial(self._add_gathered, weight) if goes_to_sum else None
 
-    def keeps(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now must call `keep` in its backward."""
-        return self.adder(inputs, weight) == self.keep
+    def _add_gathered(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.add(weight, rows, inputs if gather is None else gather(inputs))
+
+    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
+        """Return whether a linear layer that runs now leaves its weight gradient to this object."""
+        return self.adder(inputs, weight) is not None
 
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
         """Return the taker of the weight gradient's factors in the backward, `keep` for later; None: autograd."""
@@ -277,17 +296,7 @@ def _in_autograd(by_weight: dict[int, list[_Product]]) -> None:
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
-        add = gradients.adder(inputs, weight)
-        if add is None:
-            return F.linear(inputs, weight, bias)
-        if add == gradients.keep:
-            # W comes later: leave out the edge to the weight, or B would call its hooks with nothing
-            return _Linear.apply(inputs, weight.detach(), bias, gradients.witness, _Leaf(weight), add)
-        return _Linear.apply(inputs, weight, bias, None, _Leaf(weight), add)
-
-    return forward
+    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias)
 
 
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -298,6 +307,11 @@ class _Leaf(NamedTuple):
     """Hide the weight from autograd, which takes an edge to each tensor argument."""
 
     weight: Tensor
+    is_transposed: bool  # [in, out]
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return a tensor like the weight as [out, in]."""
+        return weight.t() if self.is_transposed else weight
 
 
 class _Linear(torch.autograd.Function):
@@ -308,13 +322,14 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add, ctx.place = add, 1 if witness is None else -1  # of what tells, among the edges to tensors
-        return F.linear(inputs, weight, bias).detach()  # with a bias it is a view, which forbids in-place work on it
+        outputs = F.linear(inputs, leaf.of(weight), bias)
+        return outputs.detach()  # with a bias it is a view, which forbids in-place work on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # a layer may compute only the gradients of its inputs in its forward, and go on with these
         if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
-            return grad @ ctx.leaf.weight, None, None, None, None, None
+            return grad @ ctx.leaf.of(ctx.leaf.weight), None, None, None, None, None
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
@@ -323,9 +338,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
     rows = grad.reshape(-1, grad.shape[-1])
-    inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
+    inputs_grad = (rows @ ctx.leaf.of(weight)).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
-    weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+    both = rows, inputs.reshape(-1, inputs.shape[-1])
+    weight_grad = ctx.add(ctx.leaf.weight, *(both[::-1] if ctx.leaf.is_transposed else both))
     return inputs_grad, weight_grad, bias_grad, None, None, None
 
 

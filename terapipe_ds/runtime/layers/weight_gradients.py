@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
-from terapipe_ds.runtime.layers.gradient_sums import GradientSums
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without_need
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
     """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
-    gradients = WeightGradients(isinstance(optimizer, DeepSpeedOptimizer), GradientSums.of(optimizer))
+    hooks = hooks_without_need(optimizer)
+    gradients = WeightGradients(hooks is None, GradientSums.of(optimizer), hooks or 0)
     for layer in module.modules():
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
@@ -58,11 +58,11 @@ class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
 
     With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks. It must learn of each gradient, except
-    those that go to its `sums` at once.
+    those that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do.
     """
 
-    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
-        self.is_watched, self.sums = is_watched, sums
+    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None, own_hooks: int = 0) -> None:
+        self.is_watched, self.sums, self._own_hooks = is_watched, sums, own_hooks
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
@@ -138,7 +138,7 @@ class WeightGradients:
 
         It goes to the optimizer's sum, or to `.grad` where there is none. For weights without hooks, without autograd.
         """
-        if self.sums is not None and self.sums.has(weight):
+        if self.sums is not None and self._has_sum(weight):
             self.sums.add(weight, rows, inputs)
             return
         fresh = _add_product(weight, rows, inputs)
@@ -146,16 +146,14 @@ class WeightGradients:
             weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
     def _is_hooked(self, weight: Tensor) -> bool:
-        """Return whether code other than the sums' own must learn of each gradient of the weight."""
-        if self.sums is not None and self.sums.has(weight):
-            return not self._goes_to_sum(weight)
-        return self.is_watched or _has_hooks(weight)
+        """Return whether code other than the optimizer's own must learn of each gradient of the weight."""
+        has_sum = self._has_sum(weight)
+        own = self._own_hooks if self.sums is None or not has_sum else self.sums.own_hooks(weight)
+        others = len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > own
+        return others or bool(weight._backward_hooks) or (self.is_watched and not has_sum)
 
-    def _goes_to_sum(self, weight: Tensor) -> bool:
-        """Return whether the optimizer has a sum for the weight, and no other code has a hook on its gradient."""
-        if self.sums is None or not self.sums.has(weight) or weight._backward_hooks:
-            return False
-        return len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) <= self.sums.own_hooks(weight)
+    def _has_sum(self, weight: Tensor) -> bool:
+        return self.sums is not None and self.sums.has(weight)
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
@@ -215,7 +213,7 @@ class WeightGradients:
         hooked = self._is_hooked(weight)
         if inputs.requires_grad and self._is_kept((active.part_id, active.micro_batch_id, active.slice_id), hooked):
             return self.keep  # otherwise the output would depend only on the weight, which is hidden
-        if self.sums is not None and self._goes_to_sum(weight):
+        if self.sums is not None and self._has_sum(weight) and not hooked:
             return self.sums.add
         return None if active.is_whole or hooked else _add_product
 
@@ -268,10 +266,6 @@ class _Deferred:
 
     def __exit__(self, *error: object) -> None:
         self._gradients.running = None
-
-
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:

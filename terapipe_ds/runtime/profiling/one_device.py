@@ -137,4 +137,5 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
         is_last=is_last,
         loss_fn=job.loss_fn,
         weights=accumulate_in_products(module, None),
+        rows=int(job.inputs.shape[0]),
     )

@@ -83,15 +83,17 @@ class GradientSums:
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
 
-        On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, like
-        `.grad`.
+        Inputs that are integers are the rows of `weight` to which `rows` are added. On CUDA the product has fp32 results
+        and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
         """
         place = self._lent.get(id(weight))
         if place is None:
             place = self._mark(weight, self._places[id(weight)])
         total = self._sum(place).view(weight.shape)
         # do as much in one pass over the sum as the device can
-        if total.dtype == rows.dtype:
+        if not inputs.is_floating_point():
+            total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
+        elif total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
         elif rows.is_cuda and total.dtype == torch.float32:
             torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)

@@ -38,6 +38,8 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
             defer(gradients)
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
+        elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
+            layer.forward = partial(_look_up, layer, gradients)  # type: ignore[method-assign]
     return gradients
 
 
@@ -180,6 +182,17 @@ class WeightGradients:
             return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
         return _Linear.apply(inputs, weight, bias, None, leaf, add)
 
+    def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        """Return `F.embedding(ids, weight, padding_idx)`; with sums, a group of slices has one gradient of the table.
+
+        Without sums, or with hooks, autograd makes a gradient as large as the table for each slice.
+        """
+        key = self._running_key()
+        is_plain = weight.requires_grad and weight.is_leaf and self._has_sum(weight) and not self._is_hooked(weight)
+        if key is None or not is_plain or not self._is_kept(key, False):
+            return F.embedding(ids, weight, padding_idx)
+        return _Lookup.apply(ids, weight.detach(), self.witness, partial(self.keep, weight), padding_idx)
+
     def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
         """Return the function that a layer's backward must call with the factors of its weight gradient.
 
@@ -202,20 +215,25 @@ class WeightGradients:
 
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
         """Return the taker of the weight gradient's factors in the backward, `keep` for later; None: autograd."""
+        key, is_plain = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
+        if key is None or not is_plain or torch.is_autocast_enabled(inputs.device.type):
+            return None
+        # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
+        hooked = self._is_hooked(weight)
+        if inputs.requires_grad and self._is_kept(key, hooked):
+            return self.keep  # otherwise the output would depend only on the weight, which is hidden
+        if self.sums is not None and self._has_sum(weight) and not hooked:
+            return self.sums.add
+        active = active_slice()
+        return None if hooked or active is None or active.is_whole else _add_product
+
+    def _running_key(self) -> Key | None:
+        """Return the slice whose forward is recorded; None: nothing that this object may compute."""
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        if not is_plain or torch.is_autocast_enabled(inputs.device.type):
-            return None
-        # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
-        hooked = self._is_hooked(weight)
-        if inputs.requires_grad and self._is_kept((active.part_id, active.micro_batch_id, active.slice_id), hooked):
-            return self.keep  # otherwise the output would depend only on the weight, which is hidden
-        if self.sums is not None and self._has_sum(weight) and not hooked:
-            return self.sums.add
-        return None if active.is_whole or hooked else _add_product
+        return active.part_id, active.micro_batch_id, active.slice_id
 
     def _is_kept(self, key: Key, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
@@ -234,8 +252,9 @@ class WeightGradients:
         """Leave `rows^T inputs` to the W of the slice whose B runs, or to its group's product.
 
         `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
-        a value from which `gather` makes them when W runs. `gather` may use collectives, since W has its products in
-        the order of `keep`. In any other backward this raises InFlightError, because the gradient would get lost.
+        a value from which `gather` makes them when W runs; integers are the rows of `weight` to add `rows` to.
+        `gather` may use collectives, since W has its products in the order of `keep`. In any other backward this raises
+        InFlightError, because the gradient would get lost.
         """
         if self.running is None:
             raise InFlightError("a backward through layers of a slice whose weight gradients wait, but not in its B")
@@ -293,6 +312,14 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
     return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias)
 
 
+def _is_plain(layer: nn.Embedding) -> bool:
+    return not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
+
+
+def _look_up(layer: nn.Embedding, gradients: WeightGradients, ids: Tensor) -> Tensor:
+    return gradients.lookup(ids, layer.weight, layer.padding_idx)
+
+
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Takes weight, rows and inputs; returns a gradient for autograd, or None where it has taken that."""
 
@@ -306,6 +333,22 @@ class _Leaf(NamedTuple):
     def of(self, weight: Tensor) -> Tensor:
         """Return a tensor like the weight as [out, in]."""
         return weight.t() if self.is_transposed else weight
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, witness: Tensor, keep: Callable[..., None], padding: int | None
+    ) -> Tensor:
+        ctx.ids, ctx.keep, ctx.padding = ids, keep, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
+        ctx.keep(rows if ctx.padding is None else rows * (ids != ctx.padding).unsqueeze(1), ids)
+        return None, None, None, None, None
 
 
 class _Linear(torch.autograd.Function):

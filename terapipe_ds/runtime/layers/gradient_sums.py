@@ -83,8 +83,8 @@ class GradientSums:
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
 
-        Inputs that are integers are the rows of `weight` to which `rows` are added. On CUDA the product has fp32 results
-        and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
+        Inputs that are integers are the rows of `weight` to which `rows` are added. On CUDA the product has fp32
+        results and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
         """
         place = self._lent.get(id(weight))
         if place is None:

@@ -86,10 +86,7 @@ class GradientSums:
         Inputs that are integers are the rows of `weight` to which `rows` are added. On CUDA the product has fp32
         results and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
         """
-        place = self._lent.get(id(weight))
-        if place is None:
-            place = self._mark(weight, self._places[id(weight)])
-        total = self._sum(place).view(weight.shape)
+        total = self._total(weight)
         # do as much in one pass over the sum as the device can
         if not inputs.is_floating_point():
             total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
@@ -99,6 +96,17 @@ class GradientSums:
             torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
             total.add_(rows.t() @ inputs)
+
+    def add_rows(self, bias: Tensor, rows: Tensor) -> None:
+        """Add the sum of `rows`, [tokens, out], to the sum of `bias`."""
+        total = self._total(bias)
+        total.add_(rows.sum(dim=0, dtype=total.dtype))
+
+    def _total(self, parameter: Tensor) -> Tensor:
+        place = self._lent.get(id(parameter))
+        if place is None:
+            place = self._mark(parameter, self._places[id(parameter)])
+        return self._sum(place).view(parameter.shape)
 
     @torch.no_grad()
     def collect(self, clear_lp_grads: bool = False) -> None:

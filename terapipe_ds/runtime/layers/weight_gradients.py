@@ -51,6 +51,7 @@ class _Product(NamedTuple):
     inputs: Tensor  # [tokens, in]
     versions: tuple[int, int]
     gather: Callable[[Tensor], Tensor] | None  # makes all inputs from this rank's, if other ranks have parts of them
+    bias: Tensor | None  # whose gradient is the sum of the rows; None: autograd has made it
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
@@ -129,11 +130,19 @@ class WeightGradients:
         # sums of the optimizer come first: they need neither hooks nor a gradient in between
         for key in list(by_weight):
             if not self._is_hooked(by_weight[key][0].weight):
-                with torch.no_grad():
-                    self.add(by_weight[key][0].weight, *_factors(by_weight.pop(key)))
+                self._add_joined(by_weight.pop(key))
         if by_weight:
             with around():
                 _in_autograd(by_weight)
+
+    @torch.no_grad()
+    def _add_joined(self, products: list[_Product]) -> None:
+        weight, bias = products[0].weight, products[0].bias
+        rows, inputs = _factors(products)
+        products.clear()
+        self.add(weight, rows, inputs)
+        if bias is not None and self.sums is not None:
+            self.sums.add_rows(bias, rows)
 
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
@@ -153,6 +162,11 @@ class WeightGradients:
         own = self._own_hooks if self.sums is None or not has_sum else self.sums.own_hooks(weight)
         others = len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > own
         return others or bool(weight._backward_hooks) or (self.is_watched and not has_sum)
+
+    def _is_summed(self, parameter: Tensor) -> bool:
+        """Return whether gradients of the parameter may go to a sum of the optimizer, and to nobody else."""
+        is_leaf = parameter.requires_grad and parameter.is_leaf
+        return is_leaf and self._has_sum(parameter) and not self._is_hooked(parameter)
 
     def _has_sum(self, weight: Tensor) -> bool:
         return self.sums is not None and self.sums.has(weight)
@@ -177,10 +191,13 @@ class WeightGradients:
         leaf, add = _Leaf(weight, is_transposed), self.adder(inputs, weight)
         if add is None:
             return F.linear(inputs, leaf.of(weight), bias)
-        if add == self.keep:
-            # the product comes later: leave out the edge to the weight, or B would call its hooks with nothing
-            return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
-        return _Linear.apply(inputs, weight, bias, None, leaf, add)
+        if add != self.keep:
+            return _Linear.apply(inputs, weight, bias, None, leaf, add)
+        # a sum over all rows is more exact than the sum of rounded ones
+        if bias is not None and not is_transposed and self._is_summed(weight) and self._is_summed(bias):
+            add, bias = partial(self.keep, bias=bias), bias.detach()
+        # the product comes later: leave out the edge to the weight, or B would call its hooks with nothing
+        return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
 
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
         """Return `F.embedding(ids, weight, padding_idx)`; with sums, a group of slices has one gradient of the table.
@@ -188,8 +205,7 @@ class WeightGradients:
         Without sums, or with hooks, autograd makes a gradient as large as the table for each slice.
         """
         key = self._running_key()
-        is_plain = weight.requires_grad and weight.is_leaf and self._has_sum(weight) and not self._is_hooked(weight)
-        if key is None or not is_plain or not self._is_kept(key, False):
+        if key is None or not self._is_summed(weight) or not self._is_kept(key, False):
             return F.embedding(ids, weight, padding_idx)
         return _Lookup.apply(ids, weight.detach(), self.witness, partial(self.keep, weight), padding_idx)
 
@@ -247,18 +263,23 @@ class WeightGradients:
         return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
 
     def keep(
-        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        inputs: Tensor,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """Leave `rows^T inputs` to the W of the slice whose B runs, or to its group's product.
 
         `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
         a value from which `gather` makes them when W runs; integers are the rows of `weight` to add `rows` to.
-        `gather` may use collectives, since W has its products in the order of `keep`. In any other backward this raises
-        InFlightError, because the gradient would get lost.
+        `gather` may use collectives, since W has its products in the order of `keep`. The sum of the rows goes to the
+        optimizer's sum of `bias`. In any other backward this raises InFlightError: the gradient would get lost.
         """
         if self.running is None:
             raise InFlightError("a backward through layers of a slice whose weight gradients wait, but not in its B")
-        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather, bias))
 
 
 class _Group:

@@ -179,7 +179,7 @@ class TokenEmbedding(nn.Module):
 
     def defer_weight_gradients(self, gradients: Any) -> None:
         """Let the engine make the gradient of the table, once for several slices."""
-        self._lookup = gradients.lookup
+        self._lookup = lambda tokens, weight: gradients.lookup(tokens, weight)  # a copy of the layer shares it
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs

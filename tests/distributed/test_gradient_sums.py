@@ -51,7 +51,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def module_of(model: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a small model for one stage."""
     if model == "gpt":
-        layers = gpt_layers(str(dtype).removeprefix("torch."), num_layers=2, bias=True, init_std=0.1)
+        layers = gpt_layers(
+            str(dtype).removeprefix("torch."), num_layers=2, hidden_size=32, ffn_size=64, bias=True, init_std=0.1
+        )
         return pipeline_module(layers, 1)
     from transformers import GPT2Config, LlamaConfig
 
@@ -105,10 +107,10 @@ class Additions(TorchDispatchMode):
         return ((arguments[name], value) for name, value in kwargs.items())
 
 
-def counted(model: str, slices: int, schedule: str, settings: str) -> tuple[dict[str, float], set[str]]:
-    """Train a batch of two micro-batches; return additions per number of each parameter and micro-batch.
+def counted(model: str, slices: int, schedule: str, settings: str) -> dict[tuple[str, str], float]:
+    """Train a batch of two micro-batches; return the additions per number of each parameter and micro-batch.
 
-    The second result names the parameters that linear layers multiply by, or that embeddings look up in one place.
+    The keys have the class of the parameter's module, and its name there.
     """
     options = SETTINGS[settings]
     module = module_of(model, torch.float16 if "fp16" in options else torch.bfloat16)
@@ -117,14 +119,21 @@ def counted(model: str, slices: int, schedule: str, settings: str) -> tuple[dict
     engine.train_batch(iter(first))
     with Additions(engine) as additions:
         engine.train_batch(iter(second))
-    sizes = {name: p.numel() for name, p in engine.module.named_parameters()}
-    owned = {
-        name + ".weight"
-        for name, layer in engine.module.named_modules()
-        if type(layer).__name__ in ("Linear", "Conv1D", "TokenEmbedding", "Embedding")
+    owners = {
+        f"{prefix}.{name}": (type(owner).__name__, f"{prefix}.{name}")
+        for prefix, owner in engine.module.named_modules()
+        for name in owner._parameters
     }
     engine.destroy()
-    return {name: additions.counts[name] / size / 2 for name, size in sizes.items()}, owned & sizes.keys()
+    sizes = {name: p.numel() for name, p in engine.module.named_parameters()}
+    return {owners[name]: additions.counts[name] / size / 2 for name, size in sizes.items()}
+
+
+OWNED = "Linear", "Conv1D", "TokenEmbedding", "Embedding"  # classes with a weight that the engine's W owns
+
+
+def of_weights(found: dict[tuple[str, str], float]) -> list[float]:
+    return [count for (owner, name), count in found.items() if owner in OWNED and name.endswith("weight")]
 
 
 class TestNumbersAdded:
@@ -134,39 +143,34 @@ class TestNumbersAdded:
     @pytest.mark.parametrize("model", ["gpt", "llama"])
     def test_a_micro_batch_adds_a_weight_once_whatever_its_slices(self, model: str, slices: int, schedule: str) -> None:
         """DeepSpeed's own way adds each weight once per slice, and twice with split backwards: zeros in B."""
-        ((found, owned),) = rank_pool(1).run(
-            counted, model=model, slices=slices, schedule=schedule, settings="bf16 sums"
-        )
-        assert len(owned) == (10 if model == "gpt" else 16)
-        assert all(0 < found[name] <= 1.05 for name in owned)
-        # biases of linear layers come with their weights, if slices join
-        others = {name for name in found.keys() - owned if "norm" in name or slices == 1}
-        assert {found[name] for name in others} == {slices}
-        assert all(found[name] == 1 for name in found.keys() - owned - others)
+        (found,) = rank_pool(1).run(counted, model=model, slices=slices, schedule=schedule, settings="bf16 sums")
+        weights = of_weights(found)
+        assert len(weights) == (10 if model == "gpt" else 16)
+        assert all(0 < count <= 1.05 for count in weights)
+        assert {count for (owner, _), count in found.items() if "Norm" in owner} == {slices}
+        assert max(found.values()) == slices
 
     def test_conv1d_of_transformers(self) -> None:
-        ((found, owned),) = rank_pool(1).run(counted, model="gpt2", slices=4, schedule="seq1f1b", settings="bf16 sums")
-        own = [found[name] for name in owned if ".c_" in name]
-        assert own == [1.0] * 8, "four in each of two layers"
+        (found,) = rank_pool(1).run(counted, model="gpt2", slices=4, schedule="seq1f1b", settings="bf16 sums")
+        of_conv1d = [count for (owner, name), count in found.items() if owner == "Conv1D" and name.endswith("weight")]
+        assert of_conv1d == [1.0] * 8
 
     @pytest.mark.parametrize("settings", SETTINGS.keys() - {"bf16 sums"})
     def test_other_optimizers(self, settings: str) -> None:
-        ((found, owned),) = rank_pool(1).run(counted, model="gpt", slices=4, schedule="seq1f1b", settings=settings)
-        weights = [name for name in owned if found[name] <= 1.05]
-        # without sums the table of the embedding has a gradient for each slice
-        assert len(weights) >= len(owned) - 1
+        """Without sums the table of the embedding has a gradient for each slice."""
+        (found,) = rank_pool(1).run(counted, model="gpt", slices=4, schedule="seq1f1b", settings=settings)
+        assert sum(count <= 1.05 for count in of_weights(found)) >= 9
 
 
-def counted_in_groups() -> dict[str, float]:
+def counted_in_groups() -> list[float]:
     with mock.patch.object(plan, "JOINED_ROWS", 40):  # two rows of 32 tokens in slices of 4
-        return counted("gpt", 8, "seq1f1b", "bf16 sums")[0]
+        return of_weights(counted("gpt", 8, "seq1f1b", "bf16 sums"))
 
 
 def test_a_group_ends_when_it_has_enough_rows() -> None:
     """Five slices, then three: the tensors that wait do not grow with the sequence."""
     (found,) = rank_pool(1).run(counted_in_groups)
-    weights = [name for name in found if name.endswith(("qkv.weight", "up.weight"))]
-    assert [found[name] for name in weights] == [2.0] * 4
+    assert found == [2.0] * 10
 
 
 def _measured() -> tuple[list[bool], list[bool]]:
@@ -257,4 +261,6 @@ def test_gradients_are_as_close_to_fp32_as_the_stock_engine_s() -> None:
     assert len(stock) == 16 and found["1"] == stock
     for by_kind in found.values():
         for kind, distance in by_kind.items():
-            assert distance <= 1.02 * stock[kind], kind
+            # one sum over the residual stream's gradients, whose own rounding varies with the slices
+            limit = 1.05 if kind == "attention.out.bias" else 1.005
+            assert distance <= limit * stock[kind], kind

@@ -10,7 +10,6 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,9 +95,9 @@ class Piece(nn.Module):
     def defer_weight_gradients(self, gradients: LinearProducts) -> None:
         """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
         for layer in self.modules():
-            forward = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
-            if forward is not None and "forward" not in vars(layer):
-                layer.forward = functools.partial(forward, gradients, layer)
+            make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
+            if make is not None and "forward" not in vars(layer):
+                layer.forward = make(gradients, layer)
 
     @property
     def outline(self) -> Outline:
@@ -221,15 +220,19 @@ class LinearProducts(Protocol):
     ) -> Tensor: ...
 
 
-def _falcon(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
-    outputs = gradients.linear(inputs, layer.weight)
-    return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
+def _conv1d(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
 
 
-_LINEARS: dict[str, Callable[..., Tensor]] = {
-    "Conv1D": lambda gradients, layer, inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True),
-    "FalconLinear": _falcon,
-}
+def _falcon(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        outputs = gradients.linear(inputs, layer.weight)
+        return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
+
+    return forward
+
+
+_LINEARS = {"Conv1D": _conv1d, "FalconLinear": _falcon}
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:

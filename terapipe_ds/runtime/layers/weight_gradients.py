@@ -39,7 +39,7 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
         elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
-            layer.forward = partial(_look_up, layer, gradients)  # type: ignore[method-assign]
+            layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
 
 
@@ -337,8 +337,8 @@ def _is_plain(layer: nn.Embedding) -> bool:
     return not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
 
 
-def _look_up(layer: nn.Embedding, gradients: WeightGradients, ids: Tensor) -> Tensor:
-    return gradients.lookup(ids, layer.weight, layer.padding_idx)
+def _lookup_of(layer: nn.Embedding, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
+    return lambda ids: gradients.lookup(ids, layer.weight, layer.padding_idx)
 
 
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]

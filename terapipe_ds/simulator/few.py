@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.schedule.split_chunks import TAKE_LIMITS
 from terapipe_ds.simulator.peak_memory import Memory
 from terapipe_ds.simulator.replay import Replay
 
@@ -64,6 +65,8 @@ class ScheduleShape(NamedTuple):
         }
         if self.schedule in proven:
             return proven[self.schedule], True
+        if self.schedule in TAKE_LIMITS:
+            return stages + 3, False
         live = (chunks + 1) * stages * (slices if self.schedule == "interleaved" else 1) + 3 * slices
         return -(-live // slices) + 1, False
 
@@ -103,12 +106,12 @@ def replay_few(
     is_proven = True
     if costs is not None:
         few = num_micro_batches if is_short else min(num_micro_batches, shape.filling)
-        ends_s = tuple(replay_of(few).ends_of_stages(plan, costs))
+        ends_s = tuple(replay_of(few).ends_of_stages(plan, costs, memory))
         if few < num_micro_batches:
             # each further micro-batch takes as long as those in the second half
             half = few // 2
             times = (num_micro_batches - few) / (few - half)
-            earlier_s = replay_of(half).ends_of_stages(plan, costs)
+            earlier_s = replay_of(half).ends_of_stages(plan, costs, memory)
             ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
             is_proven = False
     if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
@@ -117,7 +120,9 @@ def replay_few(
         peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
     elif memory is not None:
         enough, is_sure = shape.most_live
-        if _offloads(memory) or (is_short and not is_sure):
+        if _offloads(memory):  # a slice is away for a while that the rest of the batch decides
+            enough, is_sure = (num_micro_batches if is_short else shape.filling), False
+        elif is_short and not is_sure:
             enough = num_micro_batches
         peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory)
         is_proven &= is_sure or enough >= num_micro_batches

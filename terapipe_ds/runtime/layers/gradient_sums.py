@@ -97,7 +97,11 @@ class GradientSums:
         else:
             total.add_(rows.t() @ inputs)
 
-    def add_rows(self, bias: Tensor, rows: Tensor) -> None:
+    def add_rows(self, table: Tensor, start: int, rows: Tensor) -> None:
+        """Add the gradient of some rows of a table, from `start` on."""
+        self._total(table)[start : start + len(rows)].add_(rows)
+
+    def add_bias(self, bias: Tensor, rows: Tensor) -> None:
         """Add the sum of `rows`, [tokens, out], to the sum of `bias`."""
         total = self._total(bias)
         total.add_(rows.sum(dim=0, dtype=total.dtype))

@@ -37,7 +37,7 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         if defer is not None:
             defer(gradients)
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
-            layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
+            layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
         elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
             layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
@@ -142,7 +142,7 @@ class WeightGradients:
         products.clear()
         self.add(weight, rows, inputs)
         if bias is not None and self.sums is not None:
-            self.sums.add_rows(bias, rows)
+            self.sums.add_bias(bias, rows)
 
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
@@ -257,6 +257,22 @@ class WeightGradients:
             return True
         return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
 
+    def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
+        return lambda inputs: self.linear(inputs, layer.weight, layer.bias if with_bias else None)
+
+    def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
+        """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
+
+        Each call to it is for one backward of the slice that runs now.
+        """
+        active = active_slice()
+        if active is None or not torch.is_grad_enabled() or not table.requires_grad:
+            return None
+        if self.sums is not None and self._is_summed(table):
+            return partial(self.sums.add_rows, table)
+        return None if active.is_whole or self._is_hooked(table) else partial(_add_rows, table)
+
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
         active = active_slice()
@@ -327,10 +343,6 @@ def _in_autograd(by_weight: dict[int, list[_Product]]) -> None:
             gradient = rows.t() @ inputs
         del products, rows, inputs
         torch.autograd.backward([weight], [gradient])
-
-
-def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
-    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias)
 
 
 def _is_plain(layer: nn.Embedding) -> bool:
@@ -404,6 +416,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _backward_once = once_differentiable(_backward)  # if the backward is recorded; otherwise it only takes time
+
+
+def _add_rows(table: Tensor, start: int, rows: Tensor) -> None:
+    if table.grad is None:
+        table.grad = torch.zeros_like(table)
+    table.grad[start : start + len(rows)].add_(rows)
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

@@ -164,7 +164,7 @@ class _Search:
         """Take the named schedules that keep the limits and return their seconds."""
         nodes, seconds = self.nodes, {}
         slices = [plan.num_slices for plan in nodes.plans]
-        candidates: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names]
+        candidates: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
         if nodes.num_parts > nodes.num_stages:  # a V, by default or with what the limit has room for
             limited = {"max_live_slices": max(2 * max(slices), min(self.limits))}
             candidates = [("zbv", {}), ("zbv", limited)] if nodes.is_split else []

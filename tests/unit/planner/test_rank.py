@@ -25,7 +25,8 @@ from terapipe_ds.simulator import UnitCosts, simulate
 
 PARTS = {
     "gpipe": (1, 2), "1f1b": (1, 2), "terapipe": (1, 2), "seq1f1b": (1, 2), "zb-h1": (1, 2), "seq1f1b-zb": (1, 2),
-    "interleaved": (2, 4), "seq1f1b-interleaved": (2, 4), "zbv": (2, 4), "chimera": (2, 2), "chimera-seq": (2, 2),
+    "interleaved": (2, 4), "seq1f1b-interleaved": (2, 4), "seq1f1b-interleaved-zb": (2, 4), "zbv": (2, 4),
+    "chimera": (2, 2), "chimera-seq": (2, 2),
 }  # fmt: skip
 """(chunks per stage, parts) on two stages; dapple is 1f1b."""
 
@@ -92,11 +93,12 @@ def names(*arguments: object, **options: object) -> set[str]:
 def test_what_can_be_had() -> None:
     assert names(halves, 4, 2, 2, 2) == PARTS.keys()
     looped = {"interleaved", "seq1f1b-interleaved"}
-    assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped
-    assert names(halves, 4, 2, 2, 2, chunks_per_stage=2) == {*looped, "zbv", "chimera", "chimera-seq"}
+    split = {"seq1f1b-interleaved-zb"}
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped | split
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=2) == {*looped, *split, "zbv", "chimera", "chimera-seq"}
     assert names(halves, 4, 3, 2, 2) == PARTS.keys() - {"chimera", "chimera-seq"}  # an odd number of stages
     few = names(lambda n: halves(n) if n <= 2 else None, 4, 2, 2, 2)  # fewer layers than 2 K parts
-    assert few == PARTS.keys() - {*looped, "zbv"}
+    assert few == PARTS.keys() - {*looped, *split, "zbv"}
     whole = {"gpipe", "1f1b", "terapipe", "seq1f1b"}
 
     class Unsplit:

@@ -126,7 +126,7 @@ def runs_of(options: Any, num_stages: int) -> Iterator[Run]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown, each with its speed-up over the stock engine of the same batch."""
     lines = [
-        "| setting | K | m | system | measured s | simulated s | ratio | speed-up | simulated | more per slot | cores |",
+        "| setting | K | m | system | measured | simulated | ratio | speed-up | simulated | more per slot | cores |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -125,7 +125,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
     assert refused.keys() == {"chimera", "chimera-seq"}  # both parts on each stage
-    assert len(ranking.results) == 9 + 2  # type: ignore[attr-defined]
+    assert len(ranking.results) == 10 + 2  # type: ignore[attr-defined]
     for name, one in refused.items():
         needs = [
             max(simulate(build(name, 2, 4, plan.num_slices), plan, halves(2), memory=memory_of(2)).peak_bytes or ())
@@ -133,7 +133,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
         ]
         assert one.need_bytes == min(needs) > 4000
     nothing = ranked(1000)
-    assert nothing.results == () and len(nothing.refused) == 11  # type: ignore[attr-defined]
+    assert nothing.results == () and len(nothing.refused) == 12  # type: ignore[attr-defined]
     with pytest.raises(MemoryLimitError) as caught:
         _ = nothing.best  # type: ignore[attr-defined]
     assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def test_in_words() -> None:
     head, *lines = describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
     assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
-    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11 + 2
+    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 12 + 2
     free = describe_ranking(rank_schedules(halves, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
